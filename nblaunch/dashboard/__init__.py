@@ -18,6 +18,7 @@ notebook.py        the dashboard for notebooks: an output of a cell that is upda
   widget_panel.py      the widgets: headline, buttons, rows, charts
   widget_logs.py       the last lines of ranks, in tabs
   widget_throttle.py   updates within a budget
+folded_lines.py    many lines of a cell behind one of them
 lines.py           output of workers in the cell or on the terminal: labelled, merged, shortened; the last lines
 
 :func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
@@ -96,7 +97,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return [GuardedDashboard(table)]
     return [
         GuardedDashboard(table),
-        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_watched, omits_hangs=True),
+        lines_printer(first_s=_FIRST_LINES_S, defers_lines=is_watched, omits_hangs=True, folds=True),
     ]
 
 

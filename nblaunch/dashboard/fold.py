@@ -98,7 +98,25 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
         device_peak_bytes=max(reading.device_bytes, reading.device_peak_bytes) or rank.device_peak_bytes,
         device_limit_bytes=reading.device_limit_bytes or rank.device_limit_bytes,
         rate_points=points,
-        first_point=rank.first_point or (points[0] if points else None),
+        trained_span=_trained_span(rank, reading, is_evaluating=is_evaluating),
+    )
+
+
+def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
+    """Return seconds, steps and samples of the training, with those since the last reading if none was evaluated."""
+    last = rank.reading
+    if (
+        is_evaluating
+        or rank.is_evaluating
+        or last.step_time_s <= 0
+        or reading.step_time_s <= last.step_time_s
+    ):
+        return rank.trained_span
+    span_s, num_steps, num_samples = rank.trained_span
+    return (
+        span_s + reading.step_time_s - last.step_time_s,
+        num_steps + reading.steps_done - last.steps_done,
+        num_samples + reading.samples - last.samples,
     )
 
 

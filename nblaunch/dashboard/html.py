@@ -11,8 +11,9 @@ for screen readers, heads with scopes, and bars with the role of a progress bar.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from nblaunch.dashboard.charts import charts
@@ -86,38 +87,58 @@ STYLE_SHEET = (
 """Styles by class name; the front end may remove it, which leaves a plain table."""
 
 
-def mimebundle(view: JobView, *, tail: Tail | None = None) -> dict[str, str]:
-    """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``."""
+def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True) -> dict[str, str]:
+    """Return ``{"text/html": ..., "text/plain": ...}`` of the table, for ``display(..., raw=True)``.
+
+    With ``has_logs=False``, the folder of logs is left to :func:`log_bundle`.
+    """
     table = tabulate(view)
+    table = table if has_logs else replace(table, log_dir="")
     return {
         "text/html": render_html(view, tail=tail, table=table),
         "text/plain": render_text(view, tail=tail, table=table),
     }
 
 
-def render_html(view: JobView, *, tail: Tail | None = None, table: Table | None = None) -> str:
+def log_bundle(view: JobView) -> dict[str, str]:
+    """Return the folder of logs, for ``display(..., raw=True)``."""
+    text = f"logs: {view.start.log_dir}" if view.start.log_dir else ""
+    return {"text/html": line(text), "text/plain": text}
+
+
+def render_html(
+    view: JobView, *, tail: Tail | None = None, table: Table | None = None, is_last_known: bool = False
+) -> str:
     """Return the table as an HTML fragment.
 
     Args:
         view: the job.
         tail: the last lines of output, shown with the notes; None if something else shows these.
         table: of this view, where it is at hand.
+        is_last_known: of a job that runs, for a reader who sees it when that may be over; with charts and the time.
     """
     table = table or tabulate(view)
     parts = [title(view, table), cards(table, is_over=view.is_over), figures(table)]
     parts += [_rows_or_summary(view, table)] if table.rows else []
     parts.append(remarks(table))
     parts.append(line(table.metrics))
-    parts += [f"<div>{''.join(charts(view))}</div>"] if view.is_over else []
+    parts += [f"<div>{''.join(charts(view))}</div>"] if view.is_over or is_last_known else []
     parts.append(epochs(table.epochs))
     if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(tail, is_live=not view.is_over)] if tail else []
     parts.append(line(f"logs: {table.log_dir}" if table.log_dir else ""))
+    parts.append(line(last_known(view)) if is_last_known else "")
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
     )
+
+
+def last_known(view: JobView) -> str:
+    """Return when a view was that of its job."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now_s)) if view.now_s else "its start"
+    return f"last known at {at}; a job that has ended replaces this by its result"
 
 
 def title(view: JobView, table: Table) -> str:
@@ -133,7 +154,7 @@ def title(view: JobView, table: Table) -> str:
     progress = f'{escape(table.progress)} <span style="{MUTED}">·</span> ' if table.progress else ""
     if still is not None:
         colour = BAD if still.is_certain else CAUTION
-        progress = f'<b style="{ink(colour)}">{escape(still.text)}</b> <span style="{MUTED}">·</span> '
+        return f'<div>{shape} {name}<b style="{ink(colour)}">{escape(still.text)}</b></div>{line(table.fallback)}'
     return f"<div>{shape} {name}{progress}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
 

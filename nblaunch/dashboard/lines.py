@@ -13,6 +13,7 @@ write, so that the number of messages to the front end does not grow with the ou
 from __future__ import annotations
 
 import sys
+import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, TextIO, final
 
 from nblaunch import formatting
 from nblaunch.dashboard.base import Dashboard, Pace
+from nblaunch.dashboard.folded_lines import FoldedLines
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveTable, write
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
@@ -153,6 +155,8 @@ class LinesPrinter(Dashboard):
             shown at once.
         omits_hangs: leave out reports of hangs, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
+        folds: print a limited number of lines, and show the others where the reader asks for them; only with
+            ``publish``.
         live: what is redrawn in place on the same terminal, to be kept below.
         display_ids: (rank, id) of displays that may be updated; this adds to it. Default: of this printer alone.
         clock: monotonic seconds.
@@ -169,6 +173,7 @@ class LinesPrinter(Dashboard):
         defers_lines: bool = False,
         omits_hangs: bool = False,
         merges_equal: bool = False,
+        folds: bool = False,
         display_ids: set[tuple[int, str]] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -182,6 +187,7 @@ class LinesPrinter(Dashboard):
         self._defers_lines = defers_lines
         self._omits_hangs = omits_hangs
         self._merges_equal = merges_equal
+        self._folded = FoldedLines() if folds and publish is not None else None
         self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: Counter[int] = Counter()
         self._num_shown: Counter[int] = Counter()
@@ -222,6 +228,11 @@ class LinesPrinter(Dashboard):
         self._end_all()
         if self._pending:
             self._flush()
+        if self._folded is not None and self._publish is not None:
+            bundle, last = self._folded.rest(self._log_dir)
+            if bundle is not None:
+                self._publish(Displayed(-1, time.time(), bundle))
+            self._print("".join(last))
 
     def _label(self, rank: int) -> str:
         if self._label_template is not None:
@@ -356,11 +367,16 @@ class LinesPrinter(Dashboard):
         self._pending = [item for item in held if not isinstance(item, Displayed)]
 
     def _write(self, lines: list[str]) -> None:
-        if not lines:
+        if self._folded is not None:
+            lines = self._folded.take(lines)
+        self._print("".join(lines))
+
+    def _print(self, text: str) -> None:
+        if not text:
             return
         stream = sys.stdout if self._stream is None else self._stream
         with self._live.hidden() if self._live is not None else nullcontext():
-            write(stream, "".join(lines))
+            write(stream, text)
             if self._publish is None:  # kernels flush by themselves, and flush() there takes milliseconds
                 stream.flush()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from nblaunch import env
 from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard, uptime
-from nblaunch.dashboard.html import mimebundle
+from nblaunch.dashboard.html import log_bundle, mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from nblaunch.dashboard.widget_panel import Panel
 
 _log = logging.getLogger(__name__)
+
+_FIRST_LASTING_S, _LASTING_S = 1.0, 5.0  # seconds between updates of what stays if the kernel dies
+_LASTING_BYTES_S = 1_500.0
 
 WIDGETS_S = 0.2
 """Seconds between updates of widgets."""
@@ -126,6 +129,9 @@ class NotebookDashboard(ViewingDashboard):
 
     A short job publishes its final table only. Where widgets fail, the table takes their place.
 
+    Below the widgets is a second output with the table, updated every few seconds. It is what a saved notebook shows of
+    a job whose kernel has died, and hidden as long as the widgets are alive.
+
     Args:
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
             and includes the last lines of all ranks: text printed by another thread would appear in another cell.
@@ -158,6 +164,9 @@ class NotebookDashboard(ViewingDashboard):
         self._output = Output(publish)
         self._open_panel = open_panel or _open_panel
         self._panel: Panel | None = None
+        self._lasting = Output(publish)
+        self._next_lasting_s = 0.0
+        self._clock = clock
         self._last_lines = LastLines()
         if background:
             self._draw()
@@ -172,7 +181,10 @@ class NotebookDashboard(ViewingDashboard):
             self._panel.connect(controls)
 
     def show_again(self) -> bool:
-        return self._output.show_again()
+        is_new = self._output.show_again()
+        if is_new:
+            self._lasting.show_again()
+        return is_new
 
     def _draw(self) -> None:
         if self._has_widgets:
@@ -184,9 +196,12 @@ class NotebookDashboard(ViewingDashboard):
             self._show_table()
 
     def _draw_last(self, view: JobView) -> None:
+        has_two = self._lasting.shown is not None
         table = self._table(view)
         if view.is_started or self._output.shown is not None:
-            self._output.show(table, is_final=True)
+            self._output.show(self._table(view, has_logs=False) if has_two else table, is_final=True)
+        if has_two:  # an output can't be removed
+            self._lasting.show(log_bundle(view), is_final=True)
         # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
             # Colab saves all widgets in a form that GitHub refuses to show. It is assumed to keep the output of a cell
@@ -200,11 +215,29 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(self._panel.bundle(self._view))
         else:
             self._panel.show(self._view)
+        self._show_lasting(self._panel)
         self._pace.note_published()
+
+    def _show_lasting(self, panel: Panel) -> None:
+        """Update what stays of the job if this process dies."""
+        now_s = self._clock()
+        is_first = self._lasting.shown is None
+        # One in the background must make its outputs in the thread of the cell, which is the first time.
+        is_early = is_first and not self._is_background and self._pace.elapsed_s < _FIRST_LASTING_S
+        if is_early or now_s < self._next_lasting_s:
+            return
+        bundle = panel.stand_in(self._view)
+        self._lasting.show(bundle)
+        num_bytes = sum(map(len, bundle.values()))
+        self._next_lasting_s = now_s + (
+            _FIRST_LASTING_S if is_first else max(_LASTING_S, num_bytes / _LASTING_BYTES_S)
+        )
 
     def _give_up_widgets(self, error: Exception) -> None:
         """Show the table in the same output from now on."""
         self._has_widgets = False
+        if self._lasting.shown is not None:
+            self._lasting.show(log_bundle(self._view))
         if isinstance(error, ImportError):
             _log.warning("the job is shown as HTML instead of widgets: %s (pip install ipywidgets)", error)
         else:
@@ -215,11 +248,11 @@ class NotebookDashboard(ViewingDashboard):
         num_cells = self._output.show(table)
         self._pace.note_published(num_cells * sum(map(len, table.values())))
 
-    def _table(self, view: JobView) -> Bundle:
+    def _table(self, view: JobView, *, has_logs: bool = True) -> Bundle:
         has_lines = self._is_background or (self._is_watched and not view.is_over)
         tail = self._last_lines.of_all()[-TAIL_LENGTH:] if has_lines else None
         if self._is_html:
-            return mimebundle(view, tail=tail)
+            return mimebundle(view, tail=tail, has_logs=has_logs)
         return {"text/plain": render_text(view, tail=tail)}
 
 

@@ -256,7 +256,7 @@ def _stalled(view: JobView) -> list[Notice]:
 def standstill(view: JobView) -> Standstill | None:
     """Return where a job stands still, in a sentence; None while some of its ranks make progress.
 
-    That ranks wait in a collective for another one which goes on is no standstill yet, but said as well.
+    Ranks that wait in a collective for another one, which goes on, are no standstill yet, but reported as well.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]

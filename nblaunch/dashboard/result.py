@@ -1,6 +1,6 @@
 """What a job has come to: its figures, as rate, losses, metrics and memory, and whether its ranks did the same.
 
-Rates are means over the whole job, from the beginning of its first loop to its last step. The best value of a metric
+Rates are means over the whole training, without its evaluations. The best value of a metric
 is shown where its name says which way is better: ``loss`` falls, ``accuracy`` rises.
 """
 
@@ -56,7 +56,7 @@ def _progress(view: JobView) -> Figure | None:
     last = min(view.ranks, key=lambda rank: (rank.epoch, rank.step), default=None)
     if last is None or not last.has_progress:
         return None
-    num_steps = last.reading.steps_done
+    num_steps = last.reading.losses.num_steps or last.trained_span[1] or last.reading.steps_done
     steps = formatting.count(num_steps, "step") if num_steps else ""
     if not last.epoch:
         return Figure("steps", f"{last.step:,}" + (f" of {last.total:,}" if last.step < last.total else ""))

@@ -208,7 +208,7 @@ class RankView:
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
         trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
         rate_points: points of the last :data:`WINDOW_S`, for rates.
-        first_point: the first of all, for the mean rate of the job; None before it.
+        trained_span: seconds, steps and samples of its training so far, without its evaluations.
     """
 
     rank: int
@@ -249,16 +249,15 @@ class RankView:
     trained_rates: tuple[float | None, float | None, float | None] = (None, None, None)
     trained_fraction: float = 0.0
     rate_points: tuple[RatePoint, ...] = ()
-    first_point: RatePoint | None = None
+    trained_span: tuple[float, int, int] = (0.0, 0, 0)
 
     @property
     def mean_rates(self) -> tuple[float | None, float | None]:
-        """Steps and samples per second of the whole job, from the beginning of the first loop to the last step."""
-        first, last = self.first_point, self.reading
-        if first is None or last.step_time_s <= first.time_s or last.steps_done <= first.steps:
+        """Steps and samples per second of the whole training, without evaluations; None if unknown."""
+        span_s, num_steps, num_samples = self.trained_span
+        if span_s <= 0 or num_steps <= 0:
             return None, None
-        span_s, num_samples = last.step_time_s - first.time_s, last.samples - first.samples
-        return (last.steps_done - first.steps) / span_s, num_samples / span_s if num_samples > 0 else None
+        return num_steps / span_s, num_samples / span_s if num_samples > 0 else None
 
     def without_line(self) -> RankView:
         """Return the rank without a status line."""

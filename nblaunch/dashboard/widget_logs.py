@@ -57,15 +57,16 @@ class LogPane:
         self.widget: Any
         self._pages: Any = None
         self._width = len(str(num_ranks - 1))
+        beside = widgets.Layout(flex="2 1 440px", min_width="0", margin="4px 0 0 0")
         num_panes = num_ranks + 1 if 1 < num_ranks <= MAX_TABS else 1
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
         if num_ranks == 1:
-            self.widget = self._panes[0]
+            self.widget = widgets.VBox(self._panes, layout=beside)
         elif num_ranks <= MAX_TABS:
-            self.widget = self._pages = self._tabs()
+            self.widget = self._pages = self._tabs(beside)
         else:
             hint = widgets.HTML('<span style="opacity:.7">job.logs(rank) has the output of one rank</span>')
-            self.widget = widgets.VBox([hint, *self._panes])
+            self.widget = widgets.VBox([hint, *self._panes], layout=beside)
 
     def show(self) -> None:
         """Update the tabs; sent at the throttle's next flushes."""
@@ -89,8 +90,7 @@ class LogPane:
             num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
             self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
 
-    def _tabs(self) -> Any:
-        layout = widgets.Layout(margin="4px 0 0 0", width="100%")
+    def _tabs(self, layout: Any) -> Any:
         tab = widgets.Tab(children=self._panes, layout=layout, _dom_classes=(_TABS,))
         for index, title in enumerate(["All ranks", *(f"rank {rank}" for rank in range(self._num_ranks))]):
             tab.set_title(index, title)

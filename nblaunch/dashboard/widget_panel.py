@@ -15,6 +15,7 @@ panel shows it at its next update.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from nblaunch.dashboard.base import Bundle, Controls
 from nblaunch.dashboard.charts import charts
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
+from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
 from nblaunch.dashboard.widget_throttle import Throttle
@@ -155,7 +157,8 @@ class ChartRow:
         row = widgets.Layout(
             margin="0",
             flex_flow="row nowrap",
-            width="100%",
+            flex="1 1 280px",
+            min_width="0",
             min_height=f"{_CHARTS_PX}px",
             overflow="auto hidden",
         )
@@ -190,6 +193,8 @@ _PRE = (
 )
 _MARKUP = html.Markup(is_inline=False)
 _TITLE_S = 0.8
+_ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
+_DEAD = "jupyter-widgets-disconnected"
 MAX_KEPT = 100
 """Closed panels whose outermost widget stays in the kernel, at most. Each has some kB, and the size of its table."""
 
@@ -207,34 +212,53 @@ class Panel:
         self._throttle = Throttle(clock=clock)
         self._shown = widgets.Layout(margin="2px 0", width="100%")
         self._hidden = widgets.Layout(display="none")
-        self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 auto", margin="0"))
+        self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 0", min_width="0", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
         # One widget and one message: how many messages there are does not depend on the ranks.
         rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
         self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
         self._states: list[tuple[str, str]] = []
+        self._stands = (False, False)
         self._charts = ChartRow(self._throttle, clock)
         self._remarks, self._epochs, self._footer = (widgets.HTML("", layout=self._hidden) for _ in range(3))
         self._logs: LogPane | None = None
         self._top = widgets.HBox(
             [self._title, self._buttons.widget], layout=widgets.Layout(align_items="center", width="100%")
         )
-        sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET, layout=self._hidden)
+        name = f"nbl-panel-{os.urandom(6).hex()}"
+        self._lasting = f"{name}-lasting"
+        # A panel whose kernel has died is marked by its front end (ipywidgets 8).
+        self._hiding = (
+            f"<style>.{name}.{_DEAD}{{display:none}}"
+            f"body:has(.{name}:not(.{_DEAD})) .{self._lasting}{{display:none}}</style>"
+        )
+        sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
+        # Side by side where there is room for both: the panel is less high, and wide.
+        lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-end", margin="0")
+        self._lower = widgets.HBox([], layout=lower)
         self._below = [self._epochs, self._footer]
         self.root = widgets.VBox(
-            [*self._above, *self._below], layout=widgets.Layout(width="100%", overflow="hidden")
+            [*self._above, *self._below],
+            layout=widgets.Layout(width="100%", overflow="hidden"),
+            _dom_classes=(name,),
         )
 
     def bundle(self, view: JobView) -> Bundle:
         """Return the output that shows the panel in a cell, with text for front ends without widgets."""
         table = tabulate(view)
         about = f"{table.name}: {table.headline} on {table.setting}" if view.is_started else "starting"
-        later = (
-            'The summary replaces this when the job has ended; dashboard="html" shows a table while it runs.'
-        )
         spec = {"version_major": 2, "version_minor": 0, "model_id": self.root.model_id}
-        return {_VIEW_TYPE: spec, "text/plain": f"{about}\n{later}"}
+        return {_VIEW_TYPE: spec, "text/plain": about}
+
+    def stand_in(self, view: JobView) -> Bundle:
+        """Return the output that stands in for the panel where its widgets are dead; it is hidden where they live."""
+        table = tabulate(view)
+        shown = html.render_html(view, table=table, is_last_known=True)
+        return {
+            "text/html": f'<div class="{self._lasting}">{shown}</div>',
+            "text/plain": f"{render_text(view, table=table)}\n{html.last_known(view)}",
+        }
 
     def connect(self, controls: Controls) -> None:
         """Connect the buttons with a job in the background; their line is as high before they are visible."""
@@ -244,7 +268,11 @@ class Panel:
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are some."""
         table = tabulate(view)
-        self._throttle.update(self._title, every_s=_TITLE_S, value=in_style(html.title(view, table)))
+        stands = table.standstill is not None and table.standstill.is_certain, table.standstill is not None
+        has_news, self._stands = stands != self._stands, stands
+        # One line, however long: what is below keeps its place.
+        title = f'<div style="{_ONE_LINE}">{html.title(view, table)}</div>'
+        self._throttle.update(self._title, every_s=_TITLE_S, is_urgent=has_news, value=in_style(title))
         self._buttons.show(is_running=view.is_started and not view.is_over)
         self._show_rows(table)
         self._show_block(
@@ -262,7 +290,10 @@ class Panel:
         self._throttle.flush()
         figures = [self._charts.widget] if self._charts.widget.children else []
         logs = [self._logs.widget] if self._logs is not None else []
-        parts = (*self._above, *figures, *self._below, *logs)
+        if (*figures, *logs) != self._lower.children:
+            self._lower.children = (*figures, *logs)
+        lower = [self._lower] if self._lower.children else []
+        parts = (*self._above, *lower, *self._below)
         if parts != self.root.children:
             self.root.children = parts
 
@@ -281,7 +312,7 @@ class Panel:
         if lasting is not None:
             # A widget that is as old as the panel: a page that was reloaded can't create a new one, whose layout it
             # would have to know already, and would then show none at all (ipywidgets 7).
-            self._title.value = lasting
+            self._title.value = lasting + self._hiding
             self.root.children = [self._title]
             kept = list(_with_parts(self.root))
             parts = [part for part in parts if part not in kept]
@@ -316,7 +347,7 @@ class Panel:
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
         loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
-        for part in [self.root, self._charts.widget, *loose]:
+        for part in [self.root, self._lower, self._charts.widget, *loose]:
             yield from _with_parts(part)
 
 

@@ -46,7 +46,7 @@ def test_the_finished_table_is_there_after_a_reload(
     page.screenshot(f"reloaded_{background}.png")
     (lab.folder / "enough").touch()
     page.wait_for_text(TRAINING, "done in")
-    page.wait_for_matches(TRAINING, "✓ done", 3)  # of the job and of two ranks
+    page.wait_for_matches(TRAINING, "✓ train done in", 1)
     page.screenshot(f"reloaded_done_{background}.png")
     page.run(OTHER)
     page.wait_for_text(OTHER, "free")
@@ -54,7 +54,7 @@ def test_the_finished_table_is_there_after_a_reload(
     page.page.close()  # the kernel stays
     page = lab.open(browser, name)
     page.wait_for_text(TRAINING, "done in")
-    page.wait_for_matches(TRAINING, "✓ done", 3)
+    page.wait_for_matches(TRAINING, "✓ train done in", 1)
     page.screenshot(f"reopened_{background}.png")
     page.shut_down()
 
@@ -76,7 +76,7 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
     page.wait_until(ended.exists, "the end of the job")
     page.goto(url)
     page.wait_for_text(TRAINING, "done in")
-    page.wait_for_matches(TRAINING, "✓ done", 3)
+    page.wait_for_matches(TRAINING, "✓ train done in", 1)
     page.screenshot(f"away_{background}.png")
     page.shut_down()
 
@@ -110,6 +110,6 @@ def test_the_finished_table_is_there_where_the_job_ends_while_the_page_loads(
     for to_page, message in held:
         to_page.send(message)
     page.wait_for_text(TRAINING, "done in")
-    page.wait_for_matches(TRAINING, "✓ done", 3)
+    page.wait_for_matches(TRAINING, "✓ train done in", 1)
     page.screenshot("loading.png")
     page.shut_down()

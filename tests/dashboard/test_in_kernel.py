@@ -57,7 +57,7 @@ d = dashboard.choose()
 emit(d, begin(4))
 tick = threading.Event()
 for step in range(50):
-    emit(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4)])
+    emit(d, [LogLines(rank, time.time(), (f"rank {rank} step {step}",)) for rank in range(4) if step < 12])
     look(d, [SlotReading(rank, WorkerState.TRAINING, step, 50, loss=1 / (step + 1),
                         step_time_s=time.monotonic(), steps_done=step)
              for rank in range(4)])
@@ -71,9 +71,9 @@ close(d)
     assert kinds[0] == "display_data"
     assert set(kinds[1:]) == {"update_display_data", "stream"}
     assert [line for line in cell.stdout.splitlines() if line.startswith("[2]")] == [
-        f"[2] rank 2 step {step}" for step in range(50)
+        f"[2] rank 2 step {step}" for step in range(12)
     ]
-    assert len(cell.stdout.splitlines()) == 200
+    assert len(cell.stdout.splitlines()) == 48
     (table,) = cell.displays
     assert "49/50" in table.data["text/html"]
     assert "train: done in" in table.data["text/plain"]

@@ -19,12 +19,19 @@ from tests.dashboard.test_render import Reader
 
 
 def trained(num_ranks: int = 2, *, slow_from: int = 50) -> JobView:
-    """100 steps in two epochs, ten a second at first, two a second at the end."""
+    """100 steps in two epochs, ten a second in the first, two a second in the second."""
     view = view_of(started(num_ranks))
     at_s = 0.0
     for step in range(101):
         epoch, done = 1 + (step > 50), step - 50 * (step > 50)
-        fields = {"epoch": epoch, "num_epochs": 2, "loop": epoch, "steps_done": step, "samples": 32 * step}
+        fields = {
+            "epoch": epoch,
+            "num_epochs": 2,
+            "loop": epoch,
+            "steps_done": step,
+            "samples": 32 * step,
+            "losses": sample(0, step).losses,
+        }
         readings = [
             sample(rank, done, 50, step_time_s=5.0 + at_s, loss=1 / (step + 1), **fields)
             for rank in range(num_ranks)

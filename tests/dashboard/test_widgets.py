@@ -286,7 +286,7 @@ def test_charts_epochs_and_lines_appear_once_there_are_some_with_room_for_all_ch
     charts = panel._charts.widget
     num_charts, layout = len(charts.children), (charts.layout.flex_flow, charts.layout.min_height)
     panel.close("")
-    assert [len(shown) for shown in children] == [6, 7, 8]
+    assert [len(shown) for shown in children] == [6, 7]  # the charts and the lines are side by side
     assert (num_charts, layout) == (2, ("row nowrap", "164px"))
 
 
@@ -313,6 +313,9 @@ class FakePanel:
 
     def bundle(self, view: JobView) -> Bundle:
         return {"widget": len(self.views)}
+
+    def stand_in(self, view: JobView) -> Bundle:
+        return {"stand-in": f"at view {len(self.views)}"}
 
     def connect(self, controls: Controls) -> None:
         self.controls = controls
@@ -346,10 +349,15 @@ def test_at_most_ten_updates_a_second_and_one_replacement() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
     drive(with_widgets(publish=shown, open_panel=panel, clock=clock), clock)
     assert 20 <= len(panel.views) <= 100
-    assert shown.updates == [False, True]
     assert shown.bundles[0] == {"widget": 1}  # filled before it is shown
-    assert set(shown.bundles[1]) == {"text/html", "text/plain"}
-    assert panel.lasting == shown.bundles[1]["text/html"]
+    stand_ins = [bundle for bundle in shown.bundles if "stand-in" in bundle]
+    assert len(stand_ins) >= 2
+    assert shown.updates == [False, False, *[True] * len(stand_ins[1:]), True, True]
+    result, logs = shown.bundles[-2:]
+    assert set(result) == {"text/html", "text/plain"}
+    assert logs["text/plain"] == "logs: /logs/train-1"
+    assert "logs" not in result["text/plain"]
+    assert panel.lasting.startswith(result["text/html"][:100])
 
 
 def test_a_short_job_opens_nothing() -> None:
@@ -362,13 +370,13 @@ def test_a_short_job_opens_nothing() -> None:
 def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
     widgets = with_widgets(background=True, publish=shown, open_panel=panel, clock=clock)
-    assert shown.updates == [False]
+    assert shown.updates == [False, False]
     job = Asked()
     dashboard.connect([widgets], job)
     assert panel.controls is job
     assert job.show_again is not None
     drive(widgets, clock)
-    assert shown.updates == [False, True]
+    assert shown.updates.count(False) == 2
 
 
 def test_a_job_that_its_cell_waits_for_has_no_controls() -> None:
@@ -393,9 +401,10 @@ def test_widgets_that_break_become_html_in_the_same_output(
     ]
     assert "a trait is gone" in caplog.text
     assert shown.updates[0] is False
-    assert all(shown.updates[1:])
+    assert shown.updates.count(False) <= 2
     assert len(shown.bundles) > 10
-    assert "done in" in shown.bundles[-1]["text/plain"]
+    tables = [bundle["text/plain"] for bundle in shown.bundles if "text/plain" in bundle]
+    assert any("done in" in table for table in tables[-2:])
     assert panel.lasting != ""  # what was opened is closed
 
 
@@ -430,7 +439,7 @@ def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFix
 def test_a_job_that_was_broken_off_leaves_the_widgets_closed() -> None:
     shown, panel = Publications(), FakePanel()
     with_widgets(background=True, publish=shown, open_panel=panel).close()
-    assert shown.bundles[-1]["text/plain"] == "not started"
+    assert "not started" in [bundle.get("text/plain") for bundle in shown.bundles[-2:]]
     assert "not started" in panel.lasting
 
 
