@@ -123,7 +123,8 @@ class _Reading:
         places: of the user's loops around it, innermost first; None if they are unknown.
         num_read: batches that were read.
         num_ahead: of these, batches that are not done when the next one is read.
-        read_at: number of the read of its last batch, among the reads of all loops; 0 after a ``backward`` for it.
+        num_late: of these, batches that are left to train when the loader has ended; 0 before that.
+        read_at: number of the read of its last batch, among those of all loops; 0 after a ``backward`` for it.
         loop: on the board; None before it is known what the loop does.
     """
 
@@ -132,6 +133,7 @@ class _Reading:
     places: list[Place] | None
     num_read: int = 0
     num_ahead: int = 0
+    num_late: int = 0
     read_at: int = 0
     loop: Any = None
 
@@ -156,7 +158,6 @@ class PlainLoops:
     _readings: list[_Reading] = field(default_factory=list)
     _num_epochs: int = 0
     _num_reads: int = 0
-    _num_late: int = 0  # batches that were read ahead by a loop that has ended
     _held: list[Any] = field(default_factory=list)
     _is_in_backward: bool = False
     _rounds: Any = None  # the loop over rounds, where no loader is read
@@ -177,7 +178,6 @@ class PlainLoops:
             return
         reading = self._reading_of(iterator)
         self._num_reads += 1
-        self._num_late = 0
         reading.num_read += 1
         reading.read_at = self._num_reads
         if reading.loop is not None:
@@ -191,7 +191,9 @@ class PlainLoops:
         """End the loop over a loader."""
         for reading in self._readings:
             if reading.iterator() is iterator:
-                self._end(reading)
+                reading.num_late = reading.num_ahead if reading.trains else 0
+                if not reading.num_late:
+                    self._end(reading)
                 return
 
     def _reading_of(self, iterator: Any) -> _Reading:
@@ -227,7 +229,6 @@ class PlainLoops:
             return
         if reading.num_ahead and reading.num_read == reading.length:
             loops.move_to(loop, reading.length)
-            self._num_late = reading.num_ahead
         if reading.trains:
             self.show_losses()
             self.reports.losses.flush()
@@ -332,12 +333,15 @@ class PlainLoops:
         """Note that an optimizer begins a step: a round of the user's innermost loop, where no loader is read."""
         loops = self.reports.loops
         running = loops.running
-        is_round = not self._readings and not self._num_late and (running is None or running is self._rounds)
-        self._num_late = max(self._num_late - 1, 0)
-        if is_round and threading.get_ident() == self._thread:
+        is_round = not self._readings and (running is None or running is self._rounds)
+        if is_round and threading.current_thread() is threading.main_thread():
             self._count_round(self._rounds if running is not None else None, frame)
-        if self._held:
-            self.show_losses()
+        num_trained = len(self._held)
+        self.show_losses()
+        for reading in [one for one in self._readings if one.num_late]:
+            reading.num_late -= num_trained
+            if reading.num_late <= 0:
+                self._end(reading)
 
     def _count_round(self, loop: Any, frame: FrameType | None) -> None:
         now_s = monotonic()

@@ -1,0 +1,349 @@
+"""What is shown of a loop is what the loop has counted itself: steps, epochs, rate, loss, and the time that is left.
+
+Each function returns when its steps began, and their losses. Steps sleep, so that they last alike on a busy machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from nblaunch import Accelerator, Session, notebook_launcher
+from nblaunch.dashboard.view import JobView, RankView
+from tests.progress.jobs import Views, run_job
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.usefixtures("first_store")]
+
+FASTAI = Path(sys.prefix) / "fastai"  # installed there by `make setup`
+LENGTH, EPOCHS, STEP_S = 20, 6, 0.03
+Steps = tuple[list[float], list[float]]
+"""When each step began, and its loss."""
+
+
+class Model(nn.Module):
+    """A linear model whose forward takes a while, and notes when and with which loss it was trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.times: list[float] = []
+        self.losses: list[float] = []
+
+    def forward(self, x: Any, labels: Any = None) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.times.append(time.monotonic())
+        time.sleep(STEP_S)
+        outputs = self.linear(x)
+        loss = (outputs - 1).square().mean()
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss, "logits": outputs}
+
+    def steps(self) -> Steps:
+        return self.times, self.losses
+
+
+def rows(num_ranks: int = 1) -> TensorDataset:
+    return TensorDataset(torch.randn(2 * LENGTH * num_ranks, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def plain() -> Steps:
+    model = Model()
+    optimizer, loader = sgd(model), DataLoader(rows(), batch_size=2)
+    for _epoch in range(EPOCHS):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+    return model.steps()
+
+
+def ddp() -> Steps:
+    import torch.distributed as dist
+    from torch.utils.data.distributed import DistributedSampler
+
+    dist.init_process_group()
+    model = Model()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer, data = sgd(model), rows(2)
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+    for _epoch in range(EPOCHS):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            wrapped(batch)["loss"].backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    return model.steps()
+
+
+def accelerated() -> Steps:
+    accelerator, model = Accelerator(), Model()
+    wrapped, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(rows(2), batch_size=2))
+    for _epoch in range(EPOCHS):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(wrapped(batch)["loss"])
+            optimizer.step()
+    return model.steps()
+
+
+def with_trainer(**options: Any) -> Steps:
+    from transformers import Trainer, TrainingArguments
+
+    model = Model()
+    settings = {"num_train_epochs": EPOCHS, **options}
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        learning_rate=0.01,
+        **settings,
+    )
+    data = [{"x": x, "labels": torch.tensor(1.0)} for (x,) in rows()]
+    Trainer(model, arguments, train_dataset=data).train()
+    return model.steps()
+
+
+def with_trainer_by_steps() -> Steps:
+    return with_trainer(max_steps=LENGTH * EPOCHS)
+
+
+def with_lightning() -> Steps:
+    warnings.simplefilter("ignore")  # of deprecations in torch
+    import pytorch_lightning as pl
+
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    model = Model()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.model(batch[0])["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.model)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(rows(), batch_size=2))
+    return model.steps()
+
+
+def with_fastai() -> Steps:
+    warnings.simplefilter("ignore")  # of deprecations in torch
+    sys.path.insert(0, str(FASTAI))
+    import fastai.callback.progress  # noqa: F401  no_bar() is made there
+    from fastai.basics import DataLoaders, Learner
+
+    model = Model()
+    (data,) = rows().tensors
+    pairs = [(x, torch.ones(1)) for x in data]
+    loaders = DataLoaders.from_dsets(pairs, pairs[:4], bs=2, device="cpu", num_workers=0, shuffle=True)
+    learner = Learner(loaders, model, loss_func=lambda outputs, wanted: outputs["loss"], lr=0.01)
+    with learner.no_bar(), learner.no_logging():
+        learner.fit(EPOCHS)
+    return model.steps()
+
+
+def gan() -> Steps:
+    model, critic = Model(), nn.Linear(4, 1)
+    optimizer, other, loader = sgd(model), sgd(critic), DataLoader(rows(), batch_size=2)
+    for _epoch in range(EPOCHS):
+        for (batch,) in loader:
+            other.zero_grad()
+            critic(batch).square().mean().backward()
+            other.step()
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+    return model.steps()
+
+
+def resumed() -> Steps:
+    model = Model()
+    optimizer, loader = sgd(model), DataLoader(rows(), batch_size=2)
+    for _epoch in range(4, 4 + EPOCHS):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+    return model.steps()
+
+
+def without_loader() -> Steps:
+    model = Model()
+    optimizer, (data,) = sgd(model), rows().tensors
+    for _epoch in range(EPOCHS):
+        for start in range(0, 2 * LENGTH, 2):
+            optimizer.zero_grad()
+            model(data[start : start + 2])["loss"].backward()
+            optimizer.step()
+    return model.steps()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from rows()
+
+
+def iterable() -> Steps:
+    model = Model()
+    optimizer, loader = sgd(model), DataLoader(Stream(), batch_size=2)
+    for _epoch in range(EPOCHS):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+    return model.steps()
+
+
+def stopped_early() -> Steps:
+    model = Model()
+    optimizer, loader = sgd(model), DataLoader(rows(), batch_size=2)
+    for epoch in range(50):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch)["loss"].backward()
+            optimizer.step()
+        if epoch == EPOCHS - 1:
+            break
+    return model.steps()
+
+
+@dataclass
+class Seen:
+    """What the dashboards knew of rank 0, and when."""
+
+    readings: list[tuple[float, RankView, float | None]] = field(default_factory=list)
+
+    def note(self, view: JobView) -> None:
+        rank = view.ranks[0]
+        if rank.has_progress and not rank.has_returned:
+            # By the clock of the rank: this process may be kept waiting.
+            self.readings.append((rank.reading.step_time_s, rank, view.left_s))
+
+
+def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
+    """Steps that were shown are those that had begun, but for what happened while they were read."""
+    assert len(seen.readings) > 10
+    for now_s, rank, _ in seen.readings:
+        shown = max(rank.epoch - first_epoch, 0) * LENGTH + rank.step
+        at_least = sum(at_s < now_s - 0.1 for at_s in times) - 2
+        at_most = sum(at_s < now_s + 0.1 for at_s in times) + 2
+        assert at_least <= shown <= at_most, f"{shown} at {now_s - times[0]:.2f} s"
+
+
+def check_rate(seen: Seen, times: list[float]) -> None:
+    usual = (len(times) - 1) / (times[-1] - times[0])
+    rates = [rank.steps_per_s for now_s, rank, _ in seen.readings if now_s > times[len(times) // 2]]
+    shown = [rate for rate in rates if rate]
+    assert shown
+    assert all(0.6 * usual < rate < 1.6 * usual for rate in shown), (usual, shown)
+
+
+def check_time_left(seen: Seen, times: list[float]) -> float:
+    """The time left that is shown after a tenth of the job is off by at most a fifth; return by how much."""
+    tenth_s = times[0] + (times[-1] - times[0]) / 10
+    now_s, left_s = next((now, left) for now, _, left in seen.readings if now >= tenth_s and left is not None)
+    assert now_s < times[0] + (times[-1] - times[0]) / 3
+    error = abs(left_s - (times[-1] + STEP_S - now_s)) / (times[-1] - now_s)
+    assert error <= 0.2, f"{left_s:.1f} s were announced, and it took {times[-1] - now_s:.1f} s"
+    return error
+
+
+KNOWN: dict[str, tuple[Callable[[], Steps], int]] = {
+    "plain": (plain, 1),
+    "ddp": (ddp, 2),
+    "Accelerator": (accelerated, 2),
+    "Trainer": (with_trainer, 1),
+    "Trainer by steps": (with_trainer_by_steps, 1),
+    "Lightning": (with_lightning, 1),
+    "fastai": (with_fastai, 1),
+    "GAN": (gan, 1),
+    "resumed": (resumed, 1),
+    "without a loader": (without_loader, 1),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_shown_is_true(name: str) -> None:
+    function, num_ranks = KNOWN[name]
+    if name == "fastai" and not FASTAI.exists():
+        pytest.skip(f"{FASTAI} is missing: `make setup` makes it")
+    seen = Seen()
+    view, (steps, *_) = run_job(function, ranks=num_ranks, note=seen.note)
+    times, losses = steps
+    assert len(times) == LENGTH * EPOCHS
+    first_epoch = 5 if name == "resumed" else 1
+    check_steps(seen, times, first_epoch)
+    check_rate(seen, times)
+    print(f"{name}: the time left is off by {check_time_left(seen, times):.0%}")
+    rank = view.ranks[0]
+    assert (rank.epoch, rank.num_epochs) == (EPOCHS + first_epoch - 1, EPOCHS + first_epoch - 1)
+    assert (rank.step, rank.total) == (LENGTH, LENGTH)
+    assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
+    means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
+    if num_ranks == 1 and name != "GAN":  # its losses are those of two models
+        wanted = [sum(losses[at : at + LENGTH]) / LENGTH for at in range(0, len(losses), LENGTH)]
+        assert means == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_stream_has_true_steps_and_no_time_left() -> None:
+    seen = Seen()
+    _, ((times, _),) = run_job(iterable, ranks=1, note=seen.note)
+    check_steps(seen, times)
+    check_rate(seen, times)
+    assert {left_s for *_, left_s in seen.readings} == {None}
+
+
+def test_a_loop_that_is_left_early_has_true_steps() -> None:
+    seen = Seen()
+    view, ((times, losses),) = run_job(stopped_early, ranks=1, note=seen.note)
+    check_steps(seen, times)
+    (rank,) = view.ranks
+    assert (rank.epoch, rank.num_epochs, rank.step) == (EPOCHS, 50, LENGTH)
+    assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
+
+
+def test_a_function_of_a_session_has_true_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(num_processes=1, backend="cpu") as session:
+        for _ in range(2):  # the counts of an earlier call are not those of the next
+            seen = Seen()
+            views = Views(seen.note)
+            monkeypatch.setattr("nblaunch.dashboard.choose", lambda *args, views=views, **options: [views])
+            times, losses = notebook_launcher(plain, session=session)
+            check_steps(seen, times)
+            check_time_left(seen, times)
+            (rank,) = views.view.ranks
+            assert (rank.epoch, rank.num_epochs, rank.step) == (EPOCHS, EPOCHS, LENGTH)
+            assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
