@@ -126,6 +126,9 @@ def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
         return True
     # Inside a training loop, the finished one stays on the board until that goes on.
     is_shown = reading.loop == rank.reading.loop
+    if not is_shown and reading.state is not WorkerState.TRAINING and _has_trained(reading):
+        # A short one was over before it was seen.
+        return (reading.step, reading.total) != reading.trained[:2]
     return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
 
 

@@ -248,7 +248,7 @@ class Seen:
 
     def note(self, view: JobView) -> None:
         rank = view.ranks[0]
-        if rank.has_progress and not rank.has_returned:
+        if rank.has_progress and not rank.has_returned and not rank.is_evaluating:
             # By the clock of the rank: this process may be kept waiting.
             self.readings.append((rank.reading.step_time_s, rank, view.left_s))
 
