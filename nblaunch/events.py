@@ -252,6 +252,19 @@ class Observation(Event):
 
 
 @dataclass(frozen=True)
+class RunTracked(Event):
+    """A tracker of experiments has started a run.
+
+    Args:
+        tracker: its name, as ``"wandb"``.
+        location: where the run is seen: an address, or the command that shows it.
+    """
+
+    tracker: str = ""
+    location: str = ""
+
+
+@dataclass(frozen=True)
 class ValueLocation:
     """Position of the return value in a rank's outbox (``wire/outbox.py``).
 

@@ -60,6 +60,13 @@ def cell_name(filename: str) -> str:
     return filename
 
 
+def running_cell() -> str:
+    """Return ``cell 5`` for the cell that runs now; empty outside of a notebook."""
+    shell = ipython_shell()
+    is_in_notebook = getattr(shell, "kernel", None) is not None
+    return f"cell {shell.execution_count}" if is_in_notebook else ""
+
+
 def ipython_shell() -> Any:
     """Return IPython's shell, or None outside IPython. Never imports IPython."""
     # Another thread may be importing it.

@@ -256,6 +256,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         now_s=event.time_s,
         hang=(),
         facts={},
+        runs={},
         curves={},
         epochs={},
         ranks=tuple(RankView(rank, SlotReading(rank)) for rank in range(event.num_processes)),
@@ -316,6 +317,10 @@ def _note(view: JobView, event: events.Note) -> JobView:
 
 def _fact(view: JobView, event: events.Fact) -> JobView:
     return replace(view, facts={**view.facts, single_line(event.name): single_line(event.text)})
+
+
+def _run_tracked(view: JobView, event: events.RunTracked) -> JobView:
+    return replace(view, runs={**view.runs, single_line(event.tracker): single_line(event.location)})
 
 
 def _log_lines(ranks: Sequence[RankView], rank: RankView, event: events.LogLines) -> RankView:
@@ -473,6 +478,7 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.JobEnded: _job_ended,
     events.Note: _note,
     events.Fact: _fact,
+    events.RunTracked: _run_tracked,
     events.Metric: _metric,
     events.EpochEnded: _epoch_ended,
     events.HostMemory: _host_memory,

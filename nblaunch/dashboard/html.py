@@ -127,12 +127,25 @@ def render_html(
     if tail is not None:
         parts += [line(f"note: {text}") for text in table.notes]
         parts += [_tail(tail, is_live=not view.is_over)] if tail else []
+    parts.append(runs(table))
     parts.append(line(f"logs: {table.log_dir}" if table.log_dir else ""))
     parts.append(line(last_known(view)) if is_last_known else "")
     return (
         '<div style="font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;'
         f'font-variant-numeric:tabular-nums;color:inherit;padding:2px 0">{"".join(parts)}</div>'
     )
+
+
+def runs(table: Table) -> str:
+    """Return one line with the runs of trackers, with links to those that have an address; empty without any."""
+    shown = ", ".join(f"{escape(tracker)} {_link(location)}" for tracker, location in table.runs)
+    return f'<div style="font-size:12px"><span style="{MUTED}">runs:</span> {shown}</div>' if shown else ""
+
+
+def _link(location: str) -> str:
+    if not location.startswith(("http://", "https://")):
+        return f'<span style="{MONO}">{escape(location)}</span>'
+    return f'<a href="{escape(location)}" target="_blank" rel="noopener">{escape(location)}</a>'
 
 
 def last_known(view: JobView) -> str:

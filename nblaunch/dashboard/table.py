@@ -379,6 +379,7 @@ class Table:
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
         warnings: of the launcher and the workers.
         notes: of the launcher and the workers, without the warnings.
+        runs: ``(tracker, address or command)`` of runs that trackers have begun.
         log_dir: folder of complete logs; may be empty.
     """
 
@@ -399,6 +400,7 @@ class Table:
     metrics: str
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...]
     log_dir: str
 
 
@@ -428,6 +430,7 @@ def tabulate(view: JobView) -> Table:
         metrics=_metrics(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
         notes=tuple(_note(rank, text) for rank, text in view.notes[-_NUM_NOTES:]),
+        runs=tuple(view.runs.items()),
         log_dir=view.start.log_dir,
     )
 

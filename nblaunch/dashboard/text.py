@@ -90,6 +90,8 @@ def render_text(
     if tail is not None:
         lines += [f"note: {text}" for text in table.notes]
         lines += ["last output:", *(f"[{rank}] {line}" for rank, line in tail)] if tail else []
+    if view.is_over and table.runs:
+        lines.append("runs: " + ", ".join(f"{tracker} {location}" for tracker, location in table.runs))
     if view.is_over and table.log_dir:
         lines.append(f"logs: {table.log_dir}")
     return "\n".join(lines)

@@ -364,6 +364,7 @@ class JobView:
         start: how the last attempt was started.
         end: how the job ended; its outcome is empty while the job runs.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
+        runs: where the runs of trackers are seen, by tracker.
         started_s: start of the job, of its first attempt; 0.0 before.
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
@@ -378,6 +379,7 @@ class JobView:
     start: AttemptStarted = NOT_STARTED
     end: JobEnded = NOT_ENDED
     facts: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, str] = field(default_factory=dict)
     started_s: float = 0.0
     now_s: float = 0.0
     notes: tuple[tuple[int, str], ...] = ()

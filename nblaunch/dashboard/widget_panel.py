@@ -387,4 +387,4 @@ def _with_parts(widget: Any) -> Iterator[Any]:
 
 def _footer(table: Table) -> str:
     logs = f"logs: {table.log_dir}" if table.log_dir else ""
-    return html.line(table.metrics) + html.line(logs)
+    return html.line(table.metrics) + html.runs(table) + html.line(logs)

@@ -30,6 +30,7 @@ from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import BackendName, DashboardKind, LaunchSpec, MixedPrecision, StartMethod, uses
 from nblaunch.start_methods.saved_call import save_call
+from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
 
@@ -120,7 +121,9 @@ class Session(RankCommands):
         chosen = self._checked_ranks(ranks)
         self._client.raise_if_ended()  # before anything is shown
         in_notebook = dashboards.kernel_shell() is not None
-        begun = replace(self._attempt(self._runner.spec).start_event(), function_name="commands")
+        begun = replace(
+            self._attempt(self._runner.spec).start_event(), function_name=running_cell() or "commands"
+        )
         printer = dashboards.lines_printer(
             first_s=_FIRST_LINES_S, omits_hangs=in_notebook, display_ids=self._display_ids
         )

@@ -12,7 +12,7 @@ from nblaunch.dashboard.html import render_html
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import EpochEnded, HostMemory, JobEnded, Metric
+from nblaunch.events import EpochEnded, HostMemory, JobEnded, Metric, RunTracked
 from tests.dashboard.scenes import START_S, ended, killed, sample, started, view_of
 from tests.dashboard.test_charts import numbers
 from tests.dashboard.test_render import Reader
@@ -142,3 +142,19 @@ def test_ticks_of_whole_numbers_are_whole(length: int) -> None:
     at_x = at_x[at_x.index("step") + 1 :]
     assert at_x
     assert all(text.isdigit() for text in at_x)
+
+
+def test_the_runs_of_trackers_are_one_line_with_links_to_their_pages() -> None:
+    address = "https://wandb.ai/me/project/runs/1?a=<b>"
+    begun = [
+        RunTracked(0, START_S, "wandb", address),
+        RunTracked(0, START_S, "tensorboard", "tensorboard --logdir '/logs/<x>'"),
+    ]
+    over = view_of([*begun, *ended(2)], trained())
+    html = render_html(over)
+    links = re.findall(r'<a href="([^"]*)"[^>]*>', html)
+    assert links == [address.replace("<", "&lt;").replace(">", "&gt;")]
+    assert html.count("runs:") == 1
+    assert f"runs: wandb {address}, tensorboard tensorboard --logdir '/logs/<x>'" in render_text(over)
+    hostile = view_of([RunTracked(0, START_S, "x", "javascript:alert(1)"), *ended(2)], trained())
+    assert "<a " not in render_html(hostile)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.machinery
 import json
 import pickle
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
-from nblaunch.events import Event, Metric
+from nblaunch.events import Event, Metric, RunTracked
 from nblaunch.training.tracking import hub
 from nblaunch.training.tracking.hub import LoggerType, register_tracker_class
 from nblaunch.training.tracking.trackers import (
@@ -465,6 +466,7 @@ def test_mlflow(calls: list[Any]) -> None:
     tracker.log_artifact("file")
     tracker.log_figure("figure", "figure.png")
     accelerator.end_training()
+    calls = [call for call in calls if "get_tracking_uri" not in call[0]]  # for where it is seen
     assert [path for path, _, _ in calls] == [
         "mlflow.set_tracking_uri",
         "mlflow.set_experiment",
@@ -480,3 +482,21 @@ def test_mlflow(calls: list[Any]) -> None:
     assert [len(args[0]) for path, args, _ in calls if path == "mlflow.log_params"] == [100, 50]
     assert len(calls[3][1][0]["setting 0"]) == 6000
     assert calls[5][1:] == (({"loss": 0.5, "of/a": 1},), {"step": 3})
+
+
+def test_where_a_run_is_seen_is_reported(tmp_path: Path, emitted: list[Event]) -> None:
+    class Silent(GeneralTracker):
+        name, requires_logging_directory, tracker = "silent", False, None
+
+    class Broken(Silent):
+        name = "broken"
+
+        def location(self) -> str:
+            raise ConnectionError("no answer")
+
+    accelerator = Accelerator(log_with=["tensorboard", Silent(), Broken()], project_dir=tmp_path)
+    accelerator.init_trackers("my run")
+    accelerator.end_training()
+    (seen,) = (event for event in emitted if isinstance(event, RunTracked))
+    assert seen.tracker == "tensorboard"
+    assert shlex.split(seen.location) == ["tensorboard", "--logdir", str(tmp_path / "my run")]

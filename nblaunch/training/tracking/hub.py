@@ -17,7 +17,7 @@ from typing import Any
 
 from nblaunch import context
 from nblaunch.errors import warn
-from nblaunch.events import Metric
+from nblaunch.events import Metric, RunTracked
 from nblaunch.packages import is_installed
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import ProjectConfiguration, Word
@@ -128,6 +128,7 @@ class TrackerHub:
                 where = (self.project.logging_dir,) if _needs_folder(one) else ()
                 tracker = one(project_name, *where, **options.get(one.name, {}))  # type: ignore[attr-defined]
             tracker.start()
+            _report_location(tracker, self.process.topology.rank)
             if config is not None:
                 tracker.store_init_configuration(settings_of(config))
             self._trackers.append(tracker)
@@ -178,6 +179,16 @@ class TrackerHub:
                 first = first or error
         if first is not None:
             raise first
+
+
+def _report_location(tracker: Any, rank: int) -> None:
+    """Show where the run is seen; nothing of a tracker that does not know, as one of another library's class."""
+    try:
+        location = str(tracker.location())
+    except Exception:  # of the user's tracker, or of a service that has not answered
+        return
+    if location:
+        context.current().emit(RunTracked(rank, time.time(), tracker.name, location))
 
 
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:

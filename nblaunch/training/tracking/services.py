@@ -5,6 +5,7 @@ Names, arguments and methods follow Hugging Face Accelerate's trackers.
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from nblaunch.training.tracking.trackers import GeneralTracker, plain
@@ -50,6 +51,9 @@ class TrackioTracker(_RunTracker):
         import trackio
 
         self.run = trackio.init(project=self.run_name, **self._options)
+
+    def location(self) -> str:
+        return f"trackio show --project {shlex.quote(self.run_name)}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         import trackio

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,10 @@ class GeneralTracker:
 
     def start(self) -> None:
         """Begin a run. Called by ``init_trackers``, once in each process in which the tracker is used."""
+
+    def location(self) -> str:
+        """Return where the run is seen, an address or a command; empty where there is nothing to see."""
+        return ""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep the settings of the run; :func:`settings_of` makes a dict of other kinds of configuration."""
@@ -266,6 +271,14 @@ class MLflowTracker(GeneralTracker):
             mlflow.set_experiment(self.experiment_name)
         self.active_run = mlflow.start_run(**self._run_options)
 
+    def location(self) -> str:
+        import mlflow
+
+        store, about = mlflow.get_tracking_uri(), self.active_run.info
+        if store.startswith(("http://", "https://")):
+            return f"{store.rstrip('/')}/#/experiments/{about.experiment_id}/runs/{about.run_id}"
+        return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
+
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep settings as parameters of the run, texts cut to the length that MLflow takes."""
         import mlflow
@@ -333,6 +346,9 @@ class TensorBoardTracker(GeneralTracker):
 
         self.writer = SummaryWriter(str(self.folder), **self._options)
 
+    def location(self) -> str:
+        return f"tensorboard --logdir {shlex.quote(str(self.folder.absolute()))}"
+
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep settings as hyperparameters of the run, and in ``hparams.yml``; objects as their text."""
         values = settings_of(values)
@@ -395,6 +411,9 @@ class WandBTracker(GeneralTracker):
         import wandb
 
         self.run = wandb.init(**self._options)
+
+    def location(self) -> str:
+        return str(self.run.url or self.run.dir)  # an offline run has no address
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(settings_of(values), allow_val_change=True)
