@@ -129,8 +129,8 @@ def failure_of(
         compared = explain_refusal(report, root)
         if compared is not None:
             annotate(error, info, [f"{compared.headline}.", *evidence, *notes])
-            rank = compared.ranks[0] if len(compared.ranks) == 1 else None
-            return Failure(error, rank, headline, (f"{compared.headline}.", *evidence))
+            alone = compared.ranks[0] if len(compared.ranks) == 1 else None
+            return Failure(error, alone, headline, (f"{compared.headline}.", *evidence))
         annotate(error, info, [*evidence, *notes])
         return Failure(error, root.rank, headline, tuple(evidence))
     headline = what_happened(root, report)
