@@ -124,6 +124,7 @@ class _Reading:
         num_read: batches that were read.
         num_ahead: of these, batches that are not done when the next one is read.
         num_late: of these, batches that are left to train when the loader has ended; 0 before that.
+        num_rows: rows of the batches that were read before the loop was on the board.
         read_at: number of the read of its last batch, among those of all loops; 0 after a ``backward`` for it.
         loop: on the board; None before it is known what the loop does.
     """
@@ -134,6 +135,7 @@ class _Reading:
     num_read: int = 0
     num_ahead: int = 0
     num_late: int = 0
+    num_rows: int = 0
     read_at: int = 0
     loop: Any = None
 
@@ -180,9 +182,12 @@ class PlainLoops:
         self._num_reads += 1
         reading.num_read += 1
         reading.read_at = self._num_reads
+        rows = _num_rows(batch)
         if reading.loop is not None:
-            self.reports.loops.advance(reading.loop, _num_rows(batch))
-        elif reading.num_read > 1 and not self._trains_ahead(reading):
+            self.reports.loops.advance(reading.loop, rows)
+            return
+        reading.num_rows += rows
+        if reading.num_read > 1 and not self._trains_ahead(reading):
             reading.loop = self.reports.loops.begin(
                 reading.length, 0, WorkerState.EVALUATING, reading.num_read, num_epochs=0
             )
@@ -310,7 +315,7 @@ class PlainLoops:
         length = reading.length if reading.length >= 0 or loops.plan is None else loops.plan.length
         reading.length = length
         reading.loop = loops.begin(length, epoch, WorkerState.TRAINING, num_epochs=num_epochs)
-        loops.advance(reading.loop)
+        loops.advance(reading.loop, reading.num_rows)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
         """Return the number of the epoch, and how many there will be; 0 if that is unknown."""

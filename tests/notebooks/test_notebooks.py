@@ -107,8 +107,7 @@ def test_the_quickstart_learns_the_same_on_any_number_of_processes_and_says_so(t
         )
         losses[num_processes] = torch.load(file)
         text = texts(notebook)
-        done = re.findall(r"^ +(\d) +done\b", text, re.MULTILINE)
-        assert done == [str(rank) for rank in range(num_processes)]
+        assert ("ranks 0-3 alike" in text) == (num_processes == 4)
         noun = "process" if num_processes == 1 else "processes"
         assert re.search(rf"train: done in .* on {num_processes} {noun} \(cpu, fork\)", text)
         accuracy = re.search(r"accuracy of the notebook's model on 360 test images: ([\d.]+)%", text)

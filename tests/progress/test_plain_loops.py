@@ -101,6 +101,8 @@ def test_a_plain_loop_has_steps_epochs_and_losses(train: Callable[[], int]) -> N
         assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == (LENGTH, LENGTH, EPOCHS, EPOCHS)
         assert rank.loss == LENGTH * EPOCHS
         assert rank.job_fraction == 1.0
+        if train in (in_functions, two_optimizers):  # others read more than they train, or read by no loader
+            assert rank.reading.samples == 2 * LENGTH * EPOCHS
     means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
     assert means == [3.0, 8.0, 13.0]
 
