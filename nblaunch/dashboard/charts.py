@@ -44,7 +44,7 @@ _LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a l
 
 
 def charts(view: JobView) -> list[str]:
-    """Return charts of the losses and of logged metrics, to stand side by side; that of the losses is large at the end.
+    """Return charts of the losses and of logged metrics, to stand side by side; the chart of the losses is large at the end.
 
     A metric that has not changed, as a constant learning rate, has no chart.
     """
@@ -91,7 +91,7 @@ def chart(
         main: at least two points.
         raw: thin lines behind, of which ``main`` is the mean.
         name_of_raw: in the legend.
-        first_step: where the caption counts from; None: the first point.
+        first_step: step from which the caption counts; None: the first point.
         size: of the picture, in pixels.
     """
     width, height = size

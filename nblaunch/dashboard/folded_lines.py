@@ -34,7 +34,7 @@ class FoldedLines:
         self._num_others = 0
 
     def take(self, texts: Sequence[str]) -> list[str]:
-        """Take texts of whole lines; return those of the first lines, to be printed at once."""
+        """Take texts of whole lines; return the first lines of the job, to be printed at once."""
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
         first = lines[: max(_FIRST_IN_CELL - self._num_first, 0)]
         self._num_first += len(first)

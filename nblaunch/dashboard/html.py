@@ -149,7 +149,7 @@ def _link(location: str) -> str:
 
 
 def last_known(view: JobView) -> str:
-    """Return when a view was that of its job."""
+    """Return a sentence with the time at which a view was up to date."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now_s)) if view.now_s else "its start"
     return f"last known at {at}; a job that has ended replaces this by its result"
 

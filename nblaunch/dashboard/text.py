@@ -98,7 +98,7 @@ def render_text(
 
 
 def _headline(view: JobView, table: Table, paint: Paint, width: int | None) -> str:
-    """Return the first line; ``width`` is that of a table that is redrawn, where one of two lines would be another."""
+    """Return the first line, cut to ``width`` columns if a terminal redraws the table."""
     still = table.standstill
     if still is not None:
         text = f"{table.name}: {still.text}"

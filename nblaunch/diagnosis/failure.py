@@ -66,7 +66,7 @@ class Logs(Protocol):
 class Failure:
     """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``).
 
-    ``rank`` is None where several ranks are at fault, or it is not known which.
+    ``rank`` is None if several ranks are at fault, or it is not known which.
     ``advice`` explains the failure and says what to do, where more is known than what was raised.
     """
 

@@ -125,7 +125,7 @@ class _Reading:
         num_ahead: of these, batches that are not done when the next one is read.
         num_late: of these, batches that are left to train when the loader has ended; 0 before that.
         num_rows: rows of the batches that were read before the loop was on the board.
-        read_at: number of the read of its last batch, among those of all loops; 0 after a ``backward`` for it.
+        read_at: number of the read of its last batch, among the reads of all loops; 0 after a ``backward`` for it.
         loop: on the board; None before it is known what the loop does.
     """
 
