@@ -245,8 +245,9 @@ class PlainLoops:
         """Return whether a batch is for a plain loop: not for a loader of ours, nor in another thread."""
         running = self.reports.loops.running
         is_plain = running is None or running.is_over_epochs or running is self._rounds
-        is_plain = is_plain or any(reading.loop is running for reading in self._readings)
-        return is_plain and _is_main_thread()
+        if not is_plain and self._readings:
+            is_plain = any(reading.loop is running for reading in self._readings)
+        return is_plain and threading.get_ident() == self._thread
 
     def finish(self) -> None:
         """End all loops: the function has returned."""
@@ -260,7 +261,7 @@ class PlainLoops:
     def begin_backward(self) -> bool:
         """Begin a backward pass; return False if it is a part of another one, or an Accelerator's."""
         busy_time = self.reports.busy_time
-        if self._is_in_backward or not _is_main_thread():
+        if self._is_in_backward or threading.get_ident() != self._thread:
             return False
         if self._readings:
             self._begin_training()
@@ -279,7 +280,7 @@ class PlainLoops:
         """Return the loss that ``backward`` is called with, and what it was divided by; None if it is not a number."""
         loss = getattr(tensors, _LOSS, tensors)
         is_loss = hasattr(loss, "numel") and loss.numel() == 1 and not self.reports.losses.backend.is_lazy
-        return (loss.detach(), _divisor(loss)) if is_loss else None
+        return (loss.detach().clone(), _divisor(loss)) if is_loss else None
 
     def hold(self, loss: tuple[Any, float] | None) -> None:
         """Keep the loss until the optimizer steps."""
@@ -338,10 +339,11 @@ class PlainLoops:
         loops = self.reports.loops
         running = loops.running
         is_round = not self._readings and (running is None or running is self._rounds)
-        if is_round and _is_main_thread():
+        if is_round and threading.get_ident() == self._thread:
             self._count_round(self._rounds if running is not None else None, frame)
         num_trained = len(self._held)
-        self.show_losses()
+        if num_trained:
+            self.show_losses()
         for reading in [one for one in self._readings if one.num_late]:
             reading.num_late -= num_trained
             if reading.num_late <= 0:
@@ -395,10 +397,14 @@ class PlainLoops:
 
 
 def plain_loops() -> PlainLoops:
-    """Return the plain loops of this process; new ones for each command of a session."""
-    # Called several times a step: not more than needed is looked at.
-    if _made and _made[-1].number == _made[-1].reports.loops.num_commands and context.exists():
+    """Return the plain loops of this process; new ones for each command of a session. Called several times a step."""
+    reports = context.current().reports
+    if _made and _made[-1].reports is reports and _made[-1].number == reports.loops.num_commands:
         return _made[-1]
+    return _make()
+
+
+def _make() -> PlainLoops:
     from nblaunch.progress.reports import get_reports  # imports torch
 
     reports = get_reports()
@@ -408,10 +414,6 @@ def plain_loops() -> PlainLoops:
 
 
 _made: list[PlainLoops] = []
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
 
 
 def _is_users(frame: FrameType | None) -> bool:
