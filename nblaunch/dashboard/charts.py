@@ -44,7 +44,7 @@ _LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a l
 
 
 def charts(view: JobView) -> list[str]:
-    """Return charts of the losses and of logged metrics, to stand side by side; in the end, one is large.
+    """Return charts of the losses and of logged metrics, to stand side by side; at the end, the first one is large.
 
     A metric that has not changed, as a constant learning rate, has no chart.
     """
