@@ -59,7 +59,7 @@ def test_it_reports_what_is_here() -> None:
     facts = found()
     assert facts["versions"]["torch"] == metadata.version("torch")
     assert facts["versions"]["ipykernel"] == metadata.version("ipykernel")
-    assert "ray" in facts["versions"]["not installed"].split(", ")
+    assert "torch_tpu" in facts["versions"]["not installed"].split(", ")
     cores = len(os.sched_getaffinity(0))
     assert re.match(r"\d+ CPU cores? usable \(", facts["devices"]["cpu"])
     assert f"this process may run on {cores}" in facts["devices"]["cpu"]
