@@ -14,6 +14,7 @@ In the launching process:
     runner.py            runs the job: starts the nodes, attempt after attempt
       coordinator.py     watches one attempt on all nodes
       link.py            one node, as the coordinator sees it
+      stacks.py          nodes that have been asked where their ranks are
     engine.py            what an engine is; one file each:
       processes.py       processes of this machine
       ssh.py             hosts that ssh reaches

@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from nblaunch import env, formatting
-from nblaunch.diagnosis.hang import Check
+from nblaunch.diagnosis.disagreements import explain, explain_splits, find_disagreement
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.diagnosis.stacks import described_here
 from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import (
     AskLogs,
@@ -40,6 +39,7 @@ from nblaunch.engines.messages import (
     StoreOpened,
     Terminate,
 )
+from nblaunch.engines.stacks import NodesStacks
 from nblaunch.errors import LaunchError
 from nblaunch.events import (
     UNKNOWN_EXIT,
@@ -66,14 +66,12 @@ from nblaunch.nodes.peer_states import PeerStates
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 from nblaunch.wire import outbox
 from nblaunch.wire.board import Slot, SlotReading, create_memory_file, private_slot
+from nblaunch.wire.collective_calls import RankCalls
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import StopAgreement
 
 _TICK_S = 0.1
 _INSPECTION_S = 0.25
-_STACKS_S = 4.0
-"""How long nodes have to find out where their ranks are: a little more than they take at most."""
-
 _LOST_S = 15.0
 """How long nodes may take to end their ranks once these have been killed."""
 
@@ -129,7 +127,7 @@ class Coordinator:
         self._pids: dict[int, int] = {}
         self._outboxes: dict[int, int] = {}
         self._tails: dict[int, LogTail] = {}
-        self._queries: list[_NodesStacks] = []
+        self._queries: list[NodesStacks] = []
         self._log_queries: list[tuple[Query, set[int]]] = []
         self._num_queries = 0
         self._agreement: StopAgreement | None = None
@@ -142,7 +140,15 @@ class Coordinator:
         self._refusals: list[tuple[NodeLink, Refused]] = []
         self._store_port: int | None = None
         self._sent_before_start: list[object] = []
-        self._hangs = HangWatch(attempt, self._readings, requests, emit, self._ask_ranks)
+        self._calls: dict[int, RankCalls] = {}  # as of the last stacks
+        self._hangs = HangWatch(
+            attempt,
+            self._readings,
+            requests,
+            emit,
+            self._ask_ranks,
+            lambda: dict(sorted(self._calls.items())),
+        )
 
     # --- from the start to the end -------------------------------------------------------------------------------
 
@@ -255,6 +261,7 @@ class Coordinator:
             for rank, share in message.shares.items():
                 self._emit(DeviceUse(rank, time.time(), share=share))
         elif isinstance(message, Stacks):
+            self._calls.update(message.calls)
             for query in self._queries:
                 query.take(message, link)
         elif isinstance(message, LogsSent):
@@ -326,6 +333,7 @@ class Coordinator:
         report.evidence |= over.evidence
         report.hang = report.hang or over.hang
         report.disagreement = report.disagreement or over.disagreement
+        self._calls.update(over.calls)
         report.last_readings += [link.reading_here(reading) for reading in over.last_readings]
         link.is_over = True
 
@@ -440,7 +448,7 @@ class Coordinator:
             self._report.hang = hang.reported(running)
         self._end_ranks()
 
-    def _ask_ranks(self, pids: Mapping[int, int]) -> _NodesStacks:
+    def _ask_ranks(self, pids: Mapping[int, int]) -> NodesStacks:
         self._num_queries += 1
         by_link: dict[NodeLink, list[int]] = {}
         for rank in pids:
@@ -448,7 +456,7 @@ class Coordinator:
         asked = {link: ranks for link, ranks in by_link.items() if not link.is_over}
         for link, ranks in asked.items():
             link.channel.send(AskStacks(self._num_queries, tuple(ranks)))
-        query = _NodesStacks(self._num_queries, set(asked))
+        query = NodesStacks(self._num_queries, set(asked))
         self._queries = [one for one in self._queries if not one.is_done] + [query]
         return query
 
@@ -523,6 +531,19 @@ class Coordinator:
         ended = {reading.rank: reading for reading in report.last_readings}
         report.last_readings = [ended.get(reading.rank, reading) for reading in self._readings()]
         self._emit_readings(report.last_readings)
+        self._compare_nodes()
+
+    def _compare_nodes(self) -> None:
+        """Compare the collectives of all ranks, now that none calls any more: nodes have compared their own alone."""
+        report = self._report
+        report.calls = dict(sorted(self._calls.items()))
+        is_over = report.is_success or report.interrupted or report.cancelled
+        if report.disagreement is None and not is_over:
+            steps = {reading.rank: reading.step for reading in report.last_readings}
+            found = find_disagreement(report.calls)
+            report.disagreement = (
+                explain_splits(report.calls) if found is None else explain(found, report.calls, steps)
+            )
 
     def _raise_refusal(self) -> None:
         if self._refusals and not self._report.remote.lost and not self._requests.endings:
@@ -544,36 +565,6 @@ class Coordinator:
 
     def _note(self, text: str, kind: str = "note") -> None:
         self._emit(Note.of_job(text, kind))
-
-
-class _NodesStacks:
-    """Nodes that have been asked where their ranks are. Implements ``launcher.hang_watch.StackQuery``."""
-
-    def __init__(self, number: int, asked: set[NodeLink]) -> None:
-        self._number = number
-        self._missing = asked
-        self._checks: dict[int, Check] = {}
-        self._until_s = time.monotonic() + _STACKS_S
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all nodes have answered, are over, or have had time enough."""
-        waiting = [link for link in self._missing if not link.is_over]
-        return not waiting or time.monotonic() > self._until_s
-
-    def poll(self) -> None:
-        """Do nothing: answers arrive by :meth:`take`."""
-
-    def take(self, stacks: Stacks, link: NodeLink) -> None:
-        """Take an answer, if it is one to this question."""
-        if stacks.number == self._number:
-            for rank, check in stacks.checks.items():
-                self._checks[rank] = replace(check, position=described_here(check.position))
-            self._missing.discard(link)
-
-    def checks(self) -> dict[int, Check]:
-        """Return rank -> its position, and its processor time."""
-        return dict(sorted(self._checks.items()))
 
 
 def _places(links: Sequence[NodeLink]) -> list[Node]:

@@ -27,6 +27,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import RankCalls
 
 PART_BYTES = 1 << 20
 """Size of a part of something large."""
@@ -264,10 +265,15 @@ class LogPart:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Answers :class:`AskStacks`."""
+    """Answers :class:`AskStacks`.
+
+    Args:
+        calls: rank -> the last collectives that it has recorded.
+    """
 
     number: int
     checks: Mapping[int, Check]
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -304,6 +310,7 @@ class AttemptOver:
         last_readings: of the ranks of this node.
         hang: which this node has found for certain, as a deadlock of threads.
         disagreement: calls in which ranks of this node differ.
+        calls: rank -> the last collectives that it has recorded.
     """
 
     signalled: Mapping[int, float]
@@ -312,3 +319,4 @@ class AttemptOver:
     last_readings: tuple[SlotReading, ...]
     hang: Hang | None = None
     disagreement: Explanation | None = None
+    calls: Mapping[int, RankCalls] = field(default_factory=dict)

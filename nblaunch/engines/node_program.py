@@ -195,6 +195,8 @@ class NodeProgram:
             uplink.begin(attempt)
             running = start_attempt(attempt)
             uplink.outboxes = {own.outbox_fd: own.rank for own in running.assignments}
+            board, ranks = running.board, running.attempt.ranks
+            uplink.read_calls = lambda: {rank: board.calls(rank).read() for rank in ranks}
             supervisor = Supervisor(
                 running, requests, uplink.emit, lambda readings: None, read_outbox=uplink.send_outbox
             )
@@ -215,6 +217,7 @@ class NodeProgram:
                 last_readings=tuple(one for one in report.last_readings if one.rank in own),
                 hang=report.hang,
                 disagreement=report.disagreement,
+                calls=report.calls,
             )
         )
         self._channel.send_now()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,7 @@ from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
+from nblaunch.wire.collective_calls import RankCalls
 from nblaunch.wire.outbox import RankResult
 
 _HEARTBEAT_S = 0.5
@@ -93,6 +94,7 @@ class Uplink:
     Attributes:
         must_end: the coordinator wants the ranks of this node to end.
         outboxes: descriptor of an outbox -> its rank.
+        read_calls: returns rank -> the last collectives that it has recorded.
     """
 
     def __init__(self, channel: Channel, requests: JobRequests, id: str, host: str, address: str) -> None:
@@ -116,6 +118,7 @@ class Uplink:
         self._next_heartbeat_s = 0.0
         self.must_end = False
         self.outboxes: dict[int, int] = {}
+        self.read_calls: Callable[[], Mapping[int, RankCalls]] = dict
 
     def begin(self, attempt: Attempt) -> None:
         """Prepare for the ranks of ``attempt``, which are about to start."""
@@ -225,7 +228,7 @@ class Uplink:
             query.poll()
             if query.is_done:
                 self._queries.remove((number, query))
-                self._channel.send(Stacks(number, query.checks()))
+                self._channel.send(Stacks(number, query.checks(), self.read_calls()))
         self._channel.flush()
         return self._readings
 
