@@ -48,6 +48,8 @@ def entry(module: str, name: str) -> Iterator[str]:
         yield f".. py:attribute:: {module}.{name}"
         yield ""
         yield f"   The same as :py:obj:`nblaunch.{name}`."
+    elif isinstance(value, dict):  # autodoc would describe the class dict
+        yield f".. py:data:: {module}.{name}"
     else:
         yield f".. auto{kind_of(value)}:: {module}.{name}"
         if inspect.isclass(value):

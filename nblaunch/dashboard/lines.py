@@ -139,6 +139,10 @@ _TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 Publish = Callable[[Displayed], None]
 
 
+class _NoteLine(str):
+    """A note, which is not folded: no rank printed it, and no log has it."""
+
+
 @final
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
@@ -206,9 +210,8 @@ class LinesPrinter(Dashboard):
         elif isinstance(event, Displayed):
             self._add_display(event)
         elif isinstance(event, Note) and not (event.kind == "hang" and self._omits_hangs):
-            self._pending.append(
-                f"{'nblaunch: ' if event.rank < 0 else self._label(event.rank)}{event.text}\n"
-            )
+            label = "nblaunch: " if event.rank < 0 else self._label(event.rank)
+            self._pending.append(_NoteLine(f"{label}{event.text}\n"))
         elif isinstance(event, AttemptStarted):
             self._end_all()  # the logs of this attempt are others
             self._num_processes = event.num_processes
@@ -368,7 +371,8 @@ class LinesPrinter(Dashboard):
 
     def _write(self, lines: list[str]) -> None:
         if self._folded is not None:
-            lines = self._folded.take(lines)
+            parts = ([line] if isinstance(line, _NoteLine) else self._folded.take([line]) for line in lines)
+            lines = [line for part in parts for line in part]
         self._print("".join(lines))
 
     def _print(self, text: str) -> None:

@@ -56,7 +56,8 @@ def _progress(view: JobView) -> Figure | None:
     last = min(view.ranks, key=lambda rank: (rank.epoch, rank.step), default=None)
     if last is None or not last.has_progress:
         return None
-    num_steps = last.reading.losses.num_steps or last.trained_span[1] or last.reading.steps_done
+    # Without losses, only the steps of the last epoch are known for certain.
+    num_steps = last.reading.losses.num_steps or (last.total if last.epoch == 1 else 0)
     steps = formatting.count(num_steps, "step") if num_steps else ""
     if not last.epoch:
         return Figure("steps", f"{last.step:,}" + (f" of {last.total:,}" if last.step < last.total else ""))

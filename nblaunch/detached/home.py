@@ -90,7 +90,7 @@ def private_problem(path: Path, error: PermissionError) -> PermissionError:
         return error
     remedy = (
         f"If only you have written to this folder: chmod 700 {path}"
-        if "open to" in str(error)
+        if path.stat().st_uid == os.getuid() and path.is_dir()
         else "Choose another place for jobs with NBLAUNCH_LOG_DIR."
     )
     return PermissionError(

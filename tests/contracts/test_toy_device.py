@@ -119,7 +119,7 @@ from nblaunch.config.settings import SETTINGS
 machine = questions.Machine.here()
 answers = {{"backend": "toy"}}
 assert machine.best == "toy" and machine.count("toy") == 3
-assert ("toy", "toy chips (3 here)") in questions._devices(answers, machine)
+assert ("toy", "toy chips (3 on this machine)") in questions._devices(answers, machine)
 assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
 assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]
 assert environment.collect()[0]["devices"]["toy"] == "3 toy chips"

@@ -113,7 +113,7 @@ def test_a_folder_that_is_open_to_others_is_refused() -> None:
 def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _ended(JobOutcome("done"))
     monkeypatch.setattr(files.os, "getuid", lambda: os.geteuid() + 1)
-    with pytest.raises(PermissionError, match="no folder of this user"):
+    with pytest.raises(PermissionError, match="not a folder of this user"):
         folder.load_end()
 
 

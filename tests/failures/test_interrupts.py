@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from dataclasses import dataclass
@@ -382,6 +383,6 @@ def wait(folder):
     shared.interrupt()
     assert cell.wait(30).raised.name == "KeyboardInterrupt"
     table = cell.displays[-1].data["text/plain"]
-    assert [line.split()[1] for line in table.splitlines()[1:3]] == ["stopped", "stopped"], table
+    assert re.findall(r"^ +(\d) +(\w+)", table, re.MULTILINE) == [("0", "stopped"), ("1", "stopped")], table
     assert "exit code" not in table
     assert_as_before(shared)

@@ -64,8 +64,9 @@ def test_two_notebooks_are_one_job_and_go_on_after_an_interrupt(kernels: list[Ke
     for cell in cells:
         assert cell.wait().error is None, cell.describe()
         table = next(display.data["text/plain"] for display in cell.displays if "text/plain" in display.data)
-        for rank in range(2):
-            assert re.search(rf"^ *{rank} +done\b.* 50/50 ", table, re.MULTILINE), table
+        assert "done" in table
+        assert "steps: 50\n" in table
+        assert "ranks 0-1 alike" in table, "of both machines"
     look = "print(value[0], value[1] == next(model.parameters()).sum().item(), value[1])"
     seen = [kernel.run(look).stdout.split() for kernel in kernels]
     assert [words[:2] for words in seen] == [["0", "True"], ["1", "True"]]

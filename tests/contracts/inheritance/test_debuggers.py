@@ -49,7 +49,7 @@ def test_sessions_start_too_and_a_line_is_written_once(debugged: Kernel) -> None
     debugged.run("attached_debugger._is_noted = False")
     launch = "notebook_launcher(look, num_processes=1, dashboard='text')"
     cells = [debugged.run(launch), debugged.run(launch)]
-    assert ["do not stop in workers" in cell.shown for cell in cells] == [True, False]
+    assert ["breakpoints of the front end" in cell.shown for cell in cells] == [True, False]
     session = "with Session(2) as session:\n    values = session.run(look, return_all=True)\nvalues"
     assert debugged.run(session, timeout_s=120).value == [("0", "5\n"), ("1", "5\n")]
 
