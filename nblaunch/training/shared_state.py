@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,7 +168,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
         reports, loaders = get_reports(), LoaderStack()
         reports.losses.backend = process.backend  # it may compute on the CPU beside a device
         watch = Watch(here)
-        reports.at_begin.append(watch.begin_anew)
+        reports.at_begin.append(_weak(watch.begin_anew))
         here.training = SharedState(
             process,
             loaders,
@@ -186,3 +186,14 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             "or PartialState"
         )
     return shared
+
+
+def _weak(method: Callable[[], None]) -> Callable[[], None]:
+    """Return what calls a method while its object lives: the reports of an inline launch may outlive the launch."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (own := reference()) is not None:
+            own()
+
+    return call

@@ -115,7 +115,7 @@ launch({kind}(message))
     assert len(cell.raised.value) < 10_000  # what a saved notebook keeps
     assert len(cell.stdout) < 30_000
     for shown in (cell.raised.text, cell.raised.value):
-        assert "left out" in shown
+        assert "omitted" in shown
         assert "the end" in shown
 
 

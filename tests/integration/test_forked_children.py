@@ -174,7 +174,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
     assert cell.value == ([1, 1] if how == "raise" else [0, 0])
     for rank in (0, 1):
         text = "\n".join(lines_of(cell, rank))
-        assert "has left the function" in text
+        assert "left the function" in text
         assert ("ValueError: of the child" in text) == (how == "raise")
 
 

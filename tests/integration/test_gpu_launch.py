@@ -58,7 +58,7 @@ def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(fresh: Kernel) -
     assert cell.value == (False, "forkserver")
     text = " ".join(cell.displays[0].data["text/plain"].split())
     assert "warning" not in text
-    assert "this process has used CUDA through torch, and CUDA can't be used in a forked copy of it" in text
+    assert "this process has used CUDA through torch, and CUDA can't be used in a forked process" in text
     assert "it was first used in Cell In[4], line 2: `torch.cuda.init()`" in text
     assert "no restart" in text
 

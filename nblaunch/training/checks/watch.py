@@ -8,6 +8,7 @@ Between these windows a backward pass costs one comparison of numbers, and a ste
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,9 @@ class Watch:
 
     def __init__(self, process: ProcessContext) -> None:
         settings = env.read("NBLAUNCH_CHECKS")
-        self._process = process
+        # An Accelerator of the notebook holds the watch longer than its inline launch lives.
+        self._context = weakref.ref(process)
+        self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
             kind(self.report) for kind in CHECKS if not {"off", f"-{kind.name}"} & settings
         ]  # fmt: skip
@@ -72,7 +75,7 @@ class Watch:
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         """Look before a backward pass from ``loss``; called from ``due_at`` steps of optimizers on."""
         # Without a launcher, nothing counts steps that are not looked at: there, only the first window is.
-        num_steps = max(self._process.slot.num_updates, self._num_looked_at)
+        num_steps = max(self._slot.num_updates, self._num_looked_at)
         if num_steps >= self._until:
             self._end_window(num_steps)
             return
@@ -103,19 +106,22 @@ class Watch:
         if judged_by == "itself" and check.name in self._reported:
             return
         self._reported.add(check.name)
-        if not self._process.is_launched:
+        process = self._context()
+        if process is None:
+            return
+        if not process.is_launched:
             if judged_by == "itself" and not check.is_hint:
                 warn(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check.name} silences this)")
             return
         frame = user_frame()
-        self._process.emit(
+        process.emit(
             Observation(
-                self._process.topology.rank,
+                process.topology.rank,
                 time.time(),
                 check.name,
                 problem,
                 remedy,
-                self._process.slot.num_updates,
+                self._slot.num_updates,
                 value,
                 judged_by,
                 frame.f_code.co_filename,
