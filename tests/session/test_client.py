@@ -19,7 +19,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session import client, output
 from nblaunch.session.client import Replies, SessionClient
 from nblaunch.session.output import SessionOutput
-from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.board import create_memory_file, private_slot
 from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
 from tests.no_descriptors import no_descriptor_left
 
@@ -39,6 +39,7 @@ class Ranks:
             debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(debugger)}),
             requests=SimpleNamespace(cancel=lambda: self.cancelled.append(True), ask_logs=Future),
             pids={},
+            slots={rank: private_slot() for rank in range(2)},
             keep_weights=lambda wanted: None,
             is_running=True,
         )
