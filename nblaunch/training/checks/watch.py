@@ -81,7 +81,7 @@ class Watch:
             return
         self._prepared = prepared
         if self._remove_hook is None:
-            self._remove_hook = register_optimizer_step_pre_hook(self._before_step).remove
+            self._remove_hook = _add_hook(self)
             self._call("begin_window")
         self._call("before_backward", prepared, loss)
 
@@ -137,7 +137,7 @@ class Watch:
         self.due_at = max(16, 1 << num_steps.bit_length())
         self._until = self.due_at + _WINDOW
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not torch.compiler.is_compiling():
             self._num_looked_at += 1
             self._call("before_step", self._prepared, optimizer)
@@ -149,3 +149,24 @@ class Watch:
                 getattr(check, method)(*arguments)
             except Exception:
                 self._checks.remove(check)
+
+
+_ended: list[Callable[[], None]] = []
+"""Remove hooks of watches that are gone. A hook can't remove itself while torch goes through all of them."""
+
+
+def _add_hook(watch: Watch) -> Callable[[], None]:
+    """Have torch call a watch before steps of optimizers; return what removes the hook."""
+    while _ended:
+        _ended.pop()()
+    reference = weakref.ref(watch)
+
+    def call_watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own = reference()
+        if own is not None:
+            own._before_step(optimizer)
+        elif handle.remove not in _ended:
+            _ended.append(handle.remove)
+
+    handle = register_optimizer_step_pre_hook(call_watch)
+    return handle.remove

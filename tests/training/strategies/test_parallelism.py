@@ -329,7 +329,7 @@ def _refused() -> list[str]:
         messages.append(str(caught.value))
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     if accelerator.is_main_process:
-        with pytest.warns(UserWarning, match="the Linear is whole") as warned:
+        with pytest.warns(UserWarning, match="the Linear is not sharded") as warned:
             accelerator.prepare(nn.Linear(2, 2))
         messages.append(str(warned[0].message))
     else:
