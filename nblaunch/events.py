@@ -233,8 +233,7 @@ class Observation(Event):
         step: steps that optimizers had taken.
         value: what ranks are compared by.
         judged_by: ``"itself"``: it is wrong. ``"equal"``: it is wrong if the values of all ranks at this step differ.
-            ``"distinct"``: it is wrong if they are all the same. ``"first"``: it is wrong on the ranks with the lowest
-            value.
+            ``"distinct"``: it is wrong if they are all the same.
         filename: file of the user's line.
         lineno: number of the user's line.
         is_hint: it may be meant.

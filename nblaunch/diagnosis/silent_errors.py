@@ -114,12 +114,6 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
     return sorted(by_rank) if is_alike else []
 
 
-def _first(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks with the lowest value."""
-    lowest = min(seen.value for seen in by_rank.values())
-    return sorted(rank for rank, seen in by_rank.items() if seen.value == lowest)
-
-
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return the ranks whose values differ from the majority's; all without a majority; none if all are equal."""
     groups: list[list[int]] = []
@@ -151,4 +145,4 @@ def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
     )
 
 
-_BLAMED = {"itself": _all, "equal": _minority, "distinct": _all_if_alike, "first": _first}
+_BLAMED = {"itself": _all, "equal": _minority, "distinct": _all_if_alike}
