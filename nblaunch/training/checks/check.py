@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -57,6 +58,19 @@ class Check(ABC):
     def report(self, problem: str, remedy: str, *, value: Any = None, judged_by: str = "itself") -> None:
         """Send what this rank has seen, with the arguments of :class:`~nblaunch.events.Observation`."""
         self._report(self, problem, remedy, value, judged_by)
+
+
+class Streaks:
+    """For each optimizer, how many of its steps in a row had something wrong."""
+
+    def __init__(self) -> None:
+        self._lengths: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def add(self, optimizer: torch.optim.Optimizer, is_wrong: bool) -> int:
+        """Count a step; return the length of the streak that it is part of, 0 if it was right."""
+        length = self._lengths.get(optimizer, 0) + 1 if is_wrong else 0
+        self._lengths[optimizer] = length
+        return length
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

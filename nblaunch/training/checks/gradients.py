@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.checks.check import Check, Prepared, Report, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
 
 _NUM_SAMPLED = 3  # parameters whose gradients are looked at
@@ -44,7 +44,7 @@ class UnclearedGradients(Check):
 
     def begin_window(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, _LastStep] = weakref.WeakKeyDictionary()
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._streaks = Streaks()
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         for last in self._last.values():
@@ -54,18 +54,19 @@ class UnclearedGradients(Check):
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
-        if last is not None and last.is_added_to:
-            self._counts[optimizer] = 0 if last.is_cleared else self._counts.get(optimizer, 0) + 1
-            if self._counts[optimizer] >= _NUM_UNCLEARED:
-                self.report(
-                    f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum of those "
-                    "of all steps before",
-                    "Call optimizer.zero_grad() after optimizer.step()",
-                )
+        if last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
+            self.report(
+                f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum of those of all "
+                "steps before",
+                "Call optimizer.zero_grad() after optimizer.step()",
+            )
         with_gradients = filter(_has_gradient, parameters_of(optimizer))
         sample = list(islice(with_gradients, _NUM_SAMPLED))
         if sample:
             self._last[optimizer] = _LastStep(sample)
+
+    def _is_uncleared(self, optimizer: torch.optim.Optimizer, last: _LastStep) -> bool:
+        return self._streaks.add(optimizer, not last.is_cleared) >= _NUM_UNCLEARED
 
 
 def _has_gradient(parameter: torch.nn.Parameter) -> bool:
@@ -83,12 +84,11 @@ class ForeignParameters(Check):
         self.begin_window()
 
     def begin_window(self) -> None:
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._streaks = Streaks()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         is_empty = all(parameter.grad is None for parameter in parameters_of(optimizer))
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1 if is_empty else 0
-        if self._counts[optimizer] == _NUM_EMPTY:
+        if self._streaks.add(optimizer, is_empty) == _NUM_EMPTY:
             self.report(
                 f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
                 "It was built from parameters of another model, or before the model was replaced or its layers were: "

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Report
+from nblaunch.training.checks.check import Check, Prepared, Report, Streaks
 
 _NUM_ZERO = 5  # steps in a row: a warm-up from 0 has one
 _NUM_WINDOWS = 2
@@ -23,13 +20,12 @@ class ZeroLearningRate(Check):
         self.begin_window()
 
     def begin_window(self) -> None:
-        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._streaks = Streaks()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         rates = _rates(optimizer)
         is_zero = bool(rates) and not any(rates)
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1 if is_zero else 0
-        if self._counts[optimizer] == _NUM_ZERO:
+        if self._streaks.add(optimizer, is_zero) == _NUM_ZERO:
             self.report(
                 f"the learning rate of the {type(optimizer).__name__} is 0 for {_NUM_ZERO} steps, which change nothing",
                 "Check the scheduler. A prepared one advances by the number of ranks at each step, so its total counts "
