@@ -56,8 +56,8 @@ class UnclearedGradients(Check):
         last = self._last.get(optimizer)
         if last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
-                f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum of "
-                "those of all steps before",
+                f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum "
+                "of the gradients of all steps before",
                 "Call optimizer.zero_grad() after optimizer.step()",
             )
         with_gradients = filter(_has_gradient, parameters_of(optimizer))
