@@ -1,4 +1,4 @@
-"""Failures that collectives explain: an error or an abort of a backend, or a return while others wait."""
+"""Failures that collectives explain: a backend's error or abort, or a rank that returns while others wait."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.errors import DistributedOperationException
 
 _OF_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
-"""Files in which an exception was raised by a collective."""
+"""Files that raise an exception when a collective fails."""
 
 _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
-"""What a rank has passed, in the message of ``training/collectives/operations.py``."""
+"""The value that a rank passed, in the message of ``training/collectives/operations.py``."""
 
 
 def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanation | None:
-    """Return what ranks called differently, or who came alone; None if another failure explains the end.
+    """Return which calls differ, or which rank came alone; None if another failure explains the end.
 
     Args:
-        report: of the attempt.
-        root: its root cause, as far as signals and exceptions show it.
+        report: facts of the attempt.
+        root: its root cause, judged by signals and exceptions alone.
     """
     if report.disagreement is not None:
         has_own = any(not _is_of_collective(cause) for cause in own_failures(report))
@@ -35,7 +35,7 @@ def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanatio
 
 
 def explain_refusal(report: AttemptReport, root: RootCause) -> Explanation | None:
-    """Return which ranks differ where nblaunch's own collectives have refused what they passed; None otherwise."""
+    """Return which ranks passed different values to a collective that nblaunch refused; None for other failures."""
     if root.failed is None or not root.failed.info.type_name.endswith(DistributedOperationException.__name__):
         return None
     passed = {int(rank): text for rank, text in _PASSED.findall(root.failed.info.message)}
@@ -55,7 +55,7 @@ def explain_refusal(report: AttemptReport, root: RootCause) -> Explanation | Non
 
 
 def _is_of_collective(cause: RootCause) -> bool:
-    """Return whether a failure may be the end of a collective: an error, an abort, a return while others wait."""
+    """Return whether a collective may have caused a failure: an error, an abort, a return while others wait."""
     if cause.left_early:
         return True
     if cause.failed is None:

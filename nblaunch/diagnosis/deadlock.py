@@ -1,12 +1,12 @@
-"""Ranks that wait for a thread which their process does not have: certain hangs, named within seconds.
+"""Ranks that wait for a thread that their process does not have: certain hangs, reported within seconds.
 
-A forked worker has none of the kernel's threads. What waits for one of them, as for a pool that a cell has used or for
-a thread that fills a queue, waits for ever. The same is true where the threads of a worker wait for each other. No list
-of libraries is needed: ``host/waits.py`` reads that nothing outside of the process can end what its threads wait for.
+A forked worker has none of the kernel's threads. It waits forever for a task of a pool that a cell started, or for a
+thread that fills a queue. Threads of one worker can also wait for each other. The detector needs no list of libraries:
+``host/waits.py`` reads from the system that nothing outside the process can end these waits.
 
-    DeadlockDetector  processes -> observe() -> ranks of which that is certain, or likely
-    is_confirmed      a likely one and its stack -> whether it is true
-    explain, advice   what they wait for, and what to do
+    DeadlockDetector  processes -> observe() -> ranks that certainly, or probably, wait forever
+    is_confirmed      a probable rank and its stack -> whether it waits forever
+    explain, advice   what the ranks wait for, and what to do
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from nblaunch.host.waits import Waits, endless_waits
 
 _PERIOD_S = 0.4
 CERTAIN_S = 1.0
-"""How long no thread of a rank may have run: the threads of a pool take turns, and a signal may be on its way."""
+"""How long every thread of a rank must have slept: threads of a pool take turns, and a signal may be under way."""
 
 _LIKELY_S = 1.5
-"""The same for only the main thread, while other threads, such as gloo's, wait for clocks or sockets."""
+"""How long the main thread must have slept while other threads, such as gloo's, wait for clocks or sockets."""
 
 _AWAITED = (
     ("/concurrent/futures/", "the task of a pool"),
@@ -33,13 +33,13 @@ _AWAITED = (
     ("/queue.py", "a queue"),
     ("/threading.py", "another thread"),
 )
-"""Files of the standard library, and what a call into one of them waits for."""
+"""Files of the standard library, and the thing that a call into each of them waits for."""
 
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 
 
 class DeadlockDetector:
-    """Finds ranks that wait for ever, each wait once. A look at a rank that runs reads one small file."""
+    """Reports each endless wait of a rank once. For a running rank, a check reads one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -47,21 +47,21 @@ class DeadlockDetector:
         self._reported: dict[int, str] = {}
 
     def observe(self, now_s: float, pids: Mapping[int, int]) -> dict[int, bool]:
-        """Look at the running ranks, twice a second at most.
+        """Check the running ranks, twice a second at most.
 
         Args:
             now_s: ``time.monotonic()``.
             pids: rank -> process.
 
         Returns:
-            Rank -> whether it is certain that it waits for ever, each wait once. Where it is not certain, its stack may
-            show it: see :func:`is_confirmed`.
+            Rank -> whether the rank certainly waits forever. False asks for its stack: see :func:`is_confirmed`. Each
+            wait is reported once.
         """
         if now_s < self._next_s:
             return {}
         self._next_s = now_s + _PERIOD_S
-        found = {rank: self._judge(now_s, rank, endless_waits(pid)) for rank, pid in pids.items()}
-        return {rank: is_certain for rank, is_certain in found.items() if is_certain is not None}
+        judgements = {rank: self._judge(now_s, rank, endless_waits(pid)) for rank, pid in pids.items()}
+        return {rank: is_certain for rank, is_certain in judgements.items() if is_certain is not None}
 
     def _judge(self, now_s: float, rank: int, waits: Waits | None) -> bool | None:
         if waits is None:
@@ -80,17 +80,17 @@ class DeadlockDetector:
 
 
 def is_confirmed(position: Position) -> bool:
-    """Return whether a rank waits for a thread of Python although it has no other one, where native threads may run."""
+    """Return whether a rank waits for a Python thread but has no other; it may have native threads."""
     inner = frames_inside_user_code(position)
     is_python_wait = bool(inner) and any(part in inner[0].filename for part, _ in _AWAITED)
     return is_python_wait and position.num_threads == 1
 
 
 def explain(positions: Mapping[int, Position]) -> list[str]:
-    """Return a line about what ranks wait for, for each kind of wait.
+    """Return a line for each kind of wait.
 
     Args:
-        positions: of ranks that wait for ever.
+        positions: rank -> position, for ranks that wait forever.
     """
     awaited = {rank: _awaited(position) for rank, position in positions.items()}
     return [
@@ -101,16 +101,16 @@ def explain(positions: Mapping[int, Position]) -> list[str]:
 
 
 def advice(start_method: str) -> str:
-    """Return what to do about ranks that wait for ever, by the start method of the workers."""
+    """Return the advice for ranks that wait forever, by the start method of the workers."""
     return _FORKED if start_method == "fork" else _FRESH
 
 
 _FORKED = (
-    "A forked worker has none of the kernel's threads: inside the function, create the pool, the thread "
-    "that fills the queue, or the session of the library, or launch with start_method='forkserver'."
+    "A forked worker has none of the kernel's threads. Create the pool, the thread that fills the queue, or "
+    "the library's session inside the function, or launch with start_method='forkserver'."
 )
 _FRESH = (
-    "Every thread of the worker waits for another thread: look for a lock that is acquired twice, or a "
+    "Every thread of the worker waits for another thread. Look for a lock that the function acquires twice, or a "
     "queue that nothing fills."
 )
 

@@ -1,7 +1,7 @@
-"""Ranks that call different collectives where they must call the same: found by comparing what each has recorded.
+"""Ranks that call different collectives where all must call the same, detected by comparing their recorded calls.
 
-Nothing is compared but what must be equal: kind, size, type, reduction and root of the call with the same number in the
-same group. The line of the call is shown and never compared: ranks may call the same collective on different lines.
+The comparison covers only what must be equal for calls with the same number in a group: kind, size, type, reduction
+and root. Messages show the line of a call, but lines are not compared: ranks may call a collective on different lines.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MAX_PLACES = 3
 _MAX_SIDES = 6
 
 Sides = list[tuple[list[int], list[Call]]]
-"""Ranks that agree, and their calls; those at fault come first."""
+"""Ranks that agree, with their calls; ranks at fault come first."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why ranks wait for each other, or compute with wrong numbers.
+    """Why ranks wait for each other, or compute wrong numbers.
 
     Args:
         headline: what happened, with the ranks at fault first.
-        ranks: those at fault; empty if no side is more likely wrong than the other.
-        lines: more about it.
+        ranks: ranks at fault; empty if no side is more likely to be wrong.
+        lines: details.
         advice: what to do.
-        check: name under which ``NBLAUNCH_CHECKS`` leaves it out.
+        check: name that switches this check off in ``NBLAUNCH_CHECKS``.
     """
 
     headline: str
@@ -43,19 +43,19 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """All of it, in lines."""
+        """The headline, the details and the advice, one a line."""
         return "\n".join([self.headline, *self.lines, *([self.advice] if self.advice else [])])
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The first call of a group in which ranks differ.
+    """The first call of a group that differs between ranks.
 
     Args:
         group: the group.
-        number: number of the call in it.
-        calls: rank -> its call with this number, of ranks that have come to it.
-        of_rates: calls are steps of optimizers, with different learning rates.
+        number: number of the call in the group.
+        calls: rank -> its call with this number, for ranks that have reached it.
+        of_rates: the calls are optimizer steps, and their learning rates differ.
     """
 
     group: Group
@@ -65,30 +65,30 @@ class Disagreement:
 
     @property
     def missing(self) -> set[int]:
-        """The ranks of the group that have not come to the call."""
+        """The ranks of the group that have not reached the call."""
         return set(self.group.ranks) - self.calls.keys()
 
 
 def find_disagreement(calls: Mapping[int, RankCalls]) -> Disagreement | None:
-    """Return the first call in which ranks differ; None if all that can be compared are equal.
+    """Return the first call that differs between ranks; None if all comparable calls are equal.
 
     Args:
         calls: rank -> its last calls.
     """
     for group, by_rank in _by_group(calls).items():
-        found = _first_difference(group, by_rank)
-        if found is not None:
-            return found
+        difference = _first_difference(group, by_rank)
+        if difference is not None:
+            return difference
     return _unequal_rates(calls)
 
 
 def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
-    """Return a rank that sends more or fewer rows in an ``all_to_all`` than another one expects; None if all fit."""
+    """Return which rank sends more or fewer rows in an ``all_to_all`` than its peer expects; None if all fit."""
     last = {
-        rank: (own.splits, call)
-        for rank, own in calls.items()
-        if own.splits is not None and (call := own.last) is not None
-        if call.site.kind == "all_to_all" and call.number == own.splits.number
+        rank: (rank_calls.splits, call)
+        for rank, rank_calls in calls.items()
+        if rank_calls.splits is not None and (call := rank_calls.last) is not None
+        if call.site.kind == "all_to_all" and call.number == rank_calls.splits.number
     }
     for rank, (splits, call) in sorted(last.items()):
         group = call.site.group or Group()
@@ -110,8 +110,8 @@ def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
 def _by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int, Call]]]:
     """Return group -> rank -> number -> collective."""
     groups: dict[Group, dict[int, dict[int, Call]]] = {}
-    for rank, own in calls.items():
-        for call in own.calls:
+    for rank, rank_calls in calls.items():
+        for call in rank_calls.calls:
             if call.is_collective and call.site.group is not None:
                 groups.setdefault(call.site.group, {}).setdefault(rank, {})[call.number] = call
     return groups
@@ -123,32 +123,38 @@ def _first_difference(group: Group, by_rank: Mapping[int, Mapping[int, Call]]) -
     common = min(max(numbers) for numbers in by_rank.values())
     chains = {numbers[common].chain if common in numbers else None for numbers in by_rank.values()}
     agreed = common if len(chains) == 1 and None not in chains else 0
-    numbers = sorted({number for own in by_rank.values() for number in own if number > agreed})
+    numbers = sorted({number for rank_calls in by_rank.values() for number in rank_calls if number > agreed})
     for number in numbers:
-        found = {rank: own[number] for rank, own in by_rank.items() if number in own}
-        # Where chains differ and the calls do not, ranks have differed before what is kept.
-        chains_at = {call.chain for call in found.values()}
-        if len(chains_at) > 1 and len({call.signature for call in found.values()}) > 1:
-            return Disagreement(group, number, found)
+        calls = {rank: rank_calls[number] for rank, rank_calls in by_rank.items() if number in rank_calls}
+        # If chains differ and these calls do not, the ranks differed in a call that is no longer recorded.
+        chains_at = {call.chain for call in calls.values()}
+        if len(chains_at) > 1 and len({call.signature for call in calls.values()}) > 1:
+            return Disagreement(group, number, calls)
     return None
 
 
 def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
-    """Return a step in which ranks that keep the same model have different learning rates, as in the step before."""
+    """Return an optimizer step in which replicas use different learning rates, as in the step before."""
     steps: dict[Group, dict[int, dict[int, Call]]] = {}
-    for rank, own in calls.items():
-        for call in own.calls:
+    for rank, rank_calls in calls.items():
+        for call in rank_calls.calls:
             if call.site.kind == STEP and call.site.group is not None and call.value >= 0:
                 steps.setdefault(call.site.group, {}).setdefault(rank, {})[call.number] = call
     for group, by_rank in steps.items():
-        if len(by_rank) < 2 or any(call.site.detail for own in by_rank.values() for call in own.values()):
+        if len(by_rank) < 2 or any(
+            call.site.detail for rank_calls in by_rank.values() for call in rank_calls.values()
+        ):
             continue
-        common = sorted(set.intersection(*(set(own) for own in by_rank.values())))
-        unequal = [number for number in common if len({own[number].value for own in by_rank.values()}) > 1]
+        common = sorted(set.intersection(*(set(rank_calls) for rank_calls in by_rank.values())))
+        unequal = [
+            number
+            for number in common
+            if len({rank_calls[number].value for rank_calls in by_rank.values()}) > 1
+        ]
         for number in unequal:
             if number - 1 in unequal:
-                found = {rank: own[number] for rank, own in by_rank.items()}
-                return Disagreement(group, number, found, of_rates=True)
+                calls_at = {rank: rank_calls[number] for rank, rank_calls in by_rank.items()}
+                return Disagreement(group, number, calls_at, of_rates=True)
     return None
 
 
@@ -156,32 +162,32 @@ def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
 
 
 def explain(
-    found: Disagreement, calls: Mapping[int, RankCalls], steps: Mapping[int, int] | None = None
+    disagreement: Disagreement, calls: Mapping[int, RankCalls], steps: Mapping[int, int] | None = None
 ) -> Explanation:
-    """Return what differs between ranks, and which of them are at fault.
+    """Return the difference between ranks, and which ranks are at fault.
 
     Args:
-        found: what differs.
+        disagreement: the first difference.
         calls: rank -> its last calls.
         steps: rank -> batches of its current loop over a prepared loader.
     """
-    sides = _sides(found)
+    sides = _sides(disagreement)
     faulty = _faulty(sides)
     if faulty:
         sides.sort(key=lambda side: not set(side[0]) <= set(faulty))
-    shown = "; ".join(_side_text(ranks, calls, found, sides) for ranks, calls in sides[:_MAX_SIDES])
-    if found.of_rates:
-        headline = f"optimizer step {found.number}: {shown}"
+    shown = "; ".join(_side_text(ranks, calls, disagreement, sides) for ranks, calls in sides[:_MAX_SIDES])
+    if disagreement.of_rates:
+        headline = f"optimizer step {disagreement.number}: {shown}"
         return Explanation(headline, faulty, (), _RATES, "learning_rates_differ")
-    of_group = "" if found.group.is_default else f" of the group of {group_name(found.group)}"
-    headline = f"collective {found.number}{of_group}: {shown}"
+    of_group = "" if disagreement.group.is_default else f" of the group of {group_name(disagreement.group)}"
+    headline = f"collective {disagreement.number}{of_group}: {shown}"
     return Explanation(headline, faulty, tuple(_left_loops(sides, calls, steps or {})), _advice(sides))
 
 
-def _sides(found: Disagreement) -> Sides:
+def _sides(disagreement: Disagreement) -> Sides:
     by_signature: dict[object, tuple[list[int], list[Call]]] = {}
-    for rank, call in sorted(found.calls.items()):
-        key = call.value if found.of_rates else call.signature
+    for rank, call in sorted(disagreement.calls.items()):
+        key = call.value if disagreement.of_rates else call.signature
         ranks, calls = by_signature.setdefault(key, ([], []))
         ranks.append(rank)
         calls.append(call)
@@ -189,7 +195,7 @@ def _sides(found: Disagreement) -> Sides:
 
 
 def _faulty(sides: Sides) -> tuple[int, ...]:
-    """Return the ranks outside of the majority; without one, those on a line that only some ranks come to."""
+    """Return the ranks outside the majority; without a majority, those on a line that only some ranks reach."""
     largest = max(sides, key=lambda side: len(side[0]))
     if 2 * len(largest[0]) > sum(len(ranks) for ranks, _ in sides):
         return tuple(sorted(rank for ranks, _ in sides if ranks is not largest[0] for rank in ranks))
@@ -200,16 +206,16 @@ def _faulty(sides: Sides) -> tuple[int, ...]:
 
 
 def condition_of(call: Call) -> str:
-    """Return the condition on the rank under which a call stands; empty if none is seen."""
+    """Return the condition on the rank around a call; empty if the source shows none."""
     return condition_on_rank(call.site.filename, call.site.line)
 
 
 def num_batches(ranks: Iterable[int], calls: Mapping[int, RankCalls], steps: Mapping[int, int]) -> int | None:
-    """Return the number of batches that ranks have taken so far; None if it is not known, or not the same.
+    """Return the number of batches that the ranks have taken; None if it is unknown or differs between them.
 
     Args:
-        ranks: which.
-        calls: rank -> its last calls, among which each ``backward`` is one of a batch.
+        ranks: the ranks to count.
+        calls: rank -> its last calls, with one ``backward`` for each batch.
         steps: rank -> batches of its current loop over a prepared loader.
     """
     counts = set()
@@ -220,7 +226,7 @@ def num_batches(ranks: Iterable[int], calls: Mapping[int, RankCalls], steps: Map
 
 
 def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[int, int]) -> list[str]:
-    """Return a line for each side that has left the loop in which another side still is."""
+    """Return a line for each side that left a loop while another side is still in it."""
     lines = []
     for ranks, calls in sides:
         if any(condition_of(call) for call in calls):
@@ -241,11 +247,11 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def _side_text(ranks: Sequence[int], calls: Sequence[Call], found: Disagreement, sides: Sides) -> str:
-    if found.of_rates:
+def _side_text(ranks: Sequence[int], calls: Sequence[Call], disagreement: Disagreement, sides: Sides) -> str:
+    if disagreement.of_rates:
         what = f"learning rate {calls[0].value:g}"
     else:
-        every = [call for _, own in sides for call in own]
+        every = [call for _, side_calls in sides for call in side_calls]
         is_same_kind = len({call.site.kind for call in every}) == 1
         what = described(
             calls[0],
@@ -299,25 +305,23 @@ def group_name(group: Group) -> str:
 
 
 _RATES = (
-    "Replicas of a model must take equal steps: give the optimizer of every rank the same learning rate, and step its "
-    "scheduler as often."
+    "Replicas of a model must take equal steps: give the optimizers of all ranks the same learning rate, and step "
+    "their schedulers equally often."
 )
 _ORDER = "Every rank of a group must call the same collectives in the same order: look for a condition on the rank."
 _SIZES = (
     "Every rank must pass tensors of the same size: pad them (pad_across_processes), or exchange objects "
     "(all_gather_object)."
 )
-_TYPES = "Every rank must pass tensors of the same type: convert them before."
+_TYPES = "Every rank must pass tensors of the same type: convert them first."
 _REDUCTIONS = "Every rank must ask for the same reduction: the result is undefined otherwise."
 _ROOTS = "Every rank must name the same root (src, dst), as a rank of the job."
-_SPLITS = (
-    "What a rank sends to another one (input_split_sizes) must be what that one expects (output_split_sizes)."
-)
+_SPLITS = "What a rank sends (input_split_sizes) must match what its peer expects (output_split_sizes)."
 _MODELS = "Every rank must build the same model."
 
 
 def _advice(sides: Sides) -> str:
-    """Return what to do about the first thing that differs."""
+    """Return what to do about the first difference."""
     sites = [calls[0].site for _, calls in sides]
     if len({site.kind for site in sites}) > 1:
         return _ORDER

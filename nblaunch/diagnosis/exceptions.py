@@ -1,11 +1,11 @@
-"""Exceptions of workers in the kernel: made again with their type, causes and frames, and shown by IPython.
+"""Workers' exceptions, rebuilt in the kernel with their type, causes and frames, and shown by IPython.
 
-Traceback objects can't be pickled, so a worker sends file, line and function of each frame, and :func:`make_traceback`
-compiles functions that raise at these lines. Then pdb, ``traceback`` and IPython show the worker's frames with the
-source of the cell.
+Traceback objects can't be pickled, so a worker sends the file, line and function of each frame. :func:`make_traceback`
+compiles functions that raise at these lines, so that pdb, ``traceback`` and IPython show the worker's frames with the
+cell's source.
 
-IPython shows the user's frames and the innermost one of a library, three at most, and none of nblaunch: of a worker's
-exception its own frames and the notes about it, of the launcher's own the line of the cell that called it.
+IPython shows at most three frames: the user's and the innermost library frame, but none of nblaunch's. For a worker's
+exception it adds the notes; for an exception of the launcher it shows only the line of the cell that called it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2,
 def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
     """Return the worker's exception for the kernel to raise, with the worker's frames in its traceback.
 
-    Causes and exceptions of a group have their frames as well.
+    Causes, and exceptions in a group, get their frames, too.
 
     Args:
         failed: report of the worker.
-        is_remote: the failure is on another machine, which sends text only; the class is looked up by its name.
+        is_remote: the failure comes from another machine as text; its class is looked up by name.
     """
     error = _from_text(failed.info) if is_remote else _load(failed)
     if error is None:
@@ -88,12 +88,12 @@ def _from_text(info: ExceptionInfo) -> BaseException | None:
 def _with_text(error: BaseException, message: str) -> BaseException:
     """Return ``error``, with ``message`` as its text if ``str(error)`` raises or is too long.
 
-    ipykernel calls ``str``, fails if that raises, and writes the whole text into the notebook. Only the class is
-    replaced by a subclass with another ``__str__``; ``args`` stay unchanged.
+    ipykernel calls ``str``, fails if ``str`` raises, and writes the whole text into the notebook. A subclass with
+    another ``__str__`` replaces the class; ``args`` stay unchanged.
     """
     try:
         is_good = len(str(error)) <= MAX_CHARACTERS
-    except BaseException:  # it may even call sys.exit()
+    except BaseException:  # __str__ may even call sys.exit()
         is_good = False
     return error if is_good else exceptions.with_text(error, message)
 
@@ -109,13 +109,13 @@ def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
 
 
 class _Made(Exception):
-    """Raised by functions that exist only for their frame in a traceback."""
+    """Raised by functions that exist only to put their frame into a traceback."""
 
 
 def _one_frame(frame: FrameInfo) -> TracebackType | None:
     """Return the traceback entry of a function that raises at the line of ``frame``.
 
-    Template engines map errors to template lines in the same way (Jinja2's debug module).
+    Template engines map errors to template lines the same way (see Jinja2's debug module).
     """
     function = FunctionType(_raising_code(frame), {"error": _Made()})
     try:
@@ -168,13 +168,13 @@ def _render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None
 
 
 def hide_launcher(error: BaseException) -> None:
-    """Show ``error`` at the calling line of the cell, if the launcher itself raised it."""
+    """Show ``error`` at the calling line of the cell if the launcher raised it."""
     if _is_raised_here(error) and not hasattr(error, "_render_traceback_"):
         _render_as(error, _render_launchers_own)
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Return whether the launcher itself raised ``error``, rather than the user's code or a library."""
+    """Return whether the launcher raised ``error``, rather than user code or a library."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
@@ -184,8 +184,8 @@ def _is_raised_here(error: BaseException) -> bool:
 class HiddenLauncherFrames:
     """Context manager that hides frames of nblaunch from exceptions of its block.
 
-    Errors of the launcher itself keep these frames in their traceback, for bug reports, but IPython shows only the line
-    of the cell.
+    The launcher's errors keep these frames in their traceback, for bug reports, but IPython shows only the line of the
+    cell.
     """
 
     def __enter__(self) -> None:
@@ -197,7 +197,9 @@ class HiddenLauncherFrames:
         hide_launcher(error)
         if _is_raised_here(error):
             return
-        is_interrupt = isinstance(error, KeyboardInterrupt)  # which comes in whatever the launcher waits by
+        is_interrupt = isinstance(
+            error, KeyboardInterrupt
+        )  # it can arrive in any function that the launcher waits in
         hide = _outside_launcher if is_interrupt else _outside_package
         BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
 
@@ -206,8 +208,8 @@ def annotate(error: BaseException, info: ExceptionInfo, notes: Sequence[str]) ->
     """Add ``notes`` to a rebuilt exception, and make IPython show it with the worker's frames and these notes.
 
     Args:
-        error: the exception, rebuilt.
-        info: its text and frames, as the worker sent them.
+        error: the rebuilt exception.
+        info: its text and frames, as sent by the worker.
         notes: lines about rank, process, host, log and other ranks.
     """
     own_notes = _notes_of(error)
@@ -222,7 +224,7 @@ def _shown_notes(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _earlier(info: ExceptionInfo) -> list[str]:
-    """Return a line for each exception before the cause, which is shown itself: the first one often explains all."""
+    """Return a line for each exception before the displayed cause: the first exception often explains the others."""
     lines = []
     later = info.cause
     while later is not None and later.cause is not None:
@@ -247,7 +249,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def worth_showing(frames: Sequence[FrameInfo]) -> list[FrameInfo]:
-    """Return the user's frames and the innermost library frame; of many, the first and the last few."""
+    """Return the user's frames and the innermost library frame; if there are many, the first and the last few."""
     frames = [frame for frame in frames if not is_own_file(frame.filename)]
     kept = [frame for i, frame in enumerate(frames) if frame.is_user or i == len(frames) - 1]
     return kept if len(kept) <= _MAX_FRAMES else [kept[0], *kept[-(_MAX_FRAMES - 1) :]]
@@ -289,7 +291,7 @@ class RemoteRendering:
 
 
 def _render_launchers_own() -> list[str]:
-    """Render the launcher's own exception, which is being handled: the frames up to the call of the launcher."""
+    """Render the launcher's exception that is being handled, with frames up to the call of the launcher."""
     error, tb = sys.exc_info()[1], sys.exc_info()[2]
     shell = ipython_shell()
     if shell is None or error is None:

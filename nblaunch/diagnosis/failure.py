@@ -31,7 +31,7 @@ from nblaunch.host import disk
 
 _LAST_LINES = 5
 _LINE = 200  # characters
-# Errors that C++ aborts with, as of NCCL's watchdog or of libtpu, print one line with the cause and many with frames.
+# C++ code that aborts, such as NCCL's watchdog or libtpu, prints the cause on one line and frames on many.
 _NATIVE_FRAME = re.compile(r"\s*frame #\d+: |\s+@\s+0x[0-9a-f]+ |\*\*\* Check failure stack trace: ")
 _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
@@ -53,10 +53,10 @@ class Logs(Protocol):
         """Return the folder of an attempt."""
 
     def log_path(self, rank: int, attempt: int) -> Path:
-        """Return the file of what a rank printed."""
+        """Return the file with a rank's output."""
 
     def read(self, rank: int, attempt: int, max_bytes: int | None = None) -> str:
-        """Return what a rank printed, or its last ``max_bytes``."""
+        """Return a rank's output, or its last ``max_bytes``."""
 
     def read_stacks(self, rank: int, attempt: int) -> str:
         """Return the stacks that a rank wrote when it crashed."""
@@ -66,8 +66,8 @@ class Logs(Protocol):
 class Failure:
     """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``).
 
-    ``rank`` is None if several ranks are at fault, or it is not known which.
-    ``advice`` explains the failure and says what to do, where more is known than what was raised.
+    ``rank`` is None if several ranks are at fault or the rank is unknown. ``advice`` explains the failure and says what
+    to do, if more is known than the exception says.
     """
 
     error: BaseException
@@ -94,11 +94,11 @@ def failure_of(
     """Return the failure of an attempt that did not succeed.
 
     Args:
-        report: of the attempt.
+        report: facts of the attempt.
         pids: rank -> process id.
-        logs: of the job.
+        logs: log files of the job.
         attempt: number of the attempt.
-        past: one line for each attempt that failed before.
+        past: one line for each earlier attempt that failed.
     """
     if report.hang:
         return _hung(report, report.hang, logs.attempt_path(attempt))
@@ -110,7 +110,7 @@ def failure_of(
     mismatch = explain_failure(report, root)
     if mismatch is not None and not (root is not None and root.left_early and _left(mismatch, report)):
         return _mismatched(report, mismatch, root, [*past, f"complete logs: {logs.attempt_path(attempt)}"])
-    if root is None:  # the launcher stopped ranks that did not end in time
+    if root is None:  # ranks that the launcher stopped did not end in time
         rank = min(rank for rank in report.exits if rank not in report.returned)
         root = RootCause(rank, status=report.exits[rank][0])
     pid = pids.get(root.rank)
@@ -178,7 +178,7 @@ def _explain_remote(remote: RemoteFailures, notes: Sequence[str]) -> Failure | N
 
 
 def _exit_code(status: ExitStatus | None) -> int:
-    """Return the exit code for the error of a dead worker; 1 where it is unknown."""
+    """Return the exit code for the error of a dead worker; 1 if it is unknown."""
     if status is None:
         return 0
     return status.code if status.is_known else 1
@@ -187,7 +187,7 @@ def _exit_code(status: ExitStatus | None) -> int:
 def _left_early(
     remote: RemoteFailures, first_error_s: float, waiting: str, notes: Sequence[str]
 ) -> Failure | None:
-    """Return a rank of another node that had returned before ranks of this node failed without it."""
+    """Return the rank of another node whose early return made ranks of this node fail."""
     for rank, returned in sorted(remote.returned.items()):
         if returned.time_s <= first_error_s:
             headline = f"returned from the function while {waiting} still needed it in a collective operation"
@@ -217,14 +217,14 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
 
 
 def _left(mismatch: Explanation, report: AttemptReport) -> bool:
-    """Return whether ranks that have returned are the ones at fault."""
+    """Return whether the ranks at fault are ranks that have returned."""
     return bool(mismatch.ranks) and set(mismatch.ranks) <= report.returned.keys()
 
 
 def _mismatched(
     report: AttemptReport, mismatch: Explanation, root: RootCause | None, notes: Sequence[str]
 ) -> Failure:
-    """Return the failure of ranks that called different collectives; an error that it led to becomes its cause."""
+    """Return the failure of ranks whose collectives differ, with the error that they caused as its ``__cause__``."""
     ended = {
         rank: str(status) for rank, (status, _) in report.exits.items() if status.signal_name == "SIGABRT"
     }
@@ -250,14 +250,14 @@ def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
 def _of_ranks(
     error: BaseException, ranks: Sequence[int], headline: str, advice: tuple[str, ...] = ()
 ) -> Failure:
-    """Return the failure of ranks; ``headline`` is a sentence that begins with them."""
+    """Return the failure of several ranks; ``headline`` is a sentence that begins with them."""
     if len(ranks) != 1:
         return Failure(error, None, headline, advice)
     return Failure(error, ranks[0], headline.removeprefix(f"rank {ranks[0]} "), advice)
 
 
 def _device_evidence(root: RootCause) -> list[str]:
-    """Return evidence from the device of the worker, as when its memory ran out."""
+    """Return evidence from the worker's device, for example that its memory ran out."""
     if root.failed is None or not root.failed.evidence:
         return []
     first, *others = root.failed.evidence
@@ -307,7 +307,7 @@ def _last_lines(printed: str, path: Path) -> list[str]:
 
 
 def _openmp_evidence(printed: str) -> list[str]:
-    """Return why GNU OpenMP ended a forked worker, if its last lines say that it did."""
+    """Return why GNU OpenMP ended a forked worker, if the worker's last lines show it."""
     if _OPENMP_REFUSAL not in printed:
         return []
     return [
@@ -317,7 +317,7 @@ def _openmp_evidence(printed: str) -> list[str]:
 
 
 def _descriptor_evidence(root: RootCause, printed: str) -> list[str]:
-    """Return why a rank died whose descriptors were closed, if its last lines say that they were."""
+    """Return a sentence about closed descriptors, if the last lines of a dead rank show that they caused its death."""
     if root.failed is not None or not any(text in printed for text in _CLOSED_DESCRIPTORS):
         return []
     return [
@@ -327,7 +327,7 @@ def _descriptor_evidence(root: RootCause, printed: str) -> list[str]:
 
 
 def _crash_stack(logs: Logs, rank: int, attempt: int) -> list[str]:
-    """Return the user's innermost frames, as faulthandler wrote them when the process crashed."""
+    """Return the user's innermost frames, as faulthandler wrote them during the crash."""
     _, crash, text = logs.read_stacks(rank, attempt).rpartition("Fatal Python error")
     if not crash:
         return []

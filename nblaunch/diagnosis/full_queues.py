@@ -1,11 +1,11 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
-A ``multiprocessing.SimpleQueue`` or ``Pipe`` has room for 64 kB, a queue with a size for as many values. When it is
-full, ``put()`` and ``send()`` wait for a reader. The kernel reads nothing while it waits for a launch. But another
-rank, a process or a thread of the kernel may read, so the hang is not certain: a note names the line.
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a queue with a size holds that many values. When it is full,
+``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another rank, or
+another process or thread of the kernel, might. The hang is therefore not certain, and a note names the line.
 
-    FullQueueDetector  processes -> observe() -> ranks that wait for something that the kernel has as well
-    is_confirmed       a rank's stack -> whether it puts a value
+    FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel has, too
+    is_confirmed       a rank's stack -> whether the rank is putting a value
     explain            what to do
 """
 
@@ -27,11 +27,11 @@ _PUTTING = (
     ("process/connection.py", {"_send"}),
     ("processing/connection.py", {"_send"}),
 )
-"""Files of ``multiprocessing`` and ``multiprocess``, and their functions that wait until others have read."""
+"""Files of ``multiprocessing`` and ``multiprocess``, and their functions that wait until another process reads."""
 
 
 class FullQueueDetector:
-    """Finds ranks that wait to write, each wait once. A look at a rank that runs reads one small file."""
+    """Reports each wait of a rank for a reader once. For a running rank, a check reads one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -39,7 +39,7 @@ class FullQueueDetector:
         self._reported: dict[int, str] = {}
 
     def observe(self, now_s: float, pids: Mapping[int, int]) -> set[int]:
-        """Look at the running ranks, twice a second at most; return those that wait for what this process has, too.
+        """Check the running ranks, twice a second at most; return those that wait for an object of this process.
 
         Args:
             now_s: ``time.monotonic()``.
@@ -59,7 +59,7 @@ class FullQueueDetector:
         if wait != before:
             self._seen[rank] = (now_s, wait)
             return False
-        _, address, _ = wait  # the number of sleeps grows when a rank is asked for its stack
+        _, address, _ = wait  # asking a rank for its stack increments the number of sleeps
         if now_s - since_s < LONG_S or self._reported.get(rank) == address:
             return False
         self._reported[rank] = address
@@ -76,12 +76,12 @@ def is_confirmed(position: Position) -> bool:
 
 
 def explain(ranks: Iterable[int]) -> str:
-    """Return what ranks wait for that put values, and what to do."""
+    """Return a sentence about ranks that wait for a reader, and what to do."""
     return _FULL.format(formatting.ranks(ranks))
 
 
 _FULL = (
-    "{} can't put a value into a queue or pipe that a cell has made: it is full, and no process reads it. The kernel "
-    "reads nothing while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() "
+    "{} can't put a value into a queue or pipe that a cell created: it is full, and no process reads it. The kernel "
+    "does not read while it waits for the launch. Return the value instead, or put it into a multiprocessing.Queue() "
     "without a size, which the kernel can read after the launch."
 )

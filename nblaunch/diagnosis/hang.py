@@ -1,12 +1,12 @@
-"""Detection of hangs, and their description: which ranks wait for which.
+"""Detection and description of hangs: which ranks wait for which.
 
     HangDetector   progress (steps, collectives, bars, logged values) -> observe() -> stacks needed?
                    stacks, processor time, output                     -> judge()   -> hang, suspicion or nothing
     describe_hang  positions of all ranks as text, and what they mean together
 
-Nothing here sends signals or blocks. Processor time and output are not progress: a rank that hangs may have a thread
-that computes or prints. They only decide how certain the report is. A rank without progress is checked three times,
-to distinguish a stack that never changes from one that does.
+Nothing here sends signals or blocks. Processor time and output are not progress, because a thread of a hanging rank may
+compute or print. They only decide how certain the report is. A rank without progress is checked three times, to
+distinguish a stack that never changes from one that does.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Progress:
     """Progress of a rank so far.
 
     Args:
-        signs: changes with every sign of progress: see :func:`progress_of`.
+        signs: a tuple that changes with every sign of progress: see :func:`progress_of`.
         has_stepped: the rank has taken steps.
-        num_messages: number of lines, and of events other than metrics: none of them is progress.
+        num_messages: number of lines and of events other than metrics; none of them is progress.
     """
 
     signs: tuple[object, ...]
@@ -53,9 +53,9 @@ class Check:
     """State of a rank at one moment.
 
     Args:
-        position: in its code.
+        position: where the rank is in its code.
         own_cpu_s: processor seconds of the thread that runs the function; None if unknown.
-        all_cpu_s: of all threads and child processes of the rank.
+        all_cpu_s: processor seconds of all threads and child processes of the rank.
     """
 
     position: Position
@@ -70,7 +70,7 @@ class Finding:
     Args:
         hung: ranks that hang.
         suspected: ranks that take no steps, but compute or print.
-        busy: ranks whose function uses the processor, and waits for no other rank.
+        busy: ranks whose function uses the processor and does not wait for other ranks.
     """
 
     hung: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class _Rank:
     moved_s: float
     # Start of the current series of checks: the last progress, or the last judgement.
     checks_from_s: float
-    num_messages: int  # by then
+    num_messages: int  # at checks_from_s
     num_started: int = 0
     checks: list[tuple[float, Check]] = field(default_factory=list)
     was_reported: bool = False
@@ -107,7 +107,7 @@ class _Rank:
 
     @property
     def is_importing(self) -> bool:
-        """Whether it imports a library, and gets on with it: ranks that start together on a busy machine take long."""
+        """Whether it imports a library and gets on with it: imports are slow if many ranks start on a busy machine."""
         return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
 
     def is_idle(self, *, alone: bool) -> bool:
@@ -120,7 +120,7 @@ class _Rank:
 
 
 class HangDetector:
-    """Detector of ranks without progress for ``timeout_s`` seconds; reports each hang of a rank once."""
+    """Detector of ranks that make no progress for ``timeout_s`` seconds; reports each hang of a rank once."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -140,8 +140,8 @@ class HangDetector:
             running: ranks of this machine whose function runs, or that still send states.
         """
         for rank, shown in progress.items():
-            known = self._ranks.get(rank)
-            if known is None or known.progress.signs != shown.signs:
+            state = self._ranks.get(rank)
+            if state is None or state.progress.signs != shown.signs:
                 self._ranks[rank] = _Rank(shown, now_s, now_s, shown.num_messages)
         self._num_messages = {rank: shown.num_messages for rank, shown in progress.items()}
         self._running = running
@@ -154,7 +154,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return rank -> seconds without progress, of running ranks for which that is long enough to be checked."""
+        """Return rank -> seconds without progress, for running ranks that have been still long enough to be checked."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 
@@ -162,73 +162,73 @@ class HangDetector:
         """Record a check of the running ranks; return a finding if there is a new one."""
         self._is_checking = False
         ranks = {rank: self._ranks[rank] for rank in checks if rank in self._ranks}
-        for rank, known in ranks.items():
-            known.checks.append((now_s, checks[rank]))
-        if not any(known.num_started == len(_CHECKS_AT) for known in ranks.values()):
+        for rank, state in ranks.items():
+            state.checks.append((now_s, checks[rank]))
+        if not any(state.num_started == len(_CHECKS_AT) for state in ranks.values()):
             return None
-        if any(known.checks and known.is_importing for known in ranks.values()):
-            for rank, known in ranks.items():  # all of them: the others may wait for it
-                known.restart_checks(now_s, self._num_messages.get(rank, 0))
+        if any(state.checks and state.is_importing for state in ranks.values()):
+            for rank, state in ranks.items():  # including ranks that may wait for it
+                state.restart_checks(now_s, self._num_messages.get(rank, 0))
             return None
-        moved_s = max(known.moved_s for known in self._ranks.values())  # of any rank of the job
+        moved_s = max(state.moved_s for state in self._ranks.values())  # of any rank of the job
         hung: list[int] = []
         suspected: list[int] = []
-        for rank, known in ranks.items():
-            if now_s - known.moved_s < self.timeout_s or len(known.checks) < 2:
+        for rank, state in ranks.items():
+            if now_s - state.moved_s < self.timeout_s or len(state.checks) < 2:
                 continue
-            is_alone = moved_s - known.moved_s >= self.timeout_s
-            if now_s - moved_s < self.timeout_s and (not is_alone or known.position.waits_for_ranks):
+            is_alone = moved_s - state.moved_s >= self.timeout_s
+            if now_s - moved_s < self.timeout_s and (not is_alone or state.position.waits_for_ranks):
                 # Other ranks make progress, or did until a moment ago.
-                known.restart_checks(moved_s, self._num_messages.get(rank, 0))
+                state.restart_checks(moved_s, self._num_messages.get(rank, 0))
                 continue
-            is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, known)
+            is_hung = now_s - moved_s >= self.timeout_s and self._is_hung(rank, state)
             (hung if is_hung else suspected).append(rank)
-        # A rank that waits for others may poll, which does not count as computing.
+        # A rank that waits for others may poll; that does not count as computing.
         busy = tuple(
             rank
-            for rank, known in ranks.items()
-            if known.checks and not known.position.waits_for_ranks and not known.is_idle(alone=True)
+            for rank, state in ranks.items()
+            if state.checks and not state.position.waits_for_ranks and not state.is_idle(alone=True)
         )
         return self._finding(now_s, hung, suspected, busy)
 
     def _finding(
         self, now_s: float, hung: Sequence[int], suspected: Sequence[int], busy: tuple[int, ...]
     ) -> Finding | None:
-        """Return the finding if any part of it was not reported yet."""
-        if any(known.checks and known.position.is_long_work for known in self._running_ranks()):
+        """Return the finding unless all of it has been reported."""
+        if any(state.checks and state.position.is_long_work for state in self._running_ranks()):
             hung, suspected = [], [*hung, *suspected]  # the others wait for the rank that compiles or saves
         is_new = any(not self._ranks[rank].was_reported for rank in hung) or any(
             not (self._ranks[rank].was_suspected or self._ranks[rank].was_reported) for rank in suspected
         )
         for rank in (*hung, *suspected):
-            known = self._ranks[rank]
-            known.was_reported |= rank in hung
-            known.was_suspected = True
-            known.restart_checks(now_s, self._num_messages.get(rank, 0))
+            state = self._ranks[rank]
+            state.was_reported |= rank in hung
+            state.was_suspected = True
+            state.restart_checks(now_s, self._num_messages.get(rank, 0))
         return Finding(tuple(sorted(hung)), tuple(sorted(suspected)), busy) if is_new else None
 
     def _running_ranks(self) -> list[_Rank]:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
-    def _is_hung(self, rank: int, known: _Rank) -> bool:
-        """Return whether a rank without progress certainly hangs, rather than working without steps."""
-        if known.has_moved or known.position.is_long_work:
+    def _is_hung(self, rank: int, state: _Rank) -> bool:
+        """Return whether a rank without progress certainly hangs, rather than works without steps."""
+        if state.has_moved or state.position.is_long_work:
             return False
-        if known.progress.has_stepped:
+        if state.progress.has_stepped:
             return True
-        if known.position.waits_for_ranks:
-            return known.is_idle(alone=True)
-        has_sent = self._num_messages.get(rank, 0) != known.num_messages
-        return known.is_idle(alone=False) and not has_sent
+        if state.position.waits_for_ranks:
+            return state.is_idle(alone=True)
+        has_sent = self._num_messages.get(rank, 0) != state.num_messages
+        return state.is_idle(alone=False) and not has_sent
 
-    def _is_due(self, known: _Rank, now_s: float) -> bool:
-        if known.num_started == len(_CHECKS_AT):
+    def _is_due(self, state: _Rank, now_s: float) -> bool:
+        if state.num_started == len(_CHECKS_AT):
             return False
-        return now_s - known.checks_from_s >= _CHECKS_AT[known.num_started] * self.timeout_s
+        return now_s - state.checks_from_s >= _CHECKS_AT[state.num_started] * self.timeout_s
 
 
 def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messages: int) -> Progress:
-    """Return the progress of a rank by its reading of the board, the values that it has logged and its messages."""
+    """Return the progress of a rank, from its slot on the board and the numbers of its logged values and messages."""
     working_s = now_s if reading.state in _WORKING else 0.0
     steps = (reading.step, reading.samples, reading.epoch, reading.num_updates)
     others = (
@@ -244,10 +244,10 @@ def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messag
 
 
 def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = ()) -> list[str]:
-    """Return lines with the positions of all ranks, equal ones merged.
+    """Return lines with the positions of all ranks; equal positions share a line.
 
     Args:
-        positions: of running ranks.
+        positions: rank -> position, for running ranks.
         busy: ranks that use the processor.
     """
     texts = {
@@ -258,7 +258,7 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
 
 
 BUSY_FOR_LONG = f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s."
-"""What to look for where ranks have made no progress for ``hang_timeout_s``."""
+"""Advice for ranks that have made no progress for ``hang_timeout_s``."""
 
 
 def describe_hang(
@@ -272,11 +272,11 @@ def describe_hang(
     """Return the positions of all ranks, and a line that interprets them.
 
     Args:
-        positions: of ranks that make no progress.
+        positions: rank -> position, for ranks that make no progress.
         steps: rank -> number of batches so far.
         gone: ranks that have returned.
         busy: ranks that use the processor.
-        is_explained: the recorded collectives of ranks say what the positions mean.
+        is_explained: the recorded collectives already explain the hang.
     """
     lines = describe_positions(positions, busy)
     interpretation = "" if is_explained else _interpret(positions, steps, gone)
@@ -284,10 +284,10 @@ def describe_hang(
 
 
 def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that the others wait for, empty if all wait, and what happened, as a sentence.
+    """Return the ranks that the others wait for (empty if all wait), and a sentence about what happened.
 
     Args:
-        positions: of running ranks.
+        positions: rank -> position, for running ranks.
         candidates: ranks whose function runs, at least one.
     """
     waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]

@@ -1,4 +1,4 @@
-"""Evidence that host memory ran out: memory of the host, counters of its control group, memory of the workers."""
+"""Evidence that host memory ran out: the host's memory, counters of its control group, the workers' memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KILLED_CHILD = re.compile(
     r"is killed by signal|\) exited unexpectedly|terminated abruptly|unexpectedly terminated|"
     r"died with <Signals\.SIGKILL"
 )
-"""What torch's DataLoader, ``concurrent.futures``, joblib and ``subprocess`` say of a process that was killed."""
+"""Messages of torch's DataLoader, ``concurrent.futures``, joblib and ``subprocess`` about a killed process."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class MemoryFacts:
     """Host memory at one moment, in bytes.
 
     Args:
-        available: that can still be allocated, within the tightest limit; None if unknown.
-        limit: of the control group, else the memory of the host; None if unknown.
-        oom_kills: processes of this control group that Linux's OOM killer has killed so far.
-        shm_used: bytes in /dev/shm.
+        available: bytes that can still be allocated within the tightest limit; None if unknown.
+        limit: limit of the control group, or else the memory of the host; None if unknown.
+        oom_kills: number of processes of this control group that Linux's OOM killer has killed so far.
+        shm_used: used bytes in /dev/shm.
         shm_size: size of /dev/shm.
     """
 
@@ -52,10 +52,10 @@ def read_facts() -> MemoryFacts:
 
 @dataclass
 class MemoryRecord:
-    """Memory of the host during one attempt, in bytes.
+    """The host's memory during one attempt, in bytes.
 
     Args:
-        before: at the start.
+        before: facts at the start.
         lowest_available: minimum of the available memory; None if unknown.
     """
 
@@ -63,7 +63,7 @@ class MemoryRecord:
     lowest_available: int | None = None
 
     def update(self) -> None:
-        """Note what is available now."""
+        """Record the memory that is available now."""
         available = read_facts().available
         if available is not None:
             lowest = self.lowest_available
@@ -78,17 +78,17 @@ def judge(
     is_killed: bool,
     message: str = "",
 ) -> list[str]:
-    """Return the evidence that a failure was caused by memory, line by line; empty without evidence.
+    """Return the evidence that memory caused a failure, line by line; empty without evidence.
 
-    The system counts kills in a whole container, where other kernels may run: they explain only the death of a process
-    and errors that name one.
+    The system counts kills in the whole container, where other kernels may run. The count therefore explains only the
+    death of a process, and errors that mention one.
 
     Args:
-        record: of the attempt that has just ended.
-        peaks: rank -> the most memory that its process had.
-        readings: the last ones of the board.
+        record: memory during the attempt that has just ended.
+        peaks: rank -> peak memory of its process.
+        readings: last readings of the board.
         is_killed: the process died by SIGKILL, SIGSEGV or SIGBUS.
-        message: of the exception, if there was one.
+        message: message of the exception, if there was one.
     """
     before, lowest = record.before, record.lowest_available
     kills = read_facts().oom_kills - before.oom_kills
@@ -150,7 +150,7 @@ def shm_line(facts: MemoryFacts) -> str:
 
 
 def _oom_kills() -> int:
-    """Return the number of OOM kills in this control group.
+    """Return the number of processes of this control group that the OOM killer has killed.
 
     Source: cgroup-v2 ("memory.events", oom_kill) and cgroup-v1 memory ("memory.oom_control", oom_kill).
     """

@@ -27,16 +27,16 @@ _NUM_EPOCHS_KEPT = 64
 
 @dataclass
 class RemoteFailures:
-    """Failures of workers on other nodes, without those that other failures caused.
+    """Failures of workers on other nodes, except those that another failure caused.
 
     Args:
         labels: rank -> label of its node, for all ranks of other nodes.
         failed: ranks whose function raised.
         exits: ranks whose process ended without an exception, and when.
         returned: ranks whose function returned.
-        lost: rank -> why its node was lost, as a sentence. One rank for each such node.
-        wants_restart: the set of nodes changes, so that all workers restart without a failure.
-        advice: what to do about a lost node; empty = look at its launcher, which has a terminal of its own.
+        lost: rank -> why its node was lost, as a sentence; one rank for each lost node.
+        wants_restart: the set of nodes changes, so all workers restart although none has failed.
+        advice: what to do about a lost node; if empty, the advice is to look at the output of its launcher.
     """
 
     labels: Mapping[int, str] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class RemoteFailures:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang for which a job was stopped.
+    """A hang because of which the launcher stopped the job.
 
     Args:
-        ranks: those that the others wait for, as far as that is known.
-        headline: what happened, as a sentence with these ranks.
+        ranks: ranks that the others wait for, if known.
+        headline: what happened, as a sentence that begins with these ranks.
         lines: positions of all ranks.
-        advice: what to look for, where the lines do not say it.
-        is_explained: the collectives that ranks have recorded say what happened.
+        advice: what to look for, if the lines do not say it.
+        is_explained: the recorded collectives of the ranks explain the hang.
     """
 
     ranks: tuple[int, ...]
@@ -74,11 +74,11 @@ class Hang:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the machine of a rank says of its failure, line by line.
+    """Evidence from a rank's machine about the rank's failure, line by line.
 
     Args:
-        memory: that memory ran out.
-        shm: that /dev/shm is full.
+        memory: evidence that memory ran out.
+        shm: evidence that /dev/shm is full.
     """
 
     memory: tuple[str, ...] = ()
@@ -92,25 +92,25 @@ class AttemptReport:
     Args:
         returned: ranks whose function returned.
         sent_states: rank -> argument path of a module or optimizer -> its state, which the rank has sent.
-        interruptions: ranks whose function the user's interrupt has ended.
+        interruptions: ranks whose function ended because of the user's interrupt.
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
-        interrupted: the job was interrupted before a rank had failed or all delivered, and not all have returned since.
+        interrupted: the user interrupted the job before a rank failed or all delivered, and not all returned later.
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
-        memory: of the host during the attempt.
+        memory: the host's memory during the attempt.
         epochs: the last ends of epochs of any rank, oldest first.
-        host_memory: rank -> last sample with its peak, of this node.
-        kept: ranks that go on running, for the debugger.
+        host_memory: rank -> last sample with its peak, for ranks of this node.
+        kept: ranks that keep running for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
-        hang: the hang for which the job was stopped; None otherwise.
+        hang: the hang because of which the job was stopped; None otherwise.
         remote: failures of ranks on other nodes.
-        places: rank -> label of its node, where an engine has started it; empty on one machine.
-        evidence: rank -> what its own node says of its death or failure, line by line, where an engine has started it.
-        disagreement: what ranks called differently, where they must not; None if they are not known to differ.
-        calls: rank -> its last collectives, of this node.
+        places: rank -> label of its node, if an engine has started it; empty on one machine.
+        evidence: rank -> evidence from its own node about its death or failure, if an engine has started it.
+        disagreement: calls that must agree and do not; None if no difference is known.
+        calls: rank -> its last collectives, for ranks of this node.
     """
 
     returned: dict[int, Returned] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class AttemptReport:
 
     @property
     def value_locations(self) -> dict[int, ValueLocation]:
-        """Rank -> where its return value is, of the ranks that returned, or sent what they had when interrupted."""
+        """Rank -> where its return value is, for ranks that returned or that sent their states when interrupted."""
         locations = dict.fromkeys(self.interruptions, ValueLocation())
         return locations | {rank: event.value_location for rank, event in self.returned.items()}
 

@@ -9,7 +9,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Failed
 
-# Signal -> what it means, and what to do next.
+# Signal -> its meaning, and what to do next.
 _MEANINGS = {
     "SIGKILL": "It was killed from outside, usually by the system's OOM killer (see dmesg). Use less memory "
     "per rank (a smaller batch, fewer processes, the model passed as an argument), or a host "
@@ -35,7 +35,7 @@ SAME_COLLECTIVES = (
     "Every rank must take part in the same collectives: look for a branch, a loop length or a return that depends on "
     "the rank."
 )
-"""What to do if a rank returned while others still needed it."""
+"""Advice for a rank that returned while others still needed it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def find_root_cause(report: AttemptReport) -> RootCause | None:
     Returns:
         None if every rank finished or was stopped by the launcher.
     """
-    own = own_failures(report)
-    if own:
-        return min(own, key=lambda cause: cause.time_s)
+    causes = own_failures(report)
+    if causes:
+        return min(causes, key=lambda cause: cause.time_s)
     errors = _errors(report)
     if not errors:
         return None
@@ -93,12 +93,12 @@ def _errors(report: AttemptReport) -> list[RootCause]:
 
 
 def _was_signalled_by_launcher(report: AttemptReport, rank: int) -> bool:
-    """Return whether a rank ended without an exception after a signal of the launcher."""
+    """Return whether a rank ended without an exception after the launcher sent it a signal."""
     return rank in report.signalled and report.signalled[rank] <= report.exits[rank][1]
 
 
 def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
-    """Return whether a failure is a collective error, or follows a signal of the launcher."""
+    """Return whether a failure is a collective error, or comes after a signal of the launcher."""
     signalled_s = report.signalled.get(cause.rank)
     was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
@@ -121,15 +121,15 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
 def how_ended(status: ExitStatus) -> str:
     """Return how a process ended: ``was killed by SIGSEGV``, ``ended with exit code 3``."""
     if status.server_pid:
-        own = how_ended(ExitStatus(status.code))
-        return f"ended with its forkserver (pid {status.server_pid}), which {own}"
+        server_end = how_ended(ExitStatus(status.code))
+        return f"ended with its forkserver (pid {status.server_pid}), which {server_end}"
     return f"was killed by {status.signal_name}" if status.signal_name else f"ended with {status}"
 
 
 def early_leavers(report: AttemptReport) -> str:
-    """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did.
+    """Return a sentence about ranks that called ``sys.exit(0)`` while others returned; empty if none or all did so.
 
-    All ranks do in a script that ends with ``sys.exit(main())``.
+    All ranks do so in a script that ends with ``sys.exit(main())``.
     """
     leavers = [rank for rank, event in report.returned.items() if event.left_by_exit]
     if len(leavers) in (0, len(report.returned)):
@@ -139,7 +139,7 @@ def early_leavers(report: AttemptReport) -> str:
 
 
 def what_it_means(cause: RootCause) -> str:
-    """Return what the cause means, and what to do next."""
+    """Return the meaning of the cause, and what to do next."""
     status = cause.status or ExitStatus(0)
     if cause.left_early:
         return SAME_COLLECTIVES

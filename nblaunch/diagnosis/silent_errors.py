@@ -1,6 +1,6 @@
-"""Errors that raise nothing: what the checks of ranks have seen, compared over ranks and put into a sentence, once.
+"""Mistakes that raise no exception: compares what the ranks' checks have observed, and reports each mistake once.
 
-The checks are in :mod:`nblaunch.training.checks`. Ranks send observations; only here are they judged.
+The checks are in :mod:`nblaunch.training.checks`. Ranks only send observations; this module judges them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from nblaunch.events import Event, Hint, Note, Observation
 from nblaunch.user_code import cell_name
 
 _GATHER_S = 1.0
-"""Seconds that a rank's observation waits for the observations of other ranks, to be named together."""
+"""Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
 _TOLERANCE = 1e-3
-"""Largest difference of equal numbers, of the largest of them: devices of different kinds round differently."""
+"""Largest relative difference of numbers that count as equal: different devices round differently."""
 
 
 class SilentErrors:
@@ -40,10 +40,10 @@ class SilentErrors:
         self._num_hints = 0
 
     def receive(self, observation: Event) -> None:
-        """Take an observation of a rank; nothing else is of interest."""
+        """Process an observation of a rank; ignore other events."""
         if not isinstance(observation, Observation) or observation.check in self._reported:
             return
-        # A model's weights and its gradients are compared apart; the problem says which.
+        # A model's weights and its gradients are compared separately; the problem says which is meant.
         at = (observation.step, observation.problem) if observation.judged_by in _COMPARED else ()
         key = (observation.check, *at)
         self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
@@ -52,11 +52,11 @@ class SilentErrors:
             self._forget(next(iter(self._seen)))
 
     def collect(self, alive: Collection[int]) -> None:
-        """Warn of each error that is certain by now."""
+        """Warn of each mistake that is certain by now."""
         self._warn(is_end=False)
 
     def end(self) -> None:
-        """Warn of each error that is certain where no more observations will come."""
+        """Warn of each mistake that is certain if no more observations come."""
         self._warn(is_end=True)
         if self._num_hints:
             self._emit(
@@ -115,7 +115,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks whose values differ from the majority's; all without a majority; none if all are equal."""
+    """Return ranks whose values differ from the majority's: all ranks without a majority, none if all are equal."""
     groups: list[list[int]] = []
     for rank in sorted(by_rank):
         value = by_rank[rank].value
@@ -131,17 +131,17 @@ def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
     return sorted(rank for group in (groups[:-1] if has_majority else groups) for rank in group)
 
 
-def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two lists are equal, numbers but for rounding."""
-    if len(one) != len(other):
+def _are_close(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Return whether two lists are equal, up to rounding."""
+    if len(left) != len(right):
         return False
-    numbers = [abs(value) for value in (*one, *other) if isinstance(value, float) and math.isfinite(value)]
+    numbers = [abs(value) for value in (*left, *right) if isinstance(value, float) and math.isfinite(value)]
     limit = _TOLERANCE * max(numbers, default=0.0)
     return all(
         abs(a - b) <= limit
         if isinstance(a, float) and isinstance(b, float) and math.isfinite(a) and math.isfinite(b)
         else str(a) == str(b)
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(left, right, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""What the user's source says about a line: the loop around it, and the condition on the rank under which it runs."""
+"""Source around a line of user code: its loop, and the condition on the rank that guards it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _OF_RANKS = re.compile(
     r"rank|main_process|last_process|process_index|process_zero|is_main\b|is_master|is_primary|master_process",
     re.IGNORECASE,
 )
-"""Names of what differs between ranks."""
+"""Names whose values differ between ranks."""
 
 _MAX_CONDITION = 80  # characters
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop in a file: the line where it begins, and the last one."""
+    """A loop in a file, with its first and last line."""
 
     filename: str
     first: int
     last: int
 
     def contains(self, filename: str, line: int) -> bool:
-        """Return whether a line is in it."""
+        """Return whether a line is inside the loop."""
         return filename == self.filename and self.first <= line <= self.last
 
 
 def loop_around(filename: str, line: int) -> Loop | None:
-    """Return the innermost loop around a line; None if there is none, or the source is not at hand."""
+    """Return the innermost loop around a line; None if there is none or the source is unavailable."""
     loops = [
         node
         for node in _around(filename, line)
@@ -42,7 +42,7 @@ def loop_around(filename: str, line: int) -> Loop | None:
 
 
 def condition_on_rank(filename: str, line: int) -> str:
-    """Return what lets only some ranks come to a line, as ``if rank == 0``; empty if nothing is seen."""
+    """Return the condition that lets only some ranks reach a line, such as ``if rank == 0``; empty if there is none."""
     for node in reversed(list(_around(filename, line))):
         if isinstance(node, (ast.If, ast.While)) and _is_in(node.body, line):
             word, test = ("if", node.test) if isinstance(node, ast.If) else ("while", node.test)
@@ -51,10 +51,14 @@ def condition_on_rank(filename: str, line: int) -> str:
         elif isinstance(node, ast.IfExp):
             word, test = "if", node.test
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            decorators = [one for one in map(ast.unparse, node.decorator_list) if _OF_RANKS.search(one)]
+            decorators = [
+                decorator
+                for decorator in map(ast.unparse, node.decorator_list)
+                if _OF_RANKS.search(decorator)
+            ]
             if decorators:
                 return f"@{decorators[0]}"
-            return ""  # conditions around a definition do not apply to its calls
+            return ""  # conditions around a definition do not guard its calls
         else:
             continue
         text = ast.unparse(test)
@@ -75,7 +79,7 @@ def _around(filename: str, line: int) -> Iterator[ast.AST]:
         node = pending.pop(0)
         first = getattr(node, "lineno", None)
         if first is not None:
-            first = min([first, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+            first = min([first, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
             if not first <= line <= (getattr(node, "end_lineno", None) or first):
                 continue
             yield node

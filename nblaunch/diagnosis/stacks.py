@@ -1,6 +1,6 @@
-"""Python stacks of running workers: collecting and parsing them, and the position of a rank in its code.
+"""Python stacks of running workers: collects and parses them, and derives the position of a rank in its code.
 
-StackDump: signal -> the worker appends its stack to a file of the rank -> position_of(text) -> Position
+StackDump: signal -> the worker appends its stack to the rank's file -> position_of(text) -> Position
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nblaunch.user_code import cell_name, is_own_file, is_user_file
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
 
 _NATIVE_S = 0.2
-"""Seconds after which a rank that has not answered is taken to be blocked in native code, and is asked again."""
+"""Seconds without an answer after which a rank counts as blocked in native code and is asked again."""
 
 _DEADLINE_S = 1.0
 _QUIET_S = 0.03
 """Seconds without growth after which a file is complete; faulthandler writes line by line."""
 
 _STACK_BYTES = 1 << 14
-"""Largest size of the stacks of a rank."""
+"""Largest size of a rank's stacks."""
 
 _COLLECTIVE_FILES = (
     "/torch/distributed/",
@@ -46,7 +46,7 @@ _LONG_WORK_FILES = (
     "/safetensors/",
     "/nblaunch/training/checkpoints/",
 )
-"""Files of compilation and checkpoints, where one call may take long without any sign of progress."""
+"""Files for compilation and checkpoints, where one call may take long without any sign of progress."""
 
 _IMPORT_SYSTEM = "<frozen importlib."
 
@@ -55,7 +55,7 @@ _STAGES = (
     ("nblaunch/wire/outbox.py", "put_value", "its return value is being pickled"),
     ("nblaunch/worker/delivery.py", "_put_weights", "trained weights are being sent"),
 )
-"""(file, function, description) of what a worker does after the user's function has returned."""
+"""(file, function, description) of a worker's activities after the user's function has returned."""
 
 _WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "all_gather_into"}
 
@@ -90,12 +90,12 @@ class Position:
     """The position of a rank in its code.
 
     Args:
-        where: the user's innermost line, as ``Cell In[5], line 9 in train: while not ready``.
-        waiting_in: the collective that it has entered, as ``all_reduce``; empty if none.
+        where: the user's innermost line, such as ``Cell In[5], line 9 in train: while not ready``.
+        waiting_in: the collective that it has entered, such as ``all_reduce``; empty if none.
         is_long_work: it compiles, or writes or reads a checkpoint.
-        stack: of the thread that runs the function, innermost first.
+        stack: frames of the thread that runs the function, innermost first.
         is_importing: it imports a library.
-        num_threads: how many threads of Python the process has; None if it did not answer by itself.
+        num_threads: number of Python threads of the process; None if the process did not answer.
     """
 
     where: str
@@ -112,7 +112,7 @@ class Position:
 
     @property
     def place(self) -> str:
-        """Where it is, in short: ``cell 5, line 9``, ``train.py, line 18``."""
+        """Its position in short: ``cell 5, line 9``, ``train.py, line 18``."""
         return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
     def __str__(self) -> str:
@@ -126,8 +126,8 @@ class StackDump:
     """One collection of the stacks of all ranks. Call :meth:`poll` until :attr:`is_done`; it never blocks.
 
     Args:
-        pids: rank -> process, of ranks that have sent ``Started``. The signal kills processes without the handler.
-        paths: rank -> file that its faulthandler writes to.
+        pids: rank -> process, for ranks that have sent ``Started``; the signal kills processes without the handler.
+        paths: rank -> file that its faulthandler writes.
     """
 
     def __init__(self, pids: Mapping[int, int], paths: Mapping[int, Path]) -> None:
@@ -188,7 +188,7 @@ def _size(path: Path) -> int:
 
 
 def position_of(text: str) -> Position | None:
-    """Return the position of a rank by the output of faulthandler; None if the function's thread is missing."""
+    """Return the position of a rank from the output of faulthandler; None if the function's thread is missing."""
     thread = _main_thread(parse(text))
     if thread is None:
         return None
@@ -211,14 +211,14 @@ def position_of(text: str) -> Position | None:
 
 
 def described_here(position: Position) -> Position:
-    """Return a position that another process has described, with the names and lines of cells that this one has."""
+    """Return a position that another process has described, with this process's names and lines of cells."""
     return replace(position, where=_where(position.stack)) if position.stack else position
 
 
 def _where(frames: Sequence[StackFrame]) -> str:
-    own = _without_inherited(frames)
-    _, user = _split_at_user(own)
-    described = describe(user[:1]) or describe(own[:1]) or ["outside the function"]
+    worker_frames = _without_inherited(frames)
+    _, user = _split_at_user(worker_frames)
+    described = describe(user[:1]) or describe(worker_frames[:1]) or ["outside the function"]
     return _stage(frames) + described[0]
 
 
@@ -230,7 +230,7 @@ def _stage(frames: Sequence[StackFrame]) -> str:
 
 
 def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
-    """Return the thread that runs the user's function, which has frames of the worker's bootstrap."""
+    """Return the thread that runs the user's function; it has frames of the worker's bootstrap."""
     for thread in threads:
         if any(frame.filename.endswith(_BOOTSTRAP) for frame in thread.frames):
             return thread
@@ -238,8 +238,7 @@ def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-    """Return the frames inside the worker's bootstrap; around it, a forked worker has the frames of the kernel's
-    cell."""
+    """Return the frames inside the worker's bootstrap; in a forked worker, the kernel's cell surrounds these."""
     for i, frame in enumerate(frames):
         if frame.filename.endswith(_BOOTSTRAP):
             return frames[:i]
@@ -247,7 +246,7 @@ def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
 
 
 def frames_inside_user_code(position: Position) -> Sequence[StackFrame]:
-    """Return the frames of what the user's innermost line has called, innermost first."""
+    """Return the frames that the user's innermost line has called, innermost first."""
     return _split_at_user(_without_inherited(position.stack))[0]
 
 
@@ -264,7 +263,7 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
     if any(frame.filename.endswith(_SAVE_ROUND) for frame in inner):
         return inner[-1].name  # save_state, or the wait for an asynchronous save
     if inner and inner[0].filename.endswith(_DDP_FILE) and "broadcast" in inner[0].name:
-        return "forward"  # which broadcasts buffers
+        return "forward"  # DistributedDataParallel broadcasts buffers in it
     for frame in reversed(inner):
         if any(part in frame.filename for part in _DATA_FILES):
             return _DATA_LOADER
@@ -276,7 +275,7 @@ def _collective_in(inner: Sequence[StackFrame]) -> str:
 
 
 def parse(text: str) -> list[ThreadStack]:
-    """Parse the threads of a dump; other lines are ignored."""
+    """Parse the threads of a dump; ignore other lines."""
     threads: list[ThreadStack] = []
     for line in text.splitlines():
         header, frame = _THREAD.match(line), _FRAME.match(line)

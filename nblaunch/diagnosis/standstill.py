@@ -1,10 +1,10 @@
-"""Ranks that wait for each other without having differed in a call: who is missing, who came alone, who left a loop.
+"""Ranks that wait for each other although their calls agree: which rank is missing, came alone, or left a loop.
 
     rank 0   ... 40 41          waits in all_reduce, number 41
     rank 1   ... 40  returned   left the loop after 22 batches
 
-Each rank gets an activity: what it waits in, or that it does not wait for other ranks. Where most ranks have the same
-one, the others are at fault. A majority does not prove anything, so the text says what each side does.
+Each rank gets an activity: the call that it waits in, or its position if it does not wait for other ranks. If most
+ranks share an activity, the others are at fault. A majority proves nothing, so the text says what each side does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SET_UP = ("init_process_group", "new_group", "new_subgroups", "split_group", "i
 
 @dataclass(frozen=True)
 class _Activity:
-    """What a rank does.
+    """The activity of a rank.
 
     Args:
         kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"unknown"``, or ``"waits"``.
-        call: that it waits in; None of a rank that has not recorded it.
-        position: of such a rank, and of one that does not wait.
-        key: equal for ranks that do the same.
+        call: the call that it waits in; None if the rank has not recorded it.
+        position: position in its code of a rank that has not recorded its call, or does not wait.
+        key: equal for ranks with the same activity.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class _Activity:
 
 @dataclass(frozen=True)
 class _Side:
-    """Ranks that do the same."""
+    """Ranks with the same activity."""
 
     ranks: tuple[int, ...]
     activities: tuple[_Activity, ...]
@@ -60,17 +60,17 @@ class _Side:
 
     @property
     def calls(self) -> list[Call]:
-        return [one.call for one in self.activities if one.call is not None]
+        return [activity.call for activity in self.activities if activity.call is not None]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of the ranks when they stand still.
+    """Facts about ranks that make no progress.
 
     Args:
         calls: rank -> its last calls.
         returned: ranks whose function has returned.
-        positions: rank -> position in its code; None if stacks were not asked for.
+        positions: rank -> position in its code; None if the stacks were not collected.
         steps: rank -> batches of its current loop over a prepared loader.
     """
 
@@ -81,13 +81,13 @@ class Standing:
 
 
 def explain_standstill(standing: Standing) -> Explanation | None:
-    """Return who is missing where; None if what ranks have recorded does not show it."""
+    """Return which rank is missing where; None if the recorded calls do not show it."""
     activities = {rank: _activity(standing, rank) for rank in sorted(standing.calls)}
-    known = {rank: one for rank, one in activities.items() if one.kind != "unknown"}
+    recorded = {rank: activity for rank, activity in activities.items() if activity.kind != "unknown"}
     by_key: dict[tuple[object, ...], dict[int, _Activity]] = {}
-    for rank, one in known.items():
-        by_key.setdefault(one.key, {})[rank] = one
-    sides = [_Side(tuple(own), tuple(own.values())) for own in by_key.values()]
+    for rank, activity in recorded.items():
+        by_key.setdefault(activity.key, {})[rank] = activity
+    sides = [_Side(tuple(members), tuple(members.values())) for members in by_key.values()]
     if not any(side.kind == "waits" and side.calls for side in sides):
         return None
     if len(sides) < 2:
@@ -114,9 +114,9 @@ def _activity(standing: Standing, rank: int) -> _Activity:
             return _Activity("elsewhere", ("elsewhere", position.place), None, position)
         last = standing.calls[rank].last
         if position.waiting_in in _SET_UP:
-            call = last = None  # it waits in what is not recorded
+            call = last = None  # it waits in a call that is not recorded
         if call is None and last is not None and last.site.kind == FORWARD:
-            call = last  # it broadcasts buffers
+            call = last  # forward broadcasts buffers
         if call is None:
             return _Activity("waits", (position.waiting_in, position.place), None, position)
     if call is None:
@@ -129,18 +129,18 @@ def _activity(standing: Standing, rank: int) -> _Activity:
 
 
 def _is_over(standing: Standing, call: Call) -> bool:
-    """Return whether another rank has called something later in the group, so that no rank waits in ``call``."""
+    """Return whether another rank has made a later call in the group, so that no rank waits in ``call``."""
     if not call.is_collective:
         return False
     return any(
         later.site.group == call.site.group and later.number > call.number and later.is_collective
-        for own in standing.calls.values()
-        for later in own.calls
+        for rank_calls in standing.calls.values()
+        for later in rank_calls.calls
     )
 
 
 def _pending(calls: RankCalls) -> Call | None:
-    """Return what a rank waits in if it waits; None if its last call does not wait."""
+    """Return the call that a rank may wait in; None if its last call does not wait."""
     last = calls.last
     if last is None or last.site.kind in (STEP, FORWARD):
         return None
@@ -151,7 +151,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside of the majority; without one, those that a condition lets come alone, or the busy."""
+    """Return the ranks outside the majority; without a majority, those alone behind a condition, or the busy ones."""
     largest = max(sides, key=lambda side: len(side.ranks))
     if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
         return _ranks_of([side for side in sides if side is not largest])
@@ -168,7 +168,7 @@ def _ranks_of(sides: Sequence[_Side]) -> tuple[int, ...]:
 
 
 def _condition(standing: Standing, side: _Side) -> list[str]:
-    """Return the condition on the rank for each rank of a side, empty if none is seen."""
+    """Return the condition on the rank for each rank of a side; empty if there is none."""
     return [
         _condition_of_rank(standing, rank, activity.call)
         for rank, activity in zip(side.ranks, side.activities, strict=True)
@@ -177,13 +177,15 @@ def _condition(standing: Standing, side: _Side) -> list[str]:
 
 
 def _condition_of_rank(standing: Standing, rank: int, call: Call) -> str:
-    """Return the condition under which a call stands, or one of the functions around it."""
-    found = condition_of(call)
+    """Return the condition around a call, or around one of the functions that contain it."""
+    condition = condition_of(call)
     position = (standing.positions or {}).get(rank)
-    if found or position is None:
-        return found
+    if condition or position is None:
+        return condition
     around = [
-        condition_on_rank(one.filename, one.line) for one in position.stack if is_user_file(one.filename)
+        condition_on_rank(frame.filename, frame.line)
+        for frame in position.stack
+        if is_user_file(frame.filename)
     ]
     return next(filter(None, around), "")
 
@@ -192,7 +194,7 @@ def _condition_of_rank(standing: Standing, rank: int, call: Call) -> str:
 
 
 def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that a side has left the loop in which the other is, or is in it alone."""
+    """Explain that one side has left a loop that the other is still in, or has entered it alone."""
     for inside in sides:
         loop = _loop_of(inside)
         if loop is None:
@@ -236,15 +238,15 @@ def _is_outside(side: _Side, loop: Loop) -> bool:
 
 
 def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that ranks at fault have called what a condition keeps the others from."""
-    own = [side for side in sides if set(side.ranks) <= set(faulty)]
-    if len(own) != 1 or own[0].kind != "waits" or not own[0].calls:
+    """Explain that ranks at fault have made a call that a condition hides from the others."""
+    guilty = [side for side in sides if set(side.ranks) <= set(faulty)]
+    if len(guilty) != 1 or guilty[0].kind != "waits" or not guilty[0].calls:
         return None
-    side = own[0]
+    side = guilty[0]
     conditions = sorted(set(filter(None, _condition(standing, side))))
     under = f" under `{conditions[0]}`" if conditions else ""
     text = f"{formatting.ranks(side.ranks)} alone called {_what(side.calls[0])}{under} ({places(side.calls)})"
-    others = _states([one for one in sides if one is not side])
+    others = _states([other for other in sides if other is not side])
     return Explanation(f"{text}; {others}", tuple(faulty), (), _ALONE)
 
 
@@ -254,25 +256,25 @@ def _plain(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
 
 
 def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
-    """Explain that some ranks have kept their gradients to themselves in a step in which others exchanged them."""
+    """Explain that some ranks kept their gradients to themselves in a step in which others exchanged them."""
     if not any(call.site.kind == BACKWARD for side in sides for call in side.calls):
         return None
     forwards = {
-        rank: {call.number: call for call in own.calls if call.site.kind == FORWARD}
-        for rank, own in standing.calls.items()
+        rank: {call.number: call for call in rank_calls.calls if call.site.kind == FORWARD}
+        for rank, rank_calls in standing.calls.items()
     }
-    if len({max(own, default=0) for own in forwards.values()}) != 1:
+    if len({max(rank_calls, default=0) for rank_calls in forwards.values()}) != 1:
         return None
     for number in sorted(set.intersection(*map(set, forwards.values()))):
-        found = {rank: own[number] for rank, own in forwards.items()}
-        apart = [rank for rank, call in found.items() if not call.value]
-        if 0 < len(apart) < len(found):
-            return _explain_no_sync(number, found, apart)
+        in_step = {rank: rank_calls[number] for rank, rank_calls in forwards.items()}
+        apart = [rank for rank, call in in_step.items() if not call.value]
+        if 0 < len(apart) < len(in_step):
+            return _explain_no_sync(number, in_step, apart)
     return None
 
 
-def _explain_no_sync(number: int, found: Mapping[int, Call], apart: Sequence[int]) -> Explanation:
-    others = [rank for rank in found if rank not in apart]
+def _explain_no_sync(number: int, in_step: Mapping[int, Call], apart: Sequence[int]) -> Explanation:
+    others = [rank for rank in in_step if rank not in apart]
     texts = {
         "kept gradients to itself (no_sync)": apart,
         "exchanged gradients": others,
@@ -282,7 +284,7 @@ def _explain_no_sync(number: int, found: Mapping[int, Call], apart: Sequence[int
         faulty = min(apart, others, key=len)
     ordered = sorted(texts.items(), key=lambda item: item[1] != faulty)
     shown = "; ".join(
-        f"{formatting.ranks(ranks)} {text} ({places([found[rank] for rank in ranks])})"
+        f"{formatting.ranks(ranks)} {text} ({places([in_step[rank] for rank in ranks])})"
         for text, ranks in ordered
     )
     return Explanation(
@@ -304,7 +306,7 @@ def _state(side: _Side) -> str:
     if side.kind == "returned":
         return f"{who} returned from the function"
     if side.kind == "elsewhere":
-        assert position is not None, "a rank that does not wait has one"
+        assert position is not None, "a rank that does not wait has a position"
         is_busy = f"{who} {'has' if is_one else 'have'} not come, and {'is' if is_one else 'are'}"
         return f"{is_busy} at {position.place}"
     if side.kind == "behind":

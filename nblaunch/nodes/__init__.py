@@ -5,23 +5,24 @@
        ^                                                                                ^
        └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 
-A job here waits until all nodes have joined, lets the supervisor run this node's workers, reports their end, and waits
-again for a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the other nodes.
+Here, a job waits until all nodes have joined, lets the supervisor run this node's workers, reports how they ended, and
+waits again in case of a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the
+other nodes.
 
-It takes the place of torchrun's agent, which starts the workers as its own children. Here the launcher starts and
-supervises them, as on one machine: children of an agent could inherit neither the function nor the model of the
+nblaunch does not use torchrun's agent, because that starts the workers as its own children. Here the launcher starts
+and supervises them, as on one machine: children of an agent could inherit neither the function nor the model of the
 notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second implementation. The
 agent runs in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
 
-There are three more differences from torchrun. Workers do not share the store of the agents: each start has a new
-store in the agent of node 0, so that no value of an earlier start is read by mistake. No store listens on all
-interfaces. And a node whose ranks have returned starts them again where others do.
+Three more things differ from torchrun. Workers do not share the agents' store: each start gets a new store in the agent
+of node 0, so that nothing reads a value of an earlier start by mistake. No store listens on all interfaces. And a node
+whose ranks have returned starts them again if other nodes restart theirs.
 
 In the launcher:
 
     link.py              the runner of a job, and the connection to the other nodes: the wait for them, heartbeats
-      peer_states.py     state of the other nodes; the agreement with them on a last step
-      agent_client.py    process of this node's agent, messages from and to it
+      peer_states.py     state of the other nodes; agrees with them on a last step
+      agent_client.py    process of this node's agent; messages from and to it
       network.py         addresses and interfaces of this machine
 
 In the agent:
@@ -32,5 +33,5 @@ In the agent:
 
 In both:
 
-    messages.py          between launcher, agent and nodes; the configuration of an agent
+    messages.py        messages between launcher, agent and nodes; configuration of an agent
 """

@@ -8,9 +8,9 @@
         ^               ├──> failed, with restarts left
         └───────────────┴──> other nodes wait (they failed, joined or came back): workers here stop, too
 
-torch's handler of the rendezvous decides which nodes belong together, and their order. The agent of node 0 hosts the
-store through which the workers of all nodes form their process group. :func:`main` is called with the descriptor of an
-inherited memory file, which holds the configuration.
+torch's rendezvous handler decides which nodes belong together, and in which order. The agent of node 0 hosts the store
+through which the workers of all nodes form their process group. The launcher calls :func:`main` with the descriptor of
+an inherited memory file that holds the configuration.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from nblaunch.wire.channel import EventReceiver, EventSender
 from nblaunch.worker import output
 
 _POLL_S = 0.2
-"""Seconds between polls for other nodes that wait."""
+"""Seconds between checks for waiting nodes."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -123,7 +123,7 @@ class NodeAgent:
     # --- from one rendezvous to the next -------------------------------------------------------------------------
 
     def _run_workers(self, handler: RendezvousHandler, store: Store) -> bool:
-        """Have the workers started after each rendezvous; return whether the workers of all nodes have returned."""
+        """Have the launcher start the workers after each rendezvous; return whether those of all nodes returned."""
         restarts_left = self._config.max_restarts
         while True:
             self._heartbeats.publish(messages.JOINING)
@@ -132,7 +132,7 @@ class NodeAgent:
             self._start_workers(world, store)
             ended = self._wait_for_workers(handler)
             if ended is None:
-                continue  # no failure, so it counts as no restart
+                continue  # not a failure, so it does not count as a restart
             if not ended.is_success:
                 if restarts_left == 0:
                     return False
@@ -141,7 +141,7 @@ class NodeAgent:
                 return True
 
     def _wait_for_workers(self, handler: RendezvousHandler) -> WorkersEnded | None:
-        """Wait for the end of the workers; return None if they were stopped because other nodes wait."""
+        """Wait for the end of the workers; return None if they stopped because other nodes wait."""
         while (ended := self._launcher.ended_within(_POLL_S)) is None:
             if self._must_meet_again(handler):
                 self._launcher.ended_within(None)
@@ -149,11 +149,11 @@ class NodeAgent:
         return ended
 
     def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
-        """Wait until the workers of all nodes have returned; return False if they start again, as others wait.
+        """Wait until the workers of all nodes have returned; return False if they start again because others wait.
 
-        The launcher, which knows of nodes that have failed or were lost, has the agent leave because of these.
+        The launcher, which knows which nodes have failed or were lost, makes the agent leave because of them.
         """
-        # Without the store, what the workers here have returned stays.
+        # Without the store, the results of this node's workers remain.
         with suppress(RuntimeError, RendezvousError):
             num_finished = world.store.add("nblaunch/finished", 1)
             while num_finished < world.world_size:
@@ -175,28 +175,28 @@ class NodeAgent:
     # --- the start of the workers --------------------------------------------------------------------------------
 
     def _start_workers(self, world: RendezvousInfo, store: Store) -> None:
-        """Exchange addresses with the other nodes, and request that the launcher starts the workers."""
-        self._heartbeats.refresh()  # how workers failed, which nodes reset once all have written their address
+        """Exchange addresses with the other nodes, and ask the launcher to start the workers."""
+        self._heartbeats.refresh()  # the other nodes' failures; nodes reset these once all have written their address
         nodes = self._exchange_nodes(world)
-        own = nodes[world.rank]
+        this_node = nodes[world.rank]
         self._heartbeats.enter_world(nodes)
-        self._heartbeats.publish(messages.RUNNING, node_rank=own.node_rank)
-        if self._workers_store is not None:  # of the start before
+        self._heartbeats.publish(messages.RUNNING, node_rank=this_node.node_rank)
+        if self._workers_store is not None:  # the store of the previous start
             self._workers_store.close()
             self._workers_store = None
-        if own.node_rank == 0:
-            self._workers_store = StoreHost(own.address, None)
-            self._workers_store.start()  # first: where it fails, nothing was started
+        if this_node.node_rank == 0:
+            self._workers_store = StoreHost(this_node.address, None)
+            self._workers_store.start()  # first, so that a failure leaves nothing started
             num_starts = store.add(f"{self._config.rendezvous.run_id}/starts", 1)
             world.store.set("nblaunch/start", f"{self._workers_store.port} {num_starts - 1}")
         port, restart_count = (int(part) for part in world.store.get("nblaunch/start").split())
         self._heartbeats.reset_summary(restart_count)
         topology = Topology(
-            rank=own.first_rank,
+            rank=this_node.first_rank,
             local_rank=0,
-            node_rank=own.node_rank,
+            node_rank=this_node.node_rank,
             world_size=sum(node.num_workers for node in nodes),
-            local_world_size=own.num_workers,
+            local_world_size=this_node.num_workers,
             num_nodes=len(nodes),
             master_addr=nodes[0].address,
             master_port=port,
@@ -205,15 +205,15 @@ class NodeAgent:
 
     def _exchange_nodes(self, world: RendezvousInfo) -> tuple[Node, ...]:
         """Write this node to the store of the current round; return all nodes of the round, by node rank."""
-        own = Node(
+        this_node = Node(
             id=self._heartbeats.id,
             node_rank=world.rank,
             host=self._config.host_name,
             address=self._config.address,
-            first_rank=0,  # each follows from the others
+            first_rank=0,  # computed below, from the numbers of workers of all nodes
             num_workers=self._config.num_workers,
         )
-        world.store.set(f"nblaunch/node/{own.node_rank}", schema.dump(own).decode())
+        world.store.set(f"nblaunch/node/{this_node.node_rank}", schema.dump(this_node).decode())
         values = world.store.multi_get([f"nblaunch/node/{rank}" for rank in range(world.world_size)])
         nodes = [schema.load(Node, value) for value in values]
         first_ranks = accumulate((node.num_workers for node in nodes), initial=0)
@@ -245,7 +245,7 @@ class LauncherClient:
         threading.Thread(target=self._receive_all, name="launcher", daemon=True).start()
 
     def _receive_all(self) -> None:
-        """Handle each message of the launcher; leave the job when the launcher has died."""
+        """Handle each message of the launcher; leave the job if the launcher dies."""
         receiver = EventReceiver(self._reading_fd)
         while True:
             wait([receiver.fd])
@@ -265,7 +265,7 @@ class LauncherClient:
             self._ended.put(message)
 
     def ended_within(self, timeout_s: float | None) -> WorkersEnded | None:
-        """Wait until the workers of the last start have ended; return None if they run on after ``timeout_s`` s."""
+        """Wait until the workers of the last start have ended; return None if they still run after ``timeout_s`` s."""
         with suppress(Empty):
             return self._ended.get(timeout=timeout_s)
         return None

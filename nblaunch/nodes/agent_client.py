@@ -1,4 +1,4 @@
-"""The launcher's side of the agent of its node: its process, messages to and from it."""
+"""The launcher's side of its node's agent: starts the process, sends and receives messages."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _EXIT_POLL_S = 0.05
 
 
 class AgentClient:
-    """The agent of a launcher's node: its process, and the connection with it.
+    """The agent of the launcher's node: its process, and the connection to it.
 
     Args:
         log_path: file for the output of the agent.
 
     Attributes:
-        address: address of this node, as the others reach it.
+        address: address of this node, as reached by the other nodes.
         rendezvous: configuration of the rendezvous.
         silence_s: seconds without a heartbeat of a node after which the user is notified.
         patience_s: seconds without a heartbeat after which a node is lost.
         heartbeats: last heartbeat of each other node.
         ended: outcome of the agent; None while it runs.
-        is_changing: the agent has asked for the end of the workers, as another set of nodes follows.
+        is_changing: the agent has asked the launcher to stop the workers because the set of nodes changes.
         is_closed: the agent has closed its end of the connection.
 
     Raises:
-        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown; or the system
-            refused the process.
+        LaunchError: the rendezvous is impossible here, because the port is in use or the address is unknown; or the
+        system refused to start the process.
     """
 
     def __init__(self, spec: LaunchSpec, num_workers: int, log_path: str) -> None:
@@ -94,7 +94,7 @@ class AgentClient:
         self._last_heartbeats_s = time.monotonic() + spec.rendezvous_timeout_s  # none are expected before
 
     def _listen(self, host: str, port: int) -> StoreHost | None:
-        """Open the socket of the store if this node hosts it, else return None."""
+        """Open the store's socket if this node hosts it; return None otherwise."""
         wanted = (self._spec.rdzv_conf or {}).get("is_host")
         if self._spec.rdzv_backend == "static":
             wanted = self._spec.node_rank == 0
@@ -131,7 +131,7 @@ class AgentClient:
 
     def restart(self, max_restarts: int) -> None:
         """Replace the agent by a new one."""
-        # At once, because it could recover and join the rendezvous for this node as well.
+        # Kill it at once: otherwise it could recover and join the rendezvous for this node, too.
         self._end_process(0.0)
         self._open(max_restarts)
 
@@ -144,20 +144,20 @@ class AgentClient:
     def _end_process(self, patience_s: float) -> None:
         """Wait at most ``patience_s`` seconds until the agent exits, then kill it."""
         process, self._process = self._process, None
-        if process is None:  # it was ended by a restart, which could not start another
+        if process is None:  # a restart ended it and could not start another
             return
         deadline = time.monotonic() + patience_s
         while process.poll() is None and time.monotonic() < deadline:
-            self._receiver.receive()  # or it could wait at a full pipe
+            self._receiver.receive()  # otherwise it could wait at a full pipe
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_EXIT_POLL_S)
         if process.poll() is None:
             kill_and_reap([process.pid])
-            process.poll()  # or it would be taken for one that still runs
+            process.poll()  # otherwise it would look as if it still ran
         descriptors.close(self._writing, self._reading)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the agent has sent a message or has ended."""
+        """Return a descriptor that becomes readable when the agent sends a message or ends."""
         return self._reading
 
     def receive(self) -> list[Event]:
@@ -179,19 +179,19 @@ class AgentClient:
         return received
 
     def take_world(self) -> WorldFormed | None:
-        """Return the world that was formed since the last call, or None."""
+        """Return the world that has formed since the last call; None if there is none."""
         world, self._world = self._world, None
         return world
 
     def is_cut_off(self) -> bool:
-        """Return whether the agent has waited for the store for too long to recover.
+        """Return whether the agent has waited for the store too long to recover.
 
         Linux reports a dead TCP connection to a process only after about a quarter of an hour.
         """
         return time.monotonic() - self._last_heartbeats_s > self.patience_s + self.silence_s
 
     def send(self, message: Event) -> None:
-        """Send a message. If the agent has died, :meth:`receive` reports it, not this method."""
+        """Send a message. If the agent has died, :meth:`receive` reports that; this method does not."""
         self._sender.send(message)
 
     def send_if_ready(self, message: Event) -> None:
@@ -200,7 +200,7 @@ class AgentClient:
             self.send(message)
 
     def leave(self, reason: str) -> None:
-        """Leave the job, and notify the other nodes of the reason."""
+        """Leave the job, and send the reason to the other nodes."""
         self.send(Leave(-1, time.time(), reason=reason))
         self.ended = AgentEnded(-1, time.time())
 
@@ -213,12 +213,12 @@ def _start(config: AgentConfig) -> subprocess.Popen[bytes]:
     descriptors_of_agent = [config.reading_fd, config.writing_fd, config.rendezvous.listen_fd]
     changes = {
         "OMP_NUM_THREADS": "1",
-        # Without it torch's handler would open a store for workers on all interfaces.
+        # Without this variable, torch's handler would open a store for workers on all interfaces.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     try:
-        # The agent keeps those signals blocked that are blocked at its start: a batch system signals all processes of
-        # a job, and the launcher decides what to do.
+        # The agent inherits the set of blocked signals: a batch system signals all processes of a job, and only the
+        # launcher decides what to do.
         return start_program(
             "nblaunch.nodes.agent",
             config,

@@ -4,9 +4,9 @@
     <prefix>/node/<n>         id of the n-th node
     <prefix>/heartbeat/<id>   last heartbeat of that node
 
-A thread of the agent publishes and reads twice a second, or at once when a change is urgent. It needs four requests for
-any number of nodes. Heartbeats of nodes that have ended stay on the store, but their count no longer rises. Values are
-plain data (``wire/schema.py``); values of other processes are ignored.
+A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends four requests,
+whatever the number of nodes. Heartbeats of nodes that have ended stay on the store, but their count no longer rises.
+Values are plain data (``wire/schema.py``); the agent ignores values that other processes have written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RECONNECT_S = 5.0
 _GATHER_S = 1.0
 _FINAL = (messages.DONE, messages.FAILED, messages.LEFT)
 _GONE_S = 2.5
-"""Seconds without a heartbeat after which a node is no longer waited for."""
+"""Seconds without a heartbeat after which other nodes stop waiting for a node."""
 
 
 class HeartbeatStore:
@@ -42,8 +42,8 @@ class HeartbeatStore:
 
     Args:
         store: a separate connection to the rendezvous store, so that blocking requests do not block the agent.
-        prefix: of all keys; the name of the job.
-        warn: receives a warning about each value that is not a heartbeat of a node, once.
+        prefix: prefix of all keys; the name of the job.
+        warn: receives one warning about each value that is not a heartbeat of a node.
     """
 
     def __init__(self, store: Any, prefix: str, id: str, warn: Callable[[str], None] = print) -> None:
@@ -95,7 +95,7 @@ class HeartbeatStore:
         while self._num_known < num_nodes:
             key = f"{self._prefix}/node/{self._num_known + 1}"
             if not self._store.check([key]):
-                return  # counted, but not written yet; get() would block
+                return  # the node is counted, but has not written its id; get() would block
             self._num_known += 1
             id = self._store.get(key).decode(errors="replace")
             if id != self._id and id not in self._others:
@@ -103,10 +103,10 @@ class HeartbeatStore:
 
 
 class HeartbeatExchange:
-    """Publisher of this node's heartbeat and reader of the others. All methods are thread-safe.
+    """Publishes this node's heartbeat and reads the heartbeats of other nodes. All methods are thread-safe.
 
     Args:
-        emit: receives the heartbeats of the other nodes each time they were read.
+        emit: receives the heartbeats of the other nodes after each reading.
     """
 
     def __init__(self, config: AgentConfig, id: str, emit: Callable[[Event], None]) -> None:
@@ -149,7 +149,7 @@ class HeartbeatExchange:
             self._changed.notify_all()
 
     def reset_summary(self, restart_count: int) -> None:
-        """Reset the summary for a new start of the workers."""
+        """Reset the summary when the workers start again."""
         with self._changed:
             self._own = replace(self._own, restart_count=restart_count, summary=Summary(-1, 0.0))
 
@@ -190,11 +190,11 @@ class HeartbeatExchange:
         return [other for other in self._with_same_rank() if other.count > first.get(other.id, other.count)]
 
     def _with_same_rank(self) -> list[Heartbeat]:
-        own = self._own.node_rank
-        return [other for other in self._others if other.node_rank == own and other.state not in _FINAL]
+        node_rank = self._own.node_rank
+        return [other for other in self._others if other.node_rank == node_rank and other.state not in _FINAL]
 
     def refresh(self, timeout_s: float = _GATHER_S) -> None:
-        """Read the heartbeats of all nodes now, which sends them to the launcher."""
+        """Read the heartbeats of all nodes now, and send them to the launcher."""
         with self._changed:
             wanted = self._own.count + 1
             self._wanted = wanted
@@ -204,7 +204,7 @@ class HeartbeatExchange:
     def wait_for_final(self) -> None:
         """Wait up to :data:`LINGER_S` seconds for the final heartbeats of all nodes of the world.
 
-        They have the last losses and readings of the ranks there, which the final tables show.
+        The final tables show the last losses and readings that these heartbeats contain.
         """
         with self._changed:
             ids = {node.id for node in self._nodes}
@@ -217,7 +217,7 @@ class HeartbeatExchange:
             )
 
     def linger(self) -> None:
-        """Wait until the last heartbeat is on the store; on its host, until all live nodes have read it."""
+        """Wait until the last heartbeat is on the store; on the store's host, until all live nodes have read it."""
         with self._changed:
             final = self._own.count + 1
             self._changed.wait_for(lambda: self._is_received(final), LINGER_S)
@@ -279,7 +279,7 @@ class HeartbeatExchange:
             )
 
     def _urgent_state(self) -> tuple[object, ...]:
-        """Return the values whose change is published at once, rather than with the next heartbeat."""
+        """Return the values that are published at once if they change, rather than with the next heartbeat."""
         summary = self._own.summary
         stop = summary.stop
         replies = [reply for _, reply in stop.answers.values()]
@@ -290,12 +290,12 @@ class HeartbeatExchange:
         with self._changed:
             received = {other.id: other.count for other in self._others}
             self._own = replace(self._own, count=self._own.count + 1, received=received)
-            own = self._own
-        others = store.exchange(own)
-        # Before those that wait here go on, and send what must not overtake it.
+            heartbeat = self._own
+        others = store.exchange(heartbeat)
+        # Emit before waiting threads continue and send messages that must not overtake the heartbeats.
         self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
         with self._changed:
-            self._others, self._published, self._is_store_lost = others, own.count, False
+            self._others, self._published, self._is_store_lost = others, heartbeat.count, False
             for other in others:
                 if self._last_changes.get(other.id, (-1, 0.0))[0] != other.count:
                     self._last_changes[other.id] = (other.count, time.monotonic())

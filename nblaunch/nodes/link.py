@@ -4,9 +4,9 @@
                         │ receive, exchange
                       agent
 
-``agent_client.py`` is the client to the agent, ``peer_states.py`` holds the state of the other nodes. The link neither
+``agent_client.py`` is the client of the agent; ``peer_states.py`` holds the state of the other nodes. The link neither
 starts nor signals workers: :class:`NodeRunner` runs a job through it. The agent decides on restarts, together with the
-other nodes' agents.
+agents of the other nodes.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _SUMMARY_S = 0.4
 
 _CAUSE_SLACK_S = 1.5
 _FIRST_NOTE_S = 3.0
-"""Seconds of waiting before the user is notified."""
+"""Seconds of waiting after which the user is notified."""
 
 _FINAL_WAIT_S = 2.0
 _AGENT_SLACK_S = 15.0
 """Extra seconds for the start of the agent, and for torch to detect its timeout."""
 
 _NUM_CURVES = 8
-"""Number of ranks whose losses the other nodes get; no dashboard draws more."""
+"""Number of ranks whose losses go to the other nodes; dashboards draw no more."""
 
 
 class NodeLink:
     """A launcher's connection to the other nodes of its job; must be closed. Implements ``launcher.attempt.Peers``.
 
     Args:
-        emit_readings: passes readings to the listeners; also while there are no workers, so that listeners publish.
+        emit_readings: passes readings to the listeners, even without workers, so that listeners publish.
 
     Raises:
-        LaunchError: the rendezvous is not possible here: the port is in use, or the address unknown.
+        LaunchError: the rendezvous is impossible here, because the port is in use or the address is unknown.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NodeLink:
     # --- between attempts ----------------------------------------------------------------------------------------
 
     def next_world(self) -> WorldFormed | None:
-        """Wait until all nodes have joined; return None when no further start follows.
+        """Wait until all nodes have joined; return None if no further start follows.
 
         Raises:
             KeyboardInterrupt: the job was interrupted meanwhile.
@@ -139,24 +139,24 @@ class NodeLink:
                 last_note = self._note_joining(last_note)
 
     def _reason_to_leave(self) -> str:
-        """Return why this node, whose ranks have returned, leaves now; empty while it waits for the others."""
+        """Return why this node, whose ranks have returned, leaves now; empty while it should wait for the others."""
         for text in self._peers.check(time.monotonic()):
             self._note(text)
         if self._requests.interrupts:
             return "was interrupted"
-        # An agent that meets other nodes again brings another start, or an error.
+        # If the agent is meeting other nodes again, it will announce another start, or an error.
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _pass_on_stop(self) -> None:
-        """Send a stop that was requested after the ranks of this node returned; ranks of other nodes go on."""
+        """Send a stop that was requested after this node's ranks returned, because ranks of other nodes still run."""
         is_wanted = self._requests.wants_stop or self._requests.terminations > 0
         if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
             self._stop.is_wanted = True
             self._agent.send(replace(self._last_summary, stop=replace(self._stop)))
 
     def _enter(self, world: WorldFormed) -> None:
-        own = world.topology.node_rank
-        others = [node for node in world.nodes if node.node_rank != own]
+        node_rank = world.topology.node_rank
+        others = [node for node in world.nodes if node.node_rank != node_rank]
         self._peers = self._states_of(others, world.restart_count)
         self._peers.update(self._agent.heartbeats, time.monotonic())
         self._readings = []
@@ -166,7 +166,7 @@ class NodeLink:
         self._is_finished = False
 
     def _keep_agent(self) -> bool:
-        """Return whether there is an agent; start another one where the connection to the store was lost."""
+        """Return whether there is an agent; start another if it lost the connection to the store."""
         agent = self._agent
         if agent.ended is None and self._has_met and not self._is_finished and agent.is_cut_off():
             agent.end(f"the rendezvous at {agent.rendezvous.endpoint} no longer responds", can_retry=True)
@@ -182,12 +182,12 @@ class NodeLink:
         return False
 
     def _patience_for_agent(self) -> float:
-        """Return the timeout in seconds for the agent, which may hang when it has lost the connection to the store."""
+        """Return the timeout in seconds for an agent that may hang because it lost the connection to the store."""
         return self._spec.rendezvous_timeout_s + _AGENT_SLACK_S if self._may_meet else _FINAL_WAIT_S
 
     @property
     def _may_meet(self) -> bool:
-        """Whether nodes may still meet: for the first time, after a failure, or because others have joined."""
+        """Whether nodes may still meet: for the first time, after a failure, or because other nodes have joined."""
         return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:
@@ -217,15 +217,15 @@ class NodeLink:
         """Raise LaunchError if nodes have different settings: they would wait for each other until the timeout."""
         if self._has_met:
             return
-        own = self._agent.rendezvous.shared_settings
+        settings = self._agent.rendezvous.shared_settings
         for heartbeat in self._agent.heartbeats:
             # Heartbeats of earlier launches stay on the store, but their count does not rise.
             is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
-            if is_alive and heartbeat.settings != own:
+            if is_alive and heartbeat.settings != settings:
                 self._agent.leave("was launched with other settings")
                 raise LaunchError(
                     f"{heartbeat} was launched with {heartbeat.settings}, but this one (node "
-                    f"{self._spec.node_rank}) with {own}: use the same settings on all nodes"
+                    f"{self._spec.node_rank}) with {settings}: use the same settings on all nodes"
                 )
 
     def _note_joining(self, last_note: str) -> str:
@@ -248,11 +248,11 @@ class NodeLink:
     # --- while workers run ---------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the agent has sent a message."""
+        """Return a descriptor that becomes readable when the agent sends a message."""
         return self._agent.fileno()
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables of this node's workers, in addition to their topology."""
+        """Return environment variables that this node's workers need in addition to their topology."""
         chosen = network.interface_settings(network.interface_of(self._agent.address))
         environment = env.snapshot()
         return {
@@ -314,8 +314,8 @@ class NodeLink:
         """Send the state of this node's ranks to the other nodes, and return the readings of all ranks.
 
         Args:
-            report: of the attempt; updated with the failures of other nodes.
-            running: rank -> slot, of the ranks of this node whose function has not returned.
+            report: facts of the attempt; updated with the failures of other nodes.
+            running: rank -> slot, for ranks of this node whose function has not returned.
         """
         now = time.monotonic()
         self._stop.answers = answers_of(running)
@@ -334,9 +334,9 @@ class NodeLink:
         return self._peers.merged(readings)
 
     def conclude(self, report: AttemptReport) -> None:
-        """Report the end of this node's workers to the agent; if the cause is on another node, wait for it."""
+        """Report how this node's workers ended to the agent; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
-        # Also where the function has handled that here: ranks of other nodes have not.
+        # Report it even if the function has handled the interrupt on this node: ranks of other nodes have not.
         if self._requests.interrupts:
             self._agent.leave("was interrupted")
             return
@@ -352,13 +352,13 @@ class NodeLink:
                 report.remote.lost[self._first_rank] = self.last_error
 
     def _wait_for_cause(self) -> None:
-        """Wait until heartbeats show which node has failed; workers here failed because it did not respond."""
+        """Wait until heartbeats show which node has failed, if workers here failed because it did not respond."""
         deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
         peers = self._peers
         while peers.can_be_waited_for and not peers.must_end and time.monotonic() < deadline:
             if self._requests.interrupts or self._requests.is_cancelled or self._has_lost_agent:
                 return
-            # The closed one of an agent that has ended is always readable.
+            # The closed descriptor of an agent that has ended is always readable.
             open_ones = [] if self._agent.is_closed else [self._agent.fileno()]
             wait([self._requests.fileno(), *open_ones], _TICK_S)
             self._requests.acknowledge()
@@ -370,16 +370,18 @@ class NodeLink:
 
     def _summary(self, readings: Sequence[SlotReading], report: AttemptReport) -> Summary:
         remote = report.remote.labels
-        own = own_failures(report)
+        causes = own_failures(report)
         return Summary(
             -1,
             time.time(),
             readings=tuple(_for_peers(reading) for reading in readings if reading.rank not in remote),
-            # Without pickled exceptions and without results, which stay on this machine.
+            # Pickled exceptions and results stay on this machine.
             failed={
-                cause.rank: replace(cause.failed, exception=None) for cause in own if cause.failed is not None
+                cause.rank: replace(cause.failed, exception=None)
+                for cause in causes
+                if cause.failed is not None
             },
-            exits={cause.rank: (cause.status, cause.time_s) for cause in own if cause.status is not None},
+            exits={cause.rank: (cause.status, cause.time_s) for cause in causes if cause.status is not None},
             returned={
                 rank: replace(returned, value_location=ValueLocation(), sends=())
                 for rank, returned in report.returned.items()
@@ -398,13 +400,13 @@ def _for_peers(reading: SlotReading) -> SlotReading:
 
 
 class NodeRunner(JobRunner):
-    """Runs the ranks of this node in a job on several machines, until the agents want no more attempts."""
+    """Runs this node's ranks of a job on several machines, until the agents want no more attempts."""
 
     _link: NodeLink | None = None
     _restart_count = 0
 
     def _start_job(self) -> None:
-        """Prepare the starts, each of which is in :meth:`_finish`: all nodes must have joined."""
+        """Prepare the starts; they happen in :meth:`_finish`, because all nodes must join first."""
         self._prepare_starts()
 
     def _join(self) -> NodeLink:

@@ -4,10 +4,10 @@
              <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
                  AgentEnded
 
-Launcher and agent are two processes of one machine, with two pipes between them (``wire/channel.py``); ``AgentConfig``
-is in a memory file with which the agent starts. One node hosts the store. Machines share no secret before the
-rendezvous, so any process that reaches the store can write to it: values on it are parsed as plain data of the classes
-below (``wire/schema.py``) and never unpickled.
+Launcher and agent are two processes on one machine, connected by two pipes (``wire/channel.py``). The agent starts with
+``AgentConfig`` in a memory file. One node hosts the store. The machines share no secret before the rendezvous, so any
+process that reaches the store can write to it. The values on it are therefore parsed as plain data of the classes below
+(``wire/schema.py``) and never unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FINISHED = "finished"
 """Reason of a node that left because all nodes have finished."""
 
 LINGER_S = 4.0
-"""Longest time in seconds for which an agent waits until the others have received its last heartbeat."""
+"""Longest time in seconds that an agent waits until the others have received its last heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Node:
     """A node of a world.
 
     Args:
-        id: id of the agent process; a node that comes back has a new one.
-        address: as the other nodes reach it.
+        id: id of the agent process; a node that comes back has a new id.
+        address: address as reached by the other nodes.
         first_rank: rank of its first worker.
     """
 
@@ -81,7 +81,7 @@ class RendezvousConfig:
         listen_fd: listening socket of the store on the node that hosts it; -1 on the others.
         run_id: name of the job.
         node_rank: requested rank of this node.
-        conf: further settings, with torch's names.
+        conf: further settings, under torch's names.
     """
 
     backend: str
@@ -97,7 +97,7 @@ class RendezvousConfig:
 
     @property
     def shared_settings(self) -> str:
-        """The settings that must be equal on all nodes; otherwise they would wait for each other."""
+        """The settings that must be equal on all nodes: otherwise the nodes would wait for each other."""
         is_fixed = self.min_nodes == self.max_nodes
         num_nodes = str(self.max_nodes) if is_fixed else f"{self.min_nodes}:{self.max_nodes}"
         return f"rdzv_backend={self.backend} and num_nodes={num_nodes}"
@@ -114,7 +114,7 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        address: address of this node, as the others reach it.
+        address: address of this node, as reached by the other nodes.
         log_path: file for its output.
     """
 
@@ -134,8 +134,8 @@ class StopState:
 
     Args:
         is_wanted: a stop was requested on any node.
-        proposal: of a leader: number of the check at which all ranks stop; 0 = none yet.
-        decision: of a leader: the proposal once it is accepted, negated once it is withdrawn.
+        proposal: number of the check at which all ranks stop, from a leader; 0 = none yet.
+        decision: the proposal once the leader has accepted it, negated once the leader has withdrawn it.
         answers: rank -> checks so far, and the reply to the proposal.
     """
 
@@ -151,7 +151,7 @@ class Summary(Event):
 
     Args:
         exits: ranks whose process ended, and when.
-        host_memory: the last sample of each worker.
+        host_memory: last sample of each worker.
     """
 
     readings: tuple[SlotReading, ...] = ()
@@ -190,9 +190,9 @@ class WorldFormed(Event):
     """The rendezvous is complete.
 
     Args:
-        topology: topology of the first worker of this node, with the port of the store that the agent of node 0 hosts.
+        topology: topology of this node's first worker, with the port of the store on the agent of node 0.
         nodes: all nodes, by node rank.
-        restart_count: number of starts of the workers before; equal on all nodes.
+        restart_count: number of earlier starts of the workers; equal on all nodes.
     """
 
     topology: Topology = field(default_factory=Topology)
@@ -214,9 +214,9 @@ class Heartbeat:
     Args:
         id: id of the agent process.
         count: number of heartbeats so far; rises as long as the node is alive.
-        node_rank: requested at first, then as in the world.
+        node_rank: requested node rank; after the rendezvous, the node rank in the world.
         state: one of the states above.
-        restart_count: start of the workers that the summary describes, as in :class:`WorldFormed`.
+        restart_count: the start of the workers that the summary describes, as in :class:`WorldFormed`.
         received: id -> count of the last heartbeat received from each other node.
     """
 
@@ -249,7 +249,7 @@ class AgentEnded(Event):
     Args:
         is_success: the workers finished.
         error: why the rendezvous failed; empty if it did not.
-        can_retry: a new agent may succeed, because the connection to the store was lost.
+        can_retry: a new agent may succeed, because only the connection to the store was lost.
     """
 
     is_success: bool = False

@@ -14,33 +14,33 @@ from nblaunch.launcher.store import StoreHost, family_of
 from nblaunch.spec import DEFAULT_PORTS
 
 _SOME_OTHER = "192.0.2.1"
-"""An address that no machine has; its route shows the route to other machines. Source: RFC 5737."""
+"""An address that no machine has; the route to it is the route to other machines. Source: RFC 5737."""
 
 
 def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
     """Resolve a host name to its first address.
 
     Args:
-        is_shared: other machines must reach it. A name of this machine that stands for the loopback, as on Debian and
-            Ubuntu, whose /etc/hosts has 127.0.1.1 for it, is resolved to the address on the default route then.
+        is_shared: other machines must reach it. On Debian and Ubuntu, /etc/hosts maps the machine's own name to
+        127.0.1.1; such a name then resolves to the address on the default route.
 
     Raises:
         LaunchError: the host is unknown, or no other machine can reach it.
     """
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except OSError as error:
         raise LaunchError(
             f"the rendezvous is at {host}:{port}, but this machine can't resolve the host {host!r}: {error}"
         ) from error
     if not is_shared or host == "localhost" or _is_loopback(host):
-        return found[0]
-    reachable = [address for address in found if not _is_loopback(address)]
+        return addresses[0]
+    reachable = [address for address in addresses if not _is_loopback(address)]
     try:
         return reachable[0] if reachable else address_towards(_SOME_OTHER, port)
     except LaunchError as error:
         raise LaunchError(
-            f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {found[0]}, which no "
+            f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {addresses[0]}, which no "
             "other machine reaches: set master_addr or rdzv_endpoint to an address that they can reach"
         ) from error
 
@@ -50,7 +50,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def address_towards(address: str, port: int) -> str:
-    """Return the address of this machine on the route to ``address``. Nothing is sent.
+    """Return the address of this machine on the route to ``address``. This sends nothing.
 
     Raises:
         LaunchError: there is no route.
@@ -70,7 +70,7 @@ def default_address() -> str:
     """Return the address of this machine on its default route.
 
     Raises:
-        LaunchError: it has none.
+        LaunchError: there is no default route.
     """
     return address_towards(_SOME_OTHER, DEFAULT_PORTS["static"])
 
@@ -79,7 +79,7 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface with an address of this machine; None if there is none."""
     if _is_loopback(address):
         return LOOPBACK
-    return next((name for name, own in interface_addresses() if own == address.partition("%")[0]), None)
+    return next((name for name, local in interface_addresses() if local == address.partition("%")[0]), None)
 
 
 def interface_settings(interface: str | None) -> dict[str, str]:
@@ -98,10 +98,10 @@ def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
     """Open the listening socket of the rendezvous.
 
     Args:
-        is_optional: another node may host the rendezvous; return None if this one can't.
+        is_optional: another node may host the rendezvous; return None if this node can't.
 
     Raises:
-        LaunchError: ``is_optional`` is False, and the address is not of this machine or the port is in use.
+        LaunchError: ``is_optional`` is False, and the address belongs to another machine or the port is in use.
     """
     try:
         return StoreHost(address, port)
@@ -115,19 +115,19 @@ def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
                 "with use_port (static) or rdzv_endpoint (c10d)"
             ) from error
         if number == errno.EADDRNOTAVAIL:
-            own = sorted({found for _, found in interface_addresses()})
+            addresses = sorted({local for _, local in interface_addresses()})
             raise LaunchError(
                 f"this node hosts the rendezvous, but {address} is not an address of this machine "
-                f"({', '.join(own)}); set master_addr or rdzv_endpoint to an address that the other nodes "
+                f"({', '.join(addresses)}); set master_addr or rdzv_endpoint to an address that the other nodes "
                 "can reach"
             ) from error
         raise
 
 
 def interface_addresses() -> Iterator[tuple[str, str]]:
-    """Yield ``(interface, address)`` of this machine."""
+    """Yield ``(interface, address)`` for each address of this machine."""
     for interface, addresses in psutil.net_if_addrs().items():
-        for own in addresses:
-            if own.family in (socket.AF_INET, socket.AF_INET6):
-                # An address of the link only ends with its interface: ``fe80::1%eth0``.
-                yield interface, own.address.partition("%")[0]
+        for entry in addresses:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                # Link-local addresses end with their interface: ``fe80::1%eth0``.
+                yield interface, entry.address.partition("%")[0]

@@ -1,4 +1,4 @@
-"""State of the other nodes of a job, from their heartbeats, and the agreement with them on a last step.
+"""State of the other nodes of a job, derived from their heartbeats, and the agreement with them on a last step.
 
     heartbeats, twice a second ──> update ──> events and readings of their ranks, for the dashboard
     clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
@@ -84,26 +84,28 @@ class PeerStates:
     def _handle_summary(self, peer: _Peer, heartbeat: Heartbeat) -> list[Event]:
         if heartbeat.restart_count != self._restart_count:
             return []
-        summary, own = heartbeat.summary, peer.node.ranks
-        self.stop_states[peer.node.node_rank] = replace(summary.stop, answers=_of(own, summary.stop.answers))
+        summary, ranks = heartbeat.summary, peer.node.ranks
+        self.stop_states[peer.node.node_rank] = replace(
+            summary.stop, answers=_of(ranks, summary.stop.answers)
+        )
         for reading in summary.readings:
-            if reading.rank in own:
+            if reading.rank in ranks:
                 peer.readings[reading.rank] = reading
         events: list[Event] = []
         for ended in summary.epochs:
-            if ended.rank in own:
+            if ended.rank in ranks:
                 events += self._once(f"epoch {ended.epoch} {ended.time_s}", ended.rank, ended)
         for sample in summary.host_memory:
-            if sample.rank in own and sample != peer.host_memory.get(sample.rank):
+            if sample.rank in ranks and sample != peer.host_memory.get(sample.rank):
                 peer.host_memory[sample.rank] = sample
                 events.append(sample)
-        for rank, returned in _of(own, summary.returned).items():
+        for rank, returned in _of(ranks, summary.returned).items():
             self.failures.returned.setdefault(rank, returned)
             events += self._once("returned", rank, Returned(rank, returned.time_s))
-        for rank, failed in _of(own, summary.failed).items():
+        for rank, failed in _of(ranks, summary.failed).items():
             there = self.failures.failed.setdefault(rank, replace(failed, rank=rank))
             events += self._once("failed", rank, there)
-        for rank, (status, time_s) in _of(own, summary.exits).items():
+        for rank, (status, time_s) in _of(ranks, summary.exits).items():
             self.failures.exits.setdefault(rank, (status, time_s))
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
         return events
@@ -128,7 +130,7 @@ class PeerStates:
     # --- silence -------------------------------------------------------------------------------------------------
 
     def check(self, now_s: float) -> list[str]:
-        """Return notes about nodes without heartbeats since the last check; mark those lost that time out."""
+        """Return notes about nodes without heartbeats since the last check; mark nodes that time out as lost."""
         notes = []
         for peer in self._by_id.values():
             silent_s = now_s - peer.received_s
@@ -142,7 +144,7 @@ class PeerStates:
         return notes
 
     def blame_silent(self, now_s: float) -> None:
-        """Mark nodes without heartbeats as lost, because workers here failed when they did not respond."""
+        """Mark nodes without heartbeats as lost, because workers here failed when these nodes did not respond."""
         for peer in self._by_id.values():
             if peer.is_silent:
                 text = _silence(peer, now_s - peer.received_s)
@@ -155,7 +157,7 @@ class PeerStates:
 
     @property
     def is_any_expected(self) -> bool:
-        """Whether any node is neither finished nor lost."""
+        """Whether any node has neither finished nor been lost."""
         lost = self.failures.lost
         return any(peer.is_expected and peer.node.first_rank not in lost for peer in self._by_id.values())
 
@@ -165,7 +167,7 @@ class PeerStates:
         return bool(self._by_id) and not self.failures.has_cause
 
     def merged(self, readings: Sequence[SlotReading]) -> list[SlotReading]:
-        """Return readings of all ranks: ``readings`` for this node, the last received for the others."""
+        """Return readings of all ranks: ``readings`` for this node, the last received ones for the others."""
         others = {rank: reading for peer in self._by_id.values() for rank, reading in peer.readings.items()}
         return [others.get(reading.rank, reading) for reading in readings]
 
@@ -186,21 +188,21 @@ class NodesStopAgreement:
             ── proposal, decision ──> other nodes write them into their ranks' slots
             <── checks, replies ──    and report the answers of their ranks
 
-    Any node may start it. The leader is the lowest node of those whose ranks have not all returned. Once they have,
-    it proposes and decides nothing more, and the next node leads as soon as it receives that. The same heartbeat has
-    the last proposal: if it was decided, all stop there; if not, the new leader proposes a later step. Proposals thus
-    only rise, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further
-    ahead than on one node.
+    Any node may start it. The lowest node with a running rank leads. Once all its ranks have returned, it proposes and
+    decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat contains the
+    last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step. Proposals thus
+    only rise, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further ahead
+    than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.
-        own: state of this node, sent in every summary.
-        peers: node rank -> last state received of that node.
-        remote: labels of the ranks of other nodes, and those that have returned; updated by the owner.
+        state: state of this node, sent in every summary.
+        peers: node rank -> last state received from that node.
+        remote: labels of the ranks of other nodes, and the ranks that have returned; the owner updates it.
     """
 
     slots: Mapping[int, Slot]
-    own: StopState
+    state: StopState
     peers: Mapping[int, StopState]
     remote: RemoteFailures
     is_settled: bool = False
@@ -211,7 +213,7 @@ class NodesStopAgreement:
         """Forward proposals and replies. ``running``: ranks of this node whose function has not returned."""
         running = list(running)
         last = max(self.peers.values(), key=lambda state: state.proposal, default=StopState())
-        if last.proposal > self.own.proposal:
+        if last.proposal > self.state.proposal:
             self._follow(last)
         if not self.is_settled and self._is_leader(running):
             self._lead(running, last.proposal, now_s)
@@ -231,7 +233,7 @@ class NodesStopAgreement:
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
         if self._agreement is None:
-            # A proposal has to be ahead of all ranks, and a node's first heartbeats say nothing of its own.
+            # A proposal must be ahead of all ranks, and a node's first heartbeats do not contain its own checks.
             if not self.remote.labels.keys() <= answers.keys() | self.remote.returned.keys():
                 return
             slots = {**self.slots, **self._copies}
@@ -240,7 +242,7 @@ class NodesStopAgreement:
             )
         self._agreement.poll([*running, *answers], now_s)
         any_slot = next(iter(self.slots.values()))
-        self.own.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
+        self.state.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
         self.is_settled = self._agreement.is_settled
 
 

@@ -1,8 +1,8 @@
 """The rendezvous of nodes: its store, and torch's handlers on it.
 
-The store listens on the configured address only. torch's own ``c10d`` and ``static`` handlers would open a store on all
-interfaces, so they are given this one. torch also keeps the state of a ``c10d`` rendezvous on the store as a pickle,
-which any process that reaches the store could replace; here it is plain data.
+The store listens on the configured address only. torch's ``c10d`` and ``static`` handlers would open a store on all
+interfaces, so nblaunch passes this store to them. torch also keeps the state of a ``c10d`` rendezvous on the store as a
+pickle, which any process that reaches the store could replace; nblaunch stores plain data.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_
 _READ_TIMEOUT_S = 60.0
 _LAST_CALL_S = 30.0
 _POLL_S = 0.2
-"""Seconds between polls for missing nodes."""
+"""Seconds between checks for missing nodes."""
 
 
 def open_store(config: RendezvousConfig) -> TCPStore:
-    """Start the store on the listening socket, or connect to the one of another node.
+    """Start the store on the listening socket, or connect to the store of another node.
 
     Raises:
-        RuntimeError: it did not respond in time.
+        RuntimeError: the store did not respond in time.
     """
     store = (
         store_behind(config.listen_fd, config.host, config.port)
@@ -66,7 +66,7 @@ def connect(config: RendezvousConfig, timeout_s: float) -> TCPStore:
     """Open another connection to the store.
 
     Raises:
-        RuntimeError: it did not respond in time.
+        RuntimeError: the store did not respond in time.
     """
     return TCPStore(
         config.host, config.port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
@@ -77,8 +77,8 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
     """Return torch's rendezvous handler for the configured backend."""
     if config.backend == "static":
         return StaticRendezvous(config, store, id)
-    known = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
-    conf = {name: math.ceil(config.conf[name]) for name in known if name in config.conf}
+    names = ("last_call_timeout", "close_timeout", "heartbeat_timeout")
+    conf = {name: math.ceil(config.conf[name]) for name in names if name in config.conf}
     # Time in which more nodes may join after the minimum: torch's 30 s, but at most half of the whole timeout.
     conf.setdefault("last_call_timeout", math.ceil(min(_LAST_CALL_S, config.timeout_s / 2)))
     parameters = RendezvousParameters(
@@ -87,7 +87,7 @@ def make_handler(config: RendezvousConfig, store: TCPStore, id: str, host_name: 
         run_id=config.run_id,
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
-        # torch sorts nodes by these addresses, so requested node ranks are put in front.
+        # torch sorts nodes by these addresses, so they begin with the requested node rank.
         local_addr=f"{config.node_rank:06d}.{host_name}",
         join_timeout=math.ceil(config.timeout_s),
         keep_alive_interval=math.ceil(config.conf.get("keep_alive_interval", DEFAULT_KEEP_ALIVE_INTERVAL_S)),
@@ -116,10 +116,10 @@ def _to_plain(state: _RendezvousState) -> bytes:
 
 
 def _from_plain(plain: bytes) -> _RendezvousState:
-    """Return the state of which :func:`_to_plain` has made ``plain``.
+    """Return the state that :func:`_to_plain` has converted to ``plain``.
 
     Raises:
-        ValueError, TypeError, OverflowError, RecursionError: it has made no such thing.
+        ValueError, TypeError, OverflowError, RecursionError: ``plain`` does not come from :func:`_to_plain`.
     """
     round, complete, closed, deadline, participants, waiting, redundant, heartbeats = json.loads(plain)
     state = _RendezvousState()
@@ -137,7 +137,7 @@ def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
 
 
 class PlainBackend(RendezvousBackend):
-    """torch's ``c10d`` backend with plain data on the store; pickles are used only within this process."""
+    """torch's ``c10d`` backend with plain data on the store; it uses pickles only within this process."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._backend = C10dRendezvousBackend(store, run_id)
@@ -149,14 +149,14 @@ class PlainBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the pickled state and its version; None if there is none yet."""
-        found = self._backend.get_state()
-        return (_pickled(found[0]), found[1]) if found is not None else None
+        stored = self._backend.get_state()
+        return (_pickled(stored[0]), stored[1]) if stored is not None else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Write ``state`` if the version is still ``token``; return the new value, and whether it was written."""
+        """Write ``state`` if the version is still ``token``; return the stored state, and whether it was written."""
         plain = _to_plain(pickle.loads(state))  # pickled by torch in this process
-        found = self._backend.set_state(plain, token)
-        return (_pickled(found[0]), *found[1:]) if found is not None else None
+        stored = self._backend.set_state(plain, token)
+        return (_pickled(stored[0]), *stored[1:]) if stored is not None else None
 
 
 def _pickled(plain: bytes) -> bytes:
@@ -170,9 +170,9 @@ def _pickled(plain: bytes) -> bytes:
 
 
 class StaticRendezvous(StaticTCPRendezvous):
-    """A static rendezvous with rounds, so that all nodes can restart together.
+    """A static rendezvous with rounds, which lets all nodes restart together.
 
-    torch's static rendezvous has one round: after a restart, a node would read values of the round before.
+    torch's static rendezvous has a single round: after a restart, a node would read values of the previous round.
     """
 
     def __init__(self, config: RendezvousConfig, store: TCPStore, id: str) -> None:
@@ -210,8 +210,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         return self._num_arrived(self._round + 1)
 
     def shutdown(self) -> bool:
-        """Close the rendezvous: this node will not come back, so that others need not wait for it."""
-        with suppress(RuntimeError):  # the node that hosts the store may have gone
+        """Close the rendezvous: this node will not come back, so others need not wait for it."""
+        with suppress(RuntimeError):  # the node that hosts the store may be gone
             self._store.set(self._closed, "1")
         return True
 
@@ -220,7 +220,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         number = max(self._round + 1, self._store.add(last, 0))
         while self._store.compare_set(self._key(str(self.rank), number), "", self._id) != self._id.encode():
             number += 1
-        # Raise the last round before the arrival is visible, so that no node joins a round that others have left.
+        # Raise the last round before the arrival becomes visible, so that no node joins a round that others have left.
         latest = b"0"
         while int(latest) < number:
             latest = self._store.compare_set(last, latest.decode(), str(number))
