@@ -1,21 +1,21 @@
 """The command line: ``nblaunch <command>``, also as ``python -m nblaunch``.
 
-:func:`main` calls the function that :data:`COMMANDS` names. It adds description and options to the command's parser,
-and as defaults ``run``, which executes the command and returns the exit code, and maybe ``explain_unknown``, which
-returns the message for unknown options.
+:func:`main` calls the function that :data:`COMMANDS` names. The function adds a description and options to the
+command's parser. It also sets the default ``run``, which executes the command and returns the exit code, and optionally
+``explain_unknown``, which returns the message for unknown options.
 
 No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and the
 remedy, and exit code 2.
 
     config.py            ``nblaunch config``
-      questions.py       what it asks, and how
-    launch.py            ``nblaunch launch``
+      questions.py       its questions
+      launch.py          ``nblaunch launch``
       script_job.py      its job in a terminal: output, signals, exit code
     jobs.py              ``nblaunch jobs``, ``attach``, ``logs`` and ``stop``: jobs launched with ``detach=True``
     run_notebook.py      ``nblaunch run-notebook``
-      notebook_client.py the notebook in its own kernel, the output of its cells on a terminal
+      notebook_client.py runs the notebook in its own kernel and prints the output of its cells
     selfcheck.py         ``nblaunch test``
-      selfcheck_jobs.py  its checks, each a launch
+      selfcheck_jobs.py  its checks; each is a launch
     estimate.py          ``nblaunch estimate-memory``
       memory_needs.py    its arithmetic
     merge.py             ``nblaunch merge-weights``
@@ -39,7 +39,7 @@ from nblaunch.host import descriptors
 
 
 class UsageError(Exception):
-    """The command can't be executed; nothing was started. The message says why, and what to do."""
+    """The command can't be executed, and nothing was started. The message says why, and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,12 +50,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) -> tuple[str, Any]:
-    """Return name and value of ``epochs=3``, where the value is a literal of Python, or else text.
+    """Parse ``epochs=3``; return the name, and the value as a Python literal or else as text.
 
     Args:
-        option: to which ``text`` was given.
+        option: option that ``text`` was passed to.
         text: text of the form ``name=value``.
-        words: in lower case, and what they stand for besides.
+        words: words in lower case -> the values that they stand for, in addition to Python's literals.
 
     Raises:
         UsageError: ``text`` has another form.
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     finally:
-        # At the end of a program a command may ignore interrupts; here the program goes on.
+        # A command may ignore interrupts at the end of a program; here the program continues.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, before)
 
@@ -114,9 +114,7 @@ def _run(argv: Sequence[str]) -> int:
     command = first if first in COMMANDS else ""
     try:
         if first and not command:
-            raise UsageError(
-                f"there is no command {first!r}{suggestion(first, COMMANDS)}; see `nblaunch --help`"
-            )
+            raise UsageError(f"unknown command {first!r}{suggestion(first, COMMANDS)}; see `nblaunch --help`")
         arguments = _parse(argv, command)
         return int(arguments.run(arguments))
     except UsageError as error:
@@ -125,13 +123,13 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        # The reader of the output has ended (`| head`), which is not an error.
+        # The process that reads the output has ended (`| head`); that is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for closed standard streams (``>&-``), which are None in Python."""
+    """Open /dev/null in place of closed standard streams (``>&-``), which are None in Python."""
     descriptors.occupy_standard_ones()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -152,14 +150,14 @@ def _parse(argv: Sequence[str], command: str) -> argparse.Namespace:
     return arguments
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, words: Iterable[str]) -> str:
     """Return ``; did you mean 'launch'?`` for a misspelt word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+    near = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options of some commands, and the names of the others."""
+    """Return a parser with the options of the command in ``argv``, and the names of the others."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of this machine, or of several.",

@@ -1,8 +1,8 @@
-"""``nblaunch config``: questions whose answers are the defaults of later launches.
+"""``nblaunch config``: asks questions; the answers become the defaults of later launches.
 
 nblaunch config            ask questions and write the file
 nblaunch config default    write the default answers, and a precision
-nblaunch config update     write the settings of a file anew, as this version does
+nblaunch config update     rewrite a file with the setting names of this version
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | bool:
-    """Write defaults of ``nblaunch launch`` for this machine, as ``nblaunch config default`` does.
+    """Write defaults of ``nblaunch launch`` for this machine, like ``nblaunch config default``.
 
     Args:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         save_location: path of the file; None = the default file of ``nblaunch launch``.
 
     Returns:
-        The path; False if the file exists already, which is then not changed.
+        The path; False if the file already exists, which leaves it unchanged.
 
     Raises:
         ValueError: the precision is unknown.
@@ -85,7 +85,7 @@ def write_basic_config(
 
 
 def _update(path: Path) -> int:
-    """Rewrite a file with the same settings; names of older versions and of Accelerate become this version's."""
+    """Rewrite a file with the same settings; replace names of older versions and of Accelerate."""
     return _write(path, files.read(path).values)
 
 
@@ -98,7 +98,7 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
 
 
 def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
-    """Write the defaults for this machine, with a precision unless it is None; messages call that ``label``."""
+    """Write the defaults for this machine, with a precision unless it is None; messages call the values ``label``."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
         values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)
@@ -112,7 +112,7 @@ def _ask(path: Path) -> int:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> int:
-    resolve([Layer("the answers", values)])  # raises if these settings could not be launched
+    resolve([Layer("the answers", values)])  # raises if these settings can't be launched
     files.write(path, values)
     print(f"written to {path}; `nblaunch launch script.py` uses it{_how(path)}")
     return 0

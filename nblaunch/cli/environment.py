@@ -1,8 +1,8 @@
-"""``nblaunch env``: a report about this machine for bug reports: versions, devices, memory, and possible problems.
+"""``nblaunch env``: prints versions, devices, memory and possible problems of this machine, for bug reports.
 
-It describes a launch from a fresh kernel; ``%run -m nblaunch env`` in a cell describes a launch from that kernel.
-Devices are counted without initialising them, and nothing is started. Values of environment variables are shown only
-for variables of nblaunch (``env.TABLE``), since others may hold secrets.
+The report describes a launch from a fresh kernel; ``%run -m nblaunch env`` in a cell describes a launch from that
+kernel. The command counts devices without initialising them, and starts nothing. It prints values of environment
+variables only for nblaunch's own (``env.TABLE``), because others may hold secrets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SMALL_SHM_BYTES = 512 << 20
 _FILES_PER_PROCESS = 64  # more descriptors than a launcher needs per worker
 
 Report = dict[str, dict[str, str]]
-"""Section -> name -> value, all as shown."""
+"""Section -> name -> value, all as printed."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> tuple[Report, list[str], list[str]]:
-    """Return the report, problems that a user should solve, and notes about this machine."""
+    """Return the report, problems that the user should solve, and notes about this machine."""
     refusal, plan = _torch_error(), None
     has_torch = not refusal
     if has_torch:
@@ -69,9 +69,11 @@ def collect() -> tuple[Report, list[str], list[str]]:
             plan = plan_launch(LaunchSpec(function=_nothing))
         except (ValueError, RuntimeError) as error:
             refusal = f"a launch is not possible: {error}"
-    # Why the devices of a backend can't be used; None where they can.
+    # Why the devices of a backend can't be used; None if they can.
     refusals = {
-        name: _refusal(one) for name, one in backends.discover().items() if name != "cpu" and has_torch
+        name: _refusal(backend)
+        for name, backend in backends.discover().items()
+        if name != "cpu" and has_torch
     }
     config, config_problems = _config()
     launched_from = "this kernel" if kernel_shell() is not None else "a fresh kernel"
@@ -107,13 +109,13 @@ def _render(report: Report, problems: Sequence[str], notes: Sequence[str]) -> st
 
 
 def _versions() -> dict[str, str]:
-    found = {name: _version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in _PACKAGES}
     return {
         "nblaunch": sys.modules["nblaunch"].__version__,  # this file may not import the package above it
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
-        **{name: version for name, version in found.items() if version},
-        "not installed": ", ".join(name for name, version in found.items() if not version),
+        **{name: version for name, version in versions.items() if version},
+        "not installed": ", ".join(name for name, version in versions.items() if not version),
     }
 
 
@@ -137,7 +139,7 @@ def _torch_error() -> str:
 
 def _cores() -> str:
     bounds = [f"the machine has {os.cpu_count()}"]
-    if hasattr(os, "sched_getaffinity"):  # macOS binds no process to cores
+    if hasattr(os, "sched_getaffinity"):  # macOS does not bind processes to cores
         bounds.append(f"this process may run on {len(os.sched_getaffinity(0))}")
     if quota := cpu.cpu_quota(proc.cgroup_folders("cpu")):
         bounds.append(f"a quota of {quota:g}")
@@ -149,17 +151,17 @@ def _refusal(backend: Backend) -> str | None:
 
 
 def _devices(refusals: Mapping[str, str | None]) -> dict[str, str]:
-    found = backends.discover()
+    families = backends.discover()
     return {
         name: f"can't be used: {refusal}"
         if refusal
-        else formatting.count(found[name].device_count(), found[name].device_noun)
+        else formatting.count(families[name].device_count(), families[name].device_noun)
         for name, refusal in refusals.items()
     }
 
 
 def _chips() -> dict[str, str]:
-    """Return GPUs and TPUs as their drivers name them, also where no backend can use them."""
+    """Return GPUs and TPUs under their drivers' names, even if no backend can use them."""
     return {
         **{f"GPU {index}": text for index, text in enumerate(gpus.descriptions())},
         **{f"TPU {kind}": formatting.count(count, "chip") for kind, count in tpu.chips().items()},
@@ -230,7 +232,7 @@ def _launch_notes(plan: LaunchPlan) -> Iterator[str]:
 
 
 def _device_problems(refusals: Mapping[str, str | None]) -> Iterator[str]:
-    """Yield a problem for each backend with devices that can't be used."""
+    """Yield a problem for each backend whose devices exist but can't be used."""
     for name, refusal in refusals.items():
         if refusal and backends.discover()[name].is_present():
             yield f"backend={name!r} can't be used: {refusal}"

@@ -1,7 +1,7 @@
 """``nblaunch estimate-memory``: memory of a model on each device, by strategy, without launching it.
 
-The size of the model is a given number of parameters, or measured on the meta device, which allocates no weights. The
-arithmetic and its sources are in ``memory_needs.py``.
+The number of parameters is given, or counted on the meta device, which allocates no weights. ``memory_needs.py`` has
+the arithmetic and its sources.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AMOUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
 
 
 def model_size(arguments: argparse.Namespace) -> ModelSize:
-    """Return the size of the model given by its name and its options, or ``parameters``; and ``trainable``.
+    """Return the size of the model: counted if it has a name, else ``--parameters``.
 
     Raises:
         UsageError: no model is given, or it can't be built.
@@ -67,19 +67,19 @@ def parse_count(option: str, text: str) -> int:
     Raises:
         UsageError: the text is not such a number.
     """
-    found = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
-    amount = float(found[1].replace("_", "")) * _MULTIPLES[found[2]] if found else 0.0
+    match = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
+    amount = float(match[1].replace("_", "")) * _MULTIPLES[match[2]] if match else 0.0
     count = round(amount) if math.isfinite(amount) else 0
     if count < 1:
         raise UsageError(
-            f"{option} {text!r} is not a number of parameters; valid are 7e9, 7B, 350M, 125_000_000"
+            f"{option} {text!r} is not a number of parameters; write 7e9, 7B, 350M or 125_000_000"
         )
     return count
 
 
 def measure(model: nn.Module) -> ModelSize:
-    """Count parameters and buffers of a model, shared ones once."""
-    # Imported here, since it imports torch.
+    """Count parameters and buffers of a model; count shared ones once."""
+    # Imported here, because it imports torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
     left = {id(parameter): parameter.numel() for parameter in model.parameters()}
     total, blocks = sum(left.values()), []
@@ -98,7 +98,7 @@ def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Build the model called ``name`` on the meta device.
 
     Raises:
-        UsageError: it does not exist, or can't be built.
+        UsageError: there is no such model, or it can't be built.
     """
     import torch
 
@@ -107,7 +107,7 @@ def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
             model = _from_module(name, arguments) if ":" in name else _from_transformers(name, arguments)
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # the user's own code can raise anything
+    except (Exception, SystemExit) as error:  # user code can raise anything
         first_line = (str(error).splitlines() or [""])[0]
         advice = "Pass arguments with --set name=value"
         if "trust_remote_code" in str(error):
@@ -126,12 +126,12 @@ def _from_module(name: str, arguments: dict[str, Any]) -> Any:
 
     module_name, _, path = name.partition(":")
     if os.getcwd() not in sys.path:
-        # As in `python -m`: the module is mostly a file in the working folder.
+        # As in `python -m`: the module is usually a file in the working folder.
         sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no module {error.name!r}") from error
+        raise UsageError(f"{name}: no module named {error.name!r}") from error
     for part in path.split("."):
         if not hasattr(target, part):
             raise UsageError(f"{name}: {getattr(target, '__name__', target)} has no {part!r}")
@@ -156,7 +156,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     named = (getattr(config, "auto_map", None) or {}) if trusts else {}
     wanted = (config.architectures or [""])[0]
     own_models = [kind for kind in named if kind.startswith("AutoModel")]
-    # The class that the configuration names, else the first with a head.
+    # The class that the configuration names, or else the first with a head.
     own_models.sort(key=lambda kind: (str(named[kind]).rpartition(".")[2] != wanted, kind == "AutoModel"))
     architecture = getattr(transformers, wanted, None)
     if architecture is not None and not own_models:
@@ -255,7 +255,7 @@ def _training_rows(
 def _inference_rows(
     arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
 ) -> list[dict[str, Any]]:
-    """Return rows for inference, where strategies with whole copies of the weights need equal memory: one row."""
+    """Return rows for inference; strategies that keep whole copies of the weights need equal memory and share a row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
     sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
     return [

@@ -18,7 +18,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
 _LOOK_S = 0.1
-"""Between two looks for an interrupt: one that another thread was given does not wake this one."""
+"""Seconds between checks for an interrupt: one that arrives in another thread does not wake this one."""
 
 
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
 
 def set_up_logs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch logs``."""
-    parser.description = "Print the output of a rank so far, also of a job that has ended or was lost."
+    parser.description = "Print the output of a rank so far, or of a job that has ended or was lost."
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
     parser.add_argument("--attempt", type=int, help="the attempt, from 0; default: the last")
@@ -55,7 +55,7 @@ def set_up_stop(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch stop``."""
     parser.description = (
         "Ask a job to stop: accelerator.should_stop becomes true at the same step on every rank. A function that "
-        "never checks it goes on; use the options to end it."
+        "never checks it keeps running; use the options to end it."
     )
     _add_job_argument(parser)
     how = parser.add_mutually_exclusive_group()
@@ -73,7 +73,7 @@ def _add_job_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen_job(arguments: argparse.Namespace) -> JobFolder:
-    """Return the folder of the job that was named; raise UsageError if there is none that this user may use."""
+    """Return the folder of the named job; raise UsageError if there is none that this user may use."""
     try:
         return find(arguments.job)
     except (LookupError, PermissionError, LaunchError) as error:
@@ -82,25 +82,25 @@ def _chosen_job(arguments: argparse.Namespace) -> JobFolder:
 
 def _list(arguments: argparse.Namespace) -> int:
     try:
-        found = jobs()
+        records = jobs()
     except (PermissionError, LaunchError) as error:
         raise UsageError(str(error)) from None
     rows = [("job", "status", "ranks", "launched", "time", "logs")]
     rows += [
         (
-            one.id,
-            one.status,
-            f"{one.num_processes} {one.backend}" if one.num_processes else "",
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.started_s)),
-            formatting.duration(one.duration_s),
-            str(one.log_dir),
+            record.id,
+            record.status,
+            f"{record.num_processes} {record.backend}" if record.num_processes else "",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_s)),
+            formatting.duration(record.duration_s),
+            str(record.log_dir),
         )
-        for one in found
+        for record in records
     ]
     print("\n".join(formatting.columns(rows)))
-    for one in found:
-        if one.problem:
-            print(f"{one.id}: {one.problem}")
+    for record in records:
+        if record.problem:
+            print(f"{record.id}: {record.problem}")
     return 0
 
 
@@ -109,7 +109,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
     folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
-    # An exception could be raised where it is lost, as in a finalizer, or while the thread starts.
+    # Python could discard an exception, as in a finalizer, or raise it while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)
@@ -146,7 +146,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
     endpoint = _endpoint(folder)
     if not endpoint.is_served():
-        raise UsageError(f"{folder.id} is not running any more, or runs on another machine")
+        raise UsageError(f"{folder.id} is no longer running, or runs on another machine")
     requests = RemoteRequests(endpoint)
     if arguments.kill:
         requests.cancel()
@@ -159,7 +159,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _endpoint(folder: JobFolder) -> Endpoint:
-    """Return where a job is asked, also one whose record can't be read: then by the socket in its folder."""
+    """Return the address for requests to a job; if its record can't be read, the socket in its folder."""
     try:
         return Endpoint(folder.path, folder.load_record().address)
     except Unusable:

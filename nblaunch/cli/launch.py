@@ -1,12 +1,11 @@
-"""``nblaunch launch script.py``: run a script on every device, supervised as a launch from a notebook.
+"""``nblaunch launch script.py``: runs a script on every device, supervised like a launch from a notebook.
 
     options ──┐
-    file    ──┼──> settings ──> LaunchSpec ──> JobRunner, of several machines NodeRunner ──> exit code
+    file    ──┼──> settings ──> LaunchSpec ──> JobRunner, on several machines NodeRunner ──> exit code
     defaults ─┘
 
-Workers start by ``spawn``, unless ``--start_method`` or the configuration file says otherwise.
-Options are made from the table of settings. ``nblaunch.config`` merges them with the file and the defaults, and
-``script_job.py`` runs the job.
+Workers start by ``spawn``, unless ``--start_method`` or the configuration file says otherwise. The table of settings
+defines the options. ``nblaunch.config`` merges them with the file and the defaults, and ``script_job.py`` runs the job.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows options with underscores only; hyphens are accepted as well."""
+    """Shows options with underscores only; the parser accepts hyphens, too."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=120)
@@ -117,8 +116,8 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
 
 
 def explain_unknown(options: Iterable[str]) -> str:
-    """Return why options are unknown, in one line: a typing error, or a feature that nblaunch does not have."""
-    known = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan"}
+    """Return one line about unknown options: a typing error, or a feature that nblaunch does not have."""
+    valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan"}
     sentences = []
     for option in options:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
@@ -126,7 +125,7 @@ def explain_unknown(options: Iterable[str]) -> str:
         if not option.startswith("-"):
             continue
         sentences.append(
-            f"--{name}: {reason}" if reason else unknown(f"--{name}", [f"--{one}" for one in known])
+            f"--{name}: {reason}" if reason else unknown(f"--{name}", [f"--{one}" for one in valid])
         )
     return "; ".join(sentences)
 
@@ -200,7 +199,7 @@ def _check_libraries(resolved: Resolved) -> None:
     file = resolved["deepspeed_config_file"]
     if resolved["strategy"] == "deepspeed" and file is not None and not Path(file).expanduser().is_file():
         source = resolved.sources["deepspeed_config_file"]
-        raise UsageError(f"deepspeed_config_file={file} ({source}): there is no such file")
+        raise UsageError(f"deepspeed_config_file={file} ({source}): no such file")
 
 
 def _check_script(script: str | None, is_module: bool) -> None:
@@ -220,7 +219,7 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raise UsageError if the package of a module is neither here nor installed; nothing is imported."""
+    """Raise UsageError if a module's package is neither here nor installed; this imports nothing."""
     outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""Arithmetic of the memory for training and inference: bytes per parameter times parameters per device.
+"""Memory for training and inference, computed as bytes per parameter times parameters per device.
 
 Memory of a training step with Ψ parameters, of which Ψt are trained, on N devices, with k optimizer states for each (2
 for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gradient, in bytes:
@@ -12,9 +12,9 @@ for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gr
     zero3      pΨ/N        gΨt/N      (4k+4)Ψt/N    p min(Ψ, 1e9) + g min(Ψt, 5e8)         p = g = 2 (fp32: 4)
     xla        pΨ          gΨt        pkΨt          -                                      bf16: p = g = 2 (fp32: 4)
 
-Autocast's 16-bit copies of weights are freed before gradients are allocated, so they do not add to the peak. On GPUs
-the default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the
-Python process and the runtime of the device are not counted: they depend on batch, code and driver.
+Autocast frees its 16-bit copies of weights before gradients are allocated, so they do not add to the peak. On GPUs the
+default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the Python
+process and the device's runtime are not counted: they depend on batch, code and driver.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
 and figure 1, for the three stages; DeepSpeed's configuration manual for the sizes of its buffers
@@ -45,11 +45,11 @@ class ModelSize:
     """Size of a model in numbers of elements.
 
     Args:
-        parameters: shared ones counted once.
+        parameters: number of parameters; shared ones count once.
         trainable: parameters with gradients.
-        buffers: such as running means.
-        block: parameters of the largest block, which are gathered together when sharded.
-        root: parameters outside of all blocks, such as embeddings.
+        buffers: elements of buffers such as running means.
+        block: parameters of the largest block; a sharded model gathers one block at a time.
+        root: parameters outside all blocks, such as embeddings.
     """
 
     parameters: int
@@ -79,7 +79,7 @@ class JobSettings:
     """Devices and settings of a job.
 
     Args:
-        num_devices: of the whole job.
+        num_devices: number of devices of the whole job.
         precision: ``mixed_precision`` of training.
         optimizer_states: values per parameter that the optimizer keeps.
         device: ``"gpu"``, ``"cpu"`` (devices are cores) or ``"tpu"``.
@@ -125,7 +125,7 @@ def _zero(stage: int) -> Callable[[ModelSize, JobSettings], Need]:
         return Need(
             parameters=_share(stored * model.parameters, count if stage == 3 else 1) + stored * model.buffers,
             gradients=_share(stored * model.trainable, count if stage >= 2 else 1),
-            # The optimizer also keeps fp32 weights, of which the 16-bit ones are copies.
+            # The optimizer also keeps fp32 weights; the 16-bit weights are copies of them.
             optimizer=_share(_FP32 * (settings.optimizer_states + 1) * model.trainable, count),
             buffers=live + stored * min(model.trainable, _REDUCE_BUCKET),
         )

@@ -1,4 +1,4 @@
-"""``nblaunch merge-weights``: the shards of a model in a checkpoint, put together into files that need no nblaunch."""
+"""``nblaunch merge-weights``: merges the shards of a model in a checkpoint into files that need no nblaunch."""
 
 from __future__ import annotations
 

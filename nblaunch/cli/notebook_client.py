@@ -1,4 +1,4 @@
-"""Execution of a notebook in its own kernel, with the output of its cells on a screen.
+"""Executes a notebook in its own kernel, and shows the output of its cells on a screen.
 
 terminal                          kernel
 Ctrl-C  ──interrupt──>            the cell gets KeyboardInterrupt, a launch in it stops its workers
@@ -6,8 +6,8 @@ Ctrl-C, again, or a kernel
 that does not stop ──kill──>      workers end with their kernel
         <──output, updates──      output of cells; the table of processes as text
 
-On a terminal the table is drawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
-written from time to time, and once more when its cell has ended.
+On a terminal the table is redrawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
+written from time to time, and once more after its cell has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TABLE_PREFIX = "nblaunch-"
 """Prefix of the display ids of dashboards."""
 
 _INTERVAL_S = 30.0
-"""Between two tables of a cell in a file."""
+"""Seconds between two tables of a cell in a file."""
 
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
@@ -49,7 +49,7 @@ class Screen:
     Args:
         stream: terminal or file.
         is_live: draw the table in place; None = if the stream is a terminal.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Screen:
         self._next_s = self._clock()
 
     def text(self, text: str) -> None:
-        """Show printed text, which may end within a line."""
+        """Show printed text; it may end within a line."""
         if not self._is_live:
             text = without_colours(text)
         if not self._num_drawn:
@@ -101,7 +101,7 @@ class Screen:
     def end_cell(self) -> None:
         """Write the final tables of the cell."""
         if self._is_live:
-            # All lines, including those that did not fit on the terminal.
+            # Include lines that did not fit on the terminal.
             self._erase()
             self._put("".join(f"{text}\n" for text in self._tables.values()))
         else:
@@ -122,7 +122,7 @@ class Screen:
         self._end_line()
         size = shutil.get_terminal_size()
         lines = [line for text in self._tables.values() for line in text.splitlines()]
-        # Lines that wrap or scroll could not be erased.
+        # Lines that wrap or scroll can't be erased.
         lines = [line[: size.columns - 1] for line in lines][: max(1, size.lines - 2)]
         self._put("".join(f"{line}\n" for line in lines))
         self._num_drawn = len(lines)
@@ -147,7 +147,7 @@ class Screen:
 
 
 class NotebookStopped(Exception):
-    """A signal stopped the notebook; ``signum`` is the first one."""
+    """A signal stopped the notebook; ``signum`` is the first signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -155,7 +155,7 @@ class NotebookStopped(Exception):
 
 
 class ShowingClient(NotebookClient):
-    """nbclient's client, with output on a screen and with its own signal handlers.
+    """nbclient's client, with output on a screen and its own signal handlers.
 
     Args:
         notebook: executed in place.
@@ -171,7 +171,7 @@ class ShowingClient(NotebookClient):
         self.on_cell_start = self._begin_cell
 
     async def async_start_new_kernel(self, **options: Any) -> None:
-        """Start the kernel, after replacing the signal handlers that nbclient has just set."""
+        """Start the kernel, after replacing the signal handlers that nbclient has just installed."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
@@ -188,7 +188,7 @@ class ShowingClient(NotebookClient):
             raise NotebookStopped(self._signals[0])
 
     def _begin_cell(self, cell: Any, cell_index: int) -> None:
-        self.raise_if_stopped()  # also if the cell before caught KeyboardInterrupt
+        self.raise_if_stopped()  # the previous cell may have caught KeyboardInterrupt
         if _is_executed(cell):
             first = next((line for line in cell.source.splitlines() if line.strip()), "")
             count = self.code_cells_executed + 1
@@ -228,20 +228,20 @@ def _is_executed(cell: Any) -> bool:
 
 
 def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> None:
-    """Run all cells in a fresh kernel and store the outputs in the notebook, also if a cell raises.
+    """Run all cells in a fresh kernel and store the outputs in the notebook, even if a cell raises.
 
     Args:
-        notebook: from nbformat; changed in place.
+        notebook: notebook as read by nbformat; changed in place.
         folder: working folder of the kernel.
         screen: receives output.
-        kernel_name: empty = the kernel named in the notebook.
+        kernel_name: name of the kernel; empty = the kernel named in the notebook.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
         NotebookStopped: a signal stopped the notebook.
     """
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
-        # Unix sockets, since other users of the machine could connect to TCP ports.
+        # Unix sockets, because other users of the machine could connect to TCP ports.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
         options: dict[str, Any] = {"kernel_name": kernel_name} if kernel_name else {}
         client = ShowingClient(
@@ -252,7 +252,7 @@ def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> No
             **options,
         )
         try:
-            # Suppress the debugger's warning about frozen modules, which older Jupyter packages print here as well.
+            # Suppress the debugger's warning about frozen modules, which older Jupyter packages also print here.
             with env.patched({"PYDEVD_DISABLE_FILE_VALIDATION": "1"}):
                 asyncio.run(client.async_execute())
         except Exception as error:

@@ -1,13 +1,13 @@
-"""The questions of ``nblaunch config``; which ones are asked depends on earlier answers.
+"""The questions of ``nblaunch config``; earlier answers decide which ones it asks.
 
-Each is a line of input, in a terminal or through a pipe: number or first word of a choice, or a value.
+Each answer is a line of input, typed or piped: the number or first word of a choice, or a value.
 
     Which devices should compute?
       1) CPU (4 cores)
       2) GPUs
     [1]: _
 
-Default answers depend on the devices of this machine, which are counted without initialising them.
+Default answers depend on the devices of this machine, which are counted without being initialised.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Convert = Callable[[str], Any]
 
 
 class Asker:
-    """Asks for one line per answer on standard output and input; an empty line means the default.
+    """Asks questions on standard output and reads a line for each from standard input; an empty line means the default.
 
-    A question is repeated after an invalid answer. If the input ends before a valid answer, an error is raised.
+    It repeats a question after an invalid answer, and raises an error if the input ends before a valid answer.
     """
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
@@ -57,7 +57,7 @@ class Asker:
         return int(self.enter(f"{question}\n{lines}", numbers[default], convert))
 
     def enter(self, question: str, default: str, convert: Convert) -> Any:
-        """Ask for a typed value; an empty answer means ``default``, and is refused if that is empty."""
+        """Ask for a typed value; an empty answer means ``default``, and is invalid if there is no default."""
         refusal = ""
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", flush=True)
@@ -97,12 +97,14 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the devices of this machine."""
-        found = backends.discover()
-        usable = {name: backend.device_count() for name, backend in found.items() if backend.affinity() > 0}
+        families = backends.discover()
+        usable = {
+            name: backend.device_count() for name, backend in families.items() if backend.affinity() > 0
+        }
         return cls(usable, backends.choose("auto").name)
 
     def count(self, backend: str) -> int:
-        """Return the number of devices of a backend; 1 if this machine has none, as the file may be for another one."""
+        """Return the number of a backend's devices; 1 if there are none: the file may be for another machine."""
         return max(1, self.num_devices.get(backend, 1))
 
 
@@ -117,9 +119,9 @@ class Question:
     Args:
         setting: setting that the answer sets.
         text: the question.
-        is_asked: whether to ask it, by the answers so far.
+        is_asked: returns whether to ask it, given the answers so far.
         default: the default answer, or a function of the answers so far and the machine.
-        choices: (value, label) pairs, or such a function; None = the answer is typed and converted by the setting.
+        choices: (value, label) pairs, or a function that returns them; None = the setting converts the typed answer.
     """
 
     setting: str
@@ -134,7 +136,7 @@ def ask_all(asker: Asker, machine: Machine) -> Answers:
 
     Args:
         asker: asks one question.
-        machine: for default answers.
+        machine: devices for the default answers.
     """
     answers: Answers = {}
     for question in QUESTIONS:
@@ -144,7 +146,7 @@ def ask_all(asker: Asker, machine: Machine) -> Answers:
 
 
 def detected(machine: Machine) -> Answers:
-    """Return the settings when all defaults are accepted."""
+    """Return the settings if all defaults are accepted."""
     backend = machine.best
     return {
         "backend": backend,
@@ -173,7 +175,7 @@ def _ask(question: Question, asker: Asker, machine: Machine, answers: Answers) -
 
 
 def _in_range(setting: str, value: Any, answers: Answers) -> Any:
-    """Return ``value`` if it is valid with the earlier answers, else raise ValueError."""
+    """Return ``value`` if it is valid with the earlier answers; raise ValueError otherwise."""
     num_machines = _num_machines(answers)
     if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")
@@ -218,20 +220,20 @@ def _has_own_memory(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    """Return a condition: the state is sharded from this stage on, and the devices are not CPUs, so it can be moved."""
+    """Return a condition: the stage or a later one is sharded, and the devices are not CPUs, so state can be moved."""
     return lambda answers: (
         _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )
 
 
 def _devices(answers: Answers, machine: Machine) -> Choices:
-    found = {
+    titles = {
         name: f"{family.title} ({machine.num_devices[name]} on this machine)"
         if name in machine.num_devices
         else f"{family.title} (none on this machine)"
         for name, family in backends.discover().items()
     }
-    return list(found.items())
+    return list(titles.items())
 
 
 def _precisions(answers: Answers, machine: Machine) -> Choices:
@@ -265,7 +267,7 @@ def _total(answers: Answers, machine: Machine) -> int:
 
 
 def _rendezvous_backends(answers: Answers, machine: Machine) -> Choices:
-    """Return the choices of a rendezvous; a range of machines needs c10d."""
+    """Return the choices of rendezvous; a range of machines needs c10d."""
     fixed = [("static", "static (a fixed set of machines, at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
             ("c10d", "c10d (machines can join later or return)")]  # fmt: skip
@@ -277,10 +279,10 @@ QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, "one",
              (("one", "here (this machine)"), ("several", "several machines together"))),
     Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, 2),
-    Question("machine_rank", "Which rank has this machine? (from 0)", _has_several, 0),
+    Question("machine_rank", "What is the rank of this machine? (from 0)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
-    Question("main_process_ip", "Address at which the others reach machine 0?",
+    Question("main_process_ip", "Address of machine 0, as the others reach it?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
     Question("main_process_port", "Port of the rendezvous on machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
@@ -329,8 +331,8 @@ QUESTIONS = (
     Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, 1),
     Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, "no", _compilers),
-    Question("dynamo_mode", "Optimise compilation for what?", lambda a: a["dynamo_backend"] == "inductor", "default",
+    Question("dynamo_mode", "What should compilation optimise?", lambda a: a["dynamo_backend"] == "inductor", "default",
              (("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
               ("max-autotune", "max-autotune (slow to compile, fast to run)"))),
 )  # fmt: skip
-"""In the order of asking. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""
+"""Questions in order. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""

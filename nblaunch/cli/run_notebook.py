@@ -1,6 +1,6 @@
-"""``nblaunch run-notebook``: execute a notebook, with the progress of its processes in the terminal.
+"""``nblaunch run-notebook``: executes a notebook, and shows the progress of its processes in the terminal.
 
-This module reads and writes the notebook, sets its parameters and reports failures; ``notebook_client.py`` executes it.
+This module reads and writes the notebook, sets its parameters and reports failures; ``notebook_client.py`` runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nblaunch.cli import UsageError, named_value
 from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Values of parameters that are no literals of Python."""
+"""Values of parameters that are not Python literals."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
     """Execute the notebook; return exit code and outcome, and print the error of a failed cell to stderr."""
-    # Imported here, since it needs nbclient.
+    # Imported here, because it needs nbclient.
     client: Any = importlib.import_module("nblaunch.cli.notebook_client")
     exceptions: Any = importlib.import_module("nbclient.exceptions")
     kernelspec: Any = importlib.import_module("jupyter_client.kernelspec")
@@ -82,9 +82,9 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
     except exceptions.DeadKernelError:
         return 1, "the kernel died (memory may have run out); the last output is above"
     except kernelspec.NoSuchKernel as error:
-        known = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
+        kernels = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
         raise UsageError(
-            f"there is no kernel {error.name!r} here; installed: {known}. --kernel chooses one"
+            f"there is no kernel {error.name!r} here; installed: {kernels}. --kernel chooses one"
         ) from None
     return 0, "done"
 
@@ -121,7 +121,7 @@ def _read(path: Path) -> Any:
 
 
 def _check_output(path: Path) -> None:
-    """Raise UsageError where the executed notebook could not be written there after all cells have run."""
+    """Raise UsageError if the executed notebook could not be written to ``path`` after all cells have run."""
     if path.is_dir():
         raise UsageError(f"--output: {path} is a folder; name a file, such as {path / 'executed.ipynb'}")
     folder = path.absolute().parent
@@ -143,7 +143,7 @@ def _write(notebook: Any, path: Path) -> None:
 
 
 def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
-    """Add a cell that assigns ``values`` after the cell tagged ``parameters``, with the tags of papermill.
+    """Add a cell that assigns ``values`` after the cell tagged ``parameters``, with papermill's tags.
 
     Raises:
         UsageError: there is no such cell, or it does not assign one of the names.
@@ -154,10 +154,10 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     positions = [index for index, cell in enumerate(notebook.cells) if _has_tag(cell, "parameters")]
     if not positions:
         raise UsageError("--parameters: no cell of the notebook has the tag `parameters`")
-    known = _assigned(notebook.cells[positions[0]].source)
-    unknown = [name for name in values if known is not None and name not in known]
+    parameters = _assigned(notebook.cells[positions[0]].source)
+    unknown = [name for name in values if parameters is not None and name not in parameters]
     if unknown:
-        valid = ", ".join(known or ()) or "none"
+        valid = ", ".join(parameters or ()) or "none"
         raise UsageError(f"--parameters {unknown[0]}: the notebook's parameters are {valid}")
     nbformat: Any = importlib.import_module("nbformat")
     source = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())])

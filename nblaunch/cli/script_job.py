@@ -87,7 +87,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     plan = _plan_of(spec, checks_port=True)
     preloader = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
-    # All lines of all ranks: programs may read them.
+    # Print all lines of all ranks: programs may read them.
     if resolved["dashboard"] == "none":
         shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False))]
     else:
@@ -96,7 +96,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    # An interrupt that came when all was done, or that the script has handled on every rank, changes nothing.
+    # An interrupt after the end of the work, or one that the script has handled on every rank, changes nothing.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow
@@ -109,7 +109,7 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     if preloader is not None and preloader.is_loading:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # without waiting for an import that is still running in a thread
+        os._exit(code)  # do not wait for a thread that is still importing
     return code
 
 
@@ -134,7 +134,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
     Args:
         spec: the launch.
-        checks_port: look whether the port of the rendezvous is free, too.
+        checks_port: check whether the port of the rendezvous is free, too.
 
     Raises:
         UsageError: the launch is not possible.
@@ -149,7 +149,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
 @final
 class _Failures(Dashboard):
-    """Keeps the failures of ranks, to print the traceback of the root cause."""
+    """Keeps the failures of ranks, for the traceback of the root cause."""
 
     def __init__(self) -> None:
         self._failed: dict[int, Failed] = {}
@@ -167,7 +167,7 @@ class _Failures(Dashboard):
             self._failed_rank = event.failed_rank
 
     def report(self, error: BaseException) -> None:
-        """Print the root cause to stderr: traceback, then the notes about its place and the other ranks."""
+        """Print the root cause to stderr: the traceback, then notes about its place and the other ranks."""
         root = self._failed.get(self._failed_rank)
         if root is not None and not isinstance(error, (WorkerDied, JobHung, CollectiveMismatch)):
             text = f"rank {root.rank} failed:\n{root.info.text.rstrip()}"
@@ -182,8 +182,8 @@ def exit_code(error: BaseException | None, received: Sequence[int]) -> int:
     """Return the exit code of a command whose job has ended.
 
     Args:
-        error: what has ended it; None if it succeeded.
-        received: signals that have ended it.
+        error: the error that ended the job; None if it succeeded.
+        received: signals that ended the job.
     """
     if received:
         return 128 + received[0]
@@ -217,7 +217,7 @@ def _signals_to(runner: JobRunner, grace_s: float) -> Iterator[list[int]]:
 
 @final
 class _TorchPreloader(Dashboard):
-    """Imports torch in a thread while the workers start, because the store that this process hosts needs it."""
+    """Imports torch in a thread while the workers start, because the store in this process needs it."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -228,7 +228,7 @@ class _TorchPreloader(Dashboard):
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptStarted) and self._thread is not None:
-            self._thread.join()  # a restart looks up types of torch, which must not be half imported
+            self._thread.join()  # a restart looks up types of torch, which must be fully imported
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()

@@ -1,4 +1,4 @@
-"""``nblaunch test``: checks by small jobs that training works on the devices of this machine.
+"""``nblaunch test``: runs small jobs to check that training works on this machine's devices.
 
 This module selects the checks and prints their results; ``selfcheck_jobs.py`` has the checks.
 """
@@ -21,7 +21,7 @@ from nblaunch.spec import START_METHODS, LaunchSpec
 if TYPE_CHECKING:
     from nblaunch.cli.selfcheck_jobs import Check, Setup
 
-_CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, so it is imported when a check is run
+_CHECKS = "nblaunch.cli.selfcheck_jobs"  # imports torch, so it is imported only to run a check
 _MAX_CPU_PROCESSES = 4
 
 
@@ -35,7 +35,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default="auto", help="device family; default: auto; `nblaunch env` lists them"
     )
-    parser.add_argument("--cpu", action="store_true", help="the same as --backend cpu")
+    parser.add_argument("--cpu", action="store_true", help="same as --backend cpu")
     parser.add_argument(
         "--num_processes", "--num-processes", type=int, metavar="N",
         help="default: one per device; 2 to 4 on a CPU",
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="nblaunch-test-") as log_dir:
         setup = jobs.Setup(
             replace(spec, num_processes=plan.num_processes, log_dir=log_dir),
-            # TPUs multiply fp32 in passes of bf16; elsewhere only the order of summation differs.
+            # TPUs multiply fp32 in passes of bf16; other devices differ only in the order of summation.
             tolerance=2e-2 if plan.backend.is_lazy else 1e-4,
         )
         failed = [name for name in chosen if not _passes(name, jobs.CHECKS[name], setup)]
@@ -81,9 +81,9 @@ def _plan(backend: str, num_processes: int | None, start_method: str) -> tuple[L
         UsageError: the launch is not possible on this machine.
     """
     try:
-        found = backends.choose(backend)
-        if num_processes is None and found.is_oversubscribable:
-            num_processes = min(_MAX_CPU_PROCESSES, max(2, found.device_count()))
+        chosen = backends.choose(backend)
+        if num_processes is None and chosen.is_oversubscribable:
+            num_processes = min(_MAX_CPU_PROCESSES, max(2, chosen.device_count()))
         spec = LaunchSpec(
             function=_nothing, num_processes=num_processes, backend=backend, start_method=start_method
         )
@@ -98,7 +98,7 @@ def _passes(name: str, check: Check, setup: Setup) -> bool:
     try:
         text, evidence = check(setup), ""
     except Exception as error:
-        # The exception is the evidence of this check; the others run anyway.
+        # The exception is the evidence of this check; the other checks still run.
         text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "wrong result:"
         evidence = str(error) if text.endswith(":") else traceback.format_exc()
     took_s = time.monotonic() - began_s

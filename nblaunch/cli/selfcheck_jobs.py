@@ -1,8 +1,8 @@
-"""The checks of ``nblaunch test``: each launches a job on the devices of this machine and checks its results.
+"""The checks of ``nblaunch test``: each launches a job on this machine's devices and checks the results.
 
-A check returns what it has shown, or raises :class:`CheckFailed` with the evidence. Each has its own job, so that one
-that hangs or breaks a device does not affect the others. Functions of workers are written as a user would write them;
-most return a list of wrong results on their rank, as sentences.
+A check returns a sentence about its success, or raises :class:`CheckFailed` with the evidence. Each check has its own
+job, so that one that hangs or breaks a device does not affect the others. The workers' functions are written as a user
+would write them; most return a list of wrong results on their rank, as sentences.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Setup:
     """Settings of the checks' jobs.
 
     Args:
-        spec: of a job that does nothing.
-        tolerance: largest relative difference of weights, for other orders of summation.
+        spec: settings of a job that does nothing.
+        tolerance: largest relative difference of weights, because the order of summation may differ.
     """
 
     spec: LaunchSpec
     tolerance: float
 
     def run(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Run a job of ``function``; its value is what each rank has returned."""
+        """Run a job of ``function``; its value is a list with the value of each rank."""
         spec = replace(
             self.spec,
             function=function,
@@ -65,9 +65,9 @@ class Setup:
         return job
 
     def expect_no_errors(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a job of ``function``, and raise :class:`CheckFailed` with the wrong results that ranks return."""
-        found = self.run(function, *args).result()
-        lines = [f"rank {rank}: {text}" for rank, wrong in enumerate(found) for text in wrong]
+        """Run a job of ``function``; raise :class:`CheckFailed` with the wrong results that ranks return."""
+        wrong_results = self.run(function, *args).result()
+        lines = [f"rank {rank}: {text}" for rank, wrong in enumerate(wrong_results) for text in wrong]
         if lines:
             raise CheckFailed("\n".join(lines))
 
@@ -87,18 +87,21 @@ def check_collectives(setup: Setup) -> str:
 def _collectives() -> list[str]:
     accelerator = Accelerator()
     rank, count = accelerator.process_index, accelerator.num_processes
-    own = torch.tensor([float(rank), 10.0 * rank], device=accelerator.device)
+    local = torch.tensor([float(rank), 10.0 * rank], device=accelerator.device)
     ragged = torch.full((rank + 1,), float(rank), device=accelerator.device)
     total = count * (count - 1) / 2
     padded = [[float(other)] * (other + 1) + [-1.0] * (count - other - 1) for other in range(count)]
     checks: dict[str, tuple[torch.Tensor, list[float]]] = {
         "gather": (
-            accelerator.gather(own),
+            accelerator.gather(local),
             [number for other in range(count) for number in (other, 10 * other)],
         ),
-        "reduce(sum)": (accelerator.reduce(own, "sum"), [total, 10 * total]),
-        "reduce(mean)": (accelerator.reduce(own, "mean"), [total / count, 10 * total / count]),
-        "broadcast": (accelerator.broadcast(own + 1, from_process=count - 1), [count, 10 * (count - 1) + 1]),
+        "reduce(sum)": (accelerator.reduce(local, "sum"), [total, 10 * total]),
+        "reduce(mean)": (accelerator.reduce(local, "mean"), [total / count, 10 * total / count]),
+        "broadcast": (
+            accelerator.broadcast(local + 1, from_process=count - 1),
+            [count, 10 * (count - 1) + 1],
+        ),
         "pad_across_processes": (
             accelerator.gather(accelerator.pad_across_processes(ragged, pad_index=-1)),
             [number for row in padded for number in row],
@@ -116,13 +119,13 @@ def _collectives() -> list[str]:
 
 
 def check_gradients(setup: Setup) -> str:
-    """Check that training on all ranks gives the weights of training in one process."""
+    """Check that training on all ranks gives the same weights as training in one process."""
     setup.expect_no_errors(_gradients, setup.tolerance)
     return "the weights equal the weights of a single process with the same samples"
 
 
 def check_sharded(setup: Setup) -> str:
-    """Check the same with sharded weights."""
+    """Check the same for sharded weights."""
     setup.expect_no_errors(_gradients, setup.tolerance, FullyShardedDataParallelPlugin())
     return "the same with sharded weights (FSDP2)"
 
@@ -138,13 +141,13 @@ def _gradients(tolerance: float, plugin: FullyShardedDataParallelPlugin | None =
         nn.functional.mse_loss(outputs, targets.to(accelerator.device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # With sharded weights, only the main process has all of them.
+    # If the weights are sharded, only the main process has all of them.
     trained = accelerator.get_state_dict(prepared)
     return _differences(dict(reference.named_parameters()), trained, tolerance, "single-process training")
 
 
 def check_metrics(setup: Setup) -> str:
-    """Check that metrics count every sample once, also if the ranks have unequal numbers of samples."""
+    """Check that metrics count every sample once, even if ranks have unequal numbers of samples."""
     setup.expect_no_errors(_metrics)
     return "gather_for_metrics returns every sample of an uneven set once, in order"
 
@@ -159,7 +162,7 @@ def _metrics() -> list[str]:
 
 
 def check_checkpoint(setup: Setup) -> str:
-    """Check that training continues from a checkpoint as without an interruption."""
+    """Check that training continues from a checkpoint as if it had not been interrupted."""
     with tempfile.TemporaryDirectory() as folder:
         setup.expect_no_errors(_checkpoint, str(Path(folder, "state")), setup.tolerance)
     return "training after load_state equals training after save_state: weights, optimizer, random numbers"
@@ -236,7 +239,7 @@ CHECKS: dict[str, Check] = {
 
 
 def supported(backend: Backend) -> list[str]:
-    """Return the names of the checks for a backend: FSDP2 needs torch 2.6, and is not for XLA devices."""
+    """Return the names of a backend's checks: FSDP2 needs torch 2.6, and does not run on XLA devices."""
     can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients_at_step
     return [name for name in CHECKS if name != "sharded" or can_shard]
 
@@ -245,7 +248,7 @@ def supported(backend: Backend) -> list[str]:
 
 
 def _build_model() -> nn.Sequential:
-    """Return a small network with the same weights at every call and on every rank."""
+    """Return a small network with the same weights in every call and on every rank."""
     generator = torch.Generator().manual_seed(7)
     model = nn.Sequential(nn.Linear(_NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
     with torch.no_grad():
@@ -282,7 +285,7 @@ def _train(accelerator: Accelerator, model: nn.Module, data: TensorDataset) -> n
 def _differences(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], tolerance: float, what: str
 ) -> list[str]:
-    """Return a sentence for each tensor of ``got`` with a difference over ``tolerance``, relative to its maximum."""
+    """Return a sentence for each tensor of ``got`` whose difference, relative to its maximum, is over ``tolerance``."""
     wrong = []
     for name, weights in got.items():
         wanted = expected[name].detach().cpu()

@@ -242,7 +242,7 @@ class NodesStopAgreement:
             )
         self._agreement.poll([*running, *answers], now_s)
         any_slot = next(iter(self.slots.values()))
-        self.state.proposal, self.own.decision = any_slot.stop_proposal, any_slot.stop_decision
+        self.state.proposal, self.state.decision = any_slot.stop_proposal, any_slot.stop_decision
         self.is_settled = self._agreement.is_settled
 
 
