@@ -1,11 +1,11 @@
 """Configuration files: their default path, reading them, and writing them with comments.
 
-    # What a setting means.
+    # The meaning of the setting.
     num_processes: 4
 
 Keys are the names in :data:`SETTINGS`; keys of a strategy may be in their own mapping (``fsdp_config:``). Files written
-by ``accelerate config`` have the same format and are read as they are. Values are read as the texts that they are: what
-YAML 1.1 makes of ``no`` (a flag) and of ``1:4`` (a number to the base 60) is not meant here.
+by ``accelerate config`` have the same format and need no conversion. Values are read as plain text, because YAML 1.1
+would read ``no`` as a flag and ``1:4`` as a number to the base 60.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 }
 
 _NOT_SET = (("num_processes", "-1"), ("deepspeed_config_file", "none"))
-"""What ``accelerate config`` writes where a setting was not chosen."""
+"""What ``accelerate config`` writes for a setting without a choice."""
 
 _MAX_UNKNOWN = 5
-"""Number of unknown keys that a message lists."""
+"""Largest number of unknown keys in a message."""
 
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
 """Settings of other groups that ``accelerate config`` writes into ``deepspeed_config``."""
 
 
 def default_path() -> Path:
-    """Return the path that is read when the user names no file.
+    """Return the path that is read if the user names no file.
 
-    It is ``NBLAUNCH_CONFIG_FILE`` if set, else ``nblaunch/default.yaml`` in the user's folder for configuration.
+    This is ``NBLAUNCH_CONFIG_FILE`` if set, or else ``nblaunch/default.yaml`` in the user's configuration folder.
     Source: XDG Base Directory Specification.
     """
     chosen = env.read("NBLAUNCH_CONFIG_FILE")
@@ -59,7 +59,7 @@ def default_path() -> Path:
 
 
 def find_layers(config_file: str | os.PathLike[str] | None) -> list[Layer]:
-    """Read ``config_file``, or the default file if it is None and the file exists; empty if there is neither.
+    """Read ``config_file``, or the default file if it is None; return no layers if the default file does not exist.
 
     Raises:
         ConfigError: ``config_file`` is missing, or the file is invalid.
@@ -107,7 +107,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _describe_yaml_error(error: Exception) -> str:
-    """Return what is wrong with the text, in one line; with line and column where known."""
+    """Return what is wrong with the text in one line, with line and column if known."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return place + textwrap.shorten(problem or f"{type(error).__name__}: {error}", 200)
@@ -133,7 +133,7 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {key}: must contain keys and values, but is {shown(value)}")
         for name, inner_value in value.items():
-            # The questionnaire of Accelerate leaves the prefix out there.
+            # Accelerate's questionnaire omits the prefix there.
             inner = f"fp8_{name}" if key == "fp8_config" and not name.startswith("fp8_") else name
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
                 raise ConfigError(f"{path}: {key}: {inner} belongs at the top level of the file")
@@ -167,7 +167,7 @@ def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value says that a feature is not used; of a section or a list, whether all of its values do."""
+    """Return whether a value switches a feature off; for a section or a list, whether all its values do."""
     if isinstance(value, (dict, list)):
         return all(map(_is_off, value.values() if isinstance(value, dict) else value))
     return _is_null(value) or str(value).lower() in ("no", "none", "false")
@@ -190,7 +190,7 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     kind = raw.get("distributed_type", "")
     if not _is_null(kind):
         if kind not in list(_DISTRIBUTED_TYPES):  # a list: the value may be one, too
@@ -198,18 +198,18 @@ def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"distributed_type: {named(kind)} is not available in nblaunch; valid are {valid}"
             )
-        found |= _DISTRIBUTED_TYPES[kind]
+        settings |= _DISTRIBUTED_TYPES[kind]
         if kind == "NO":
-            found["num_processes"] = 1
+            settings["num_processes"] = 1
     if _flag(raw, "use_cpu"):
-        found["backend"] = "cpu"
+        settings["backend"] = "cpu"
     if _flag(raw, "fp16") and "mixed_precision" not in raw:
-        found["mixed_precision"] = "fp16"
-    return found
+        settings["mixed_precision"] = "fp16"
+    return settings
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Write settings atomically as YAML, with a comment for each; as JSON where the name of the file ends so.
+    """Write settings atomically as commented YAML, or as JSON if the file name ends with ``.json``.
 
     If ``path`` is a symbolic link, as in a folder of dotfiles, its target is written.
 
@@ -247,7 +247,7 @@ def render(values: Mapping[str, Any]) -> str:
 
 
 def render_json(values: Mapping[str, Any]) -> str:
-    """Return settings as JSON, which YAML's reader takes as well; in the order of the table."""
+    """Return settings as JSON in the order of the table; the YAML reader accepts JSON, too."""
     content: dict[str, Any] = {}
     for name in (name for name in SETTINGS if name in values):
         group = SETTINGS[name].group

@@ -1,7 +1,7 @@
 """Conversion of resolved settings to a :class:`LaunchSpec`.
 
-Settings count the processes of all machines, a ``LaunchSpec`` counts the processes of one machine. Settings of
-strategies and compilers become arguments of the plugins of ``Accelerator``.
+Settings count the processes of all machines; a ``LaunchSpec`` counts the processes of one machine. Settings of
+strategies and compilers become arguments of ``Accelerator``'s plugins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHER_NAMES = {
 """Setting -> argument of a plugin, if it differs from the setting's name without the group's prefix."""
 
 _WITHOUT_ARGUMENT = ("fp8_backend", "fsdp_version")
-"""Settings of plugins that have only one effect."""
+"""Settings of plugins that have only one value."""
 
 
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:
@@ -57,8 +57,8 @@ def spec_of(
 
     Args:
         resolved: the settings.
-        function: what each process calls.
-        args: its arguments.
+        function: function that each process calls.
+        args: arguments of the function.
         **fields: fields of :class:`LaunchSpec` that override the settings.
 
     Raises:
@@ -86,7 +86,7 @@ def with_setting_names(text: str) -> str:
     names = {field: name for name, field in FIELDS.items() if field != name} | {
         "use_port": "main_process_port"
     }
-    return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], text)
 
 
 def device_choice(resolved: Resolved) -> dict[str, str | None]:
@@ -128,7 +128,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def _arguments(resolved: Resolved, group: str) -> dict[str, Any]:
-    """Return arguments of a plugin from the settings of its group that were set."""
+    """Return arguments of a plugin, made from the settings of its group that are set."""
     prefix = group.removesuffix("config")
     return {
         _OTHER_NAMES.get(name, name.removeprefix(prefix)): value

@@ -1,4 +1,4 @@
-"""Merging of settings from several sources, with checks that they agree."""
+"""Merges settings from several sources and checks that they agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
     "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
     "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
 }
-"""Setting or group -> another setting, whether a value of that uses it, and what it is for."""
+"""Setting or group -> the setting that it depends on, a test of that setting's value, and its purpose."""
 
 
 class ConfigError(ValueError):
@@ -38,8 +38,8 @@ class Layer:
     """Settings of one source.
 
     Args:
-        source: as ``command line``, or the path of a file.
-        values: setting -> converted value. None is a value too, for settings that accept none.
+        source: such as ``command line``, or the path of a file.
+        values: setting -> converted value. None is also a value, for settings that accept it.
     """
 
     source: str
@@ -62,7 +62,7 @@ class Resolved:
         return self.values[name]
 
     def is_set(self, name: str) -> bool:
-        """Return whether the setting has another source than the table's default."""
+        """Return whether the setting's value comes from any source but the table's default."""
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 
 def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
-    """Refuse settings without an effect because of another, unless a layer above them set that one.
+    """Reject settings that another setting makes ineffective, unless a higher layer set that other one.
 
-    A file may be written for another strategy or device than the command line's.
+    A file may have been written for another strategy or device than the command line's.
     """
     for name, setting in SETTINGS.items():
         needs = _NEEDS.get(name) or _NEEDS.get(setting.group)

@@ -1,7 +1,7 @@
-"""The table of all settings: fields of ``LaunchSpec``, arguments of the plugins of ``Accelerator``, and a few more.
+"""The table of all settings: fields of ``LaunchSpec``, arguments of ``Accelerator``'s plugins, and a few more.
 
 Each row is an option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`.
-Names follow Hugging Face Accelerate if it has the setting.
+Names follow Hugging Face Accelerate if it has the same setting.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ COMPILERS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
     "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend", "neuron",
 )  # fmt: skip
-"""Compilers that Accelerate lists; device families have others."""
+"""Compilers that Accelerate lists; device families add others."""
 
 
 def _compilers() -> tuple[str, ...]:
-    own = [name for family in backends.discover().values() for name in family.compilers]
-    return tuple(dict.fromkeys([*COMPILERS, *own]))
+    family_compilers = [name for family in backends.discover().values() for name in family.compilers]
+    return tuple(dict.fromkeys([*COMPILERS, *family_compilers]))
 
 
 _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
@@ -93,13 +93,13 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "fsdp_auto_wrap_policy",
             Choice(WRAP_POLICIES),
             None,
-            "which submodules become units that are sharded",
+            "how to choose the submodules that are sharded as units",
         ),
         (
             "fsdp_transformer_layer_cls_to_wrap",
             Text("CLASS,..."),
             None,
-            "classes of classes of classes of blocks, for TRANSFORMER_BASED_WRAP",
+            "classes of blocks, for TRANSFORMER_BASED_WRAP",
         ),
         ("fsdp_min_num_params", Whole(0), None, "minimum number of parameters, for SIZE_BASED_WRAP"),
         (
@@ -120,7 +120,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "fsdp_sharding_strategy",
             Text("NAME"),
             None,
-            "as in as in as in version 1: FULL_SHARD, SHARD_GRAD_OP, ...",
+            "as in version 1: FULL_SHARD, SHARD_GRAD_OP, ...",
         ),
     ),
     "deepspeed_config": (
@@ -236,7 +236,7 @@ _REFUSED = {
     **dict.fromkeys(("command", "commands", "command_file"), _ON_EVERY_MACHINE),
     "aws_": "launching on Amazon SageMaker is not available in nblaunch",
 }
-"""Accelerate's names, or beginnings that end in _, of features that nblaunch does not have -> the reason."""
+"""Accelerate's names, or prefixes that end in _, of features that nblaunch does not have -> the reason."""
 
 
 def refusal(name: str) -> str | None:
@@ -244,7 +244,7 @@ def refusal(name: str) -> str | None:
     setting."""
     if name in SETTINGS:
         return None
-    for known, reason in _REFUSED.items():
-        if name == known or (known.endswith("_") and name.startswith(known)):
+    for refused, reason in _REFUSED.items():
+        if name == refused or (refused.endswith("_") and name.startswith(refused)):
             return reason
     return None

@@ -1,17 +1,17 @@
-"""How workers start; ``fork.py``, ``forkserver.py``, ``spawn.py`` have a ``start`` that :data:`STARTERS` lists.
+"""Start methods: ``fork.py``, ``forkserver.py`` and ``spawn.py`` have a ``start`` that :data:`STARTERS` lists.
 
 The argument ``engine`` of ``notebook_launcher`` chooses between worker processes (``"local"``, or ``"elastic"`` with
-other machines) and ``"inline"``, which starts none. ``nblaunch.launcher.plan`` chooses the start method.
+other machines) and ``"inline"``, which starts no process. ``nblaunch.launcher.plan`` chooses the start method.
 
-fork.py           forks of this process
-forkserver.py     forks of a clean interpreter, and the code that this interpreter runs
-spawn.py          fresh interpreters
-inline.py         the function runs in this process
+fork.py           forks this process
+forkserver.py     forks a clean interpreter; also the code that runs in that interpreter
+spawn.py          starts fresh interpreters
+inline.py         runs the function in this process
 
-What they share:
+Shared code:
 
-worker_group.py   WorkerGroup, by which workers are watched; child processes: wait, signal, reap
-saved_call.py     the call as it was at one moment, for fresh interpreters
+worker_group.py   WorkerGroup, the interface for watching workers; child processes: wait, signal, reap
+saved_call.py     snapshot of a call for fresh interpreters
 interpreter.py    starts a fresh interpreter
 """
 
@@ -26,17 +26,17 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 
 Starter = Callable[[FunctionCall, Sequence[Assignment], Board, SavedCall | None], WorkerGroup]
-"""Starts one worker per assignment. It knows nothing of events, logs or results.
+"""Starts one worker per assignment. It is independent of events, logs and results.
 
 Args:
     call: the function and its arguments.
     assignments: one per worker.
-    board: their progress.
-    saved: the call as it was earlier, which fresh processes load in place of ``call``; None = save it now.
+    board: progress board of the workers.
+    saved: earlier snapshot of the call, which fresh processes load in place of ``call``; None = save it now.
 
 Raises:
-    PayloadError: the call can't be sent to workers; names the variable.
-    LaunchError: the system refused a process; those already started are gone again.
+    PayloadError: the call can't be sent to workers; the message names the variable.
+    LaunchError: the system refused to start a process; those already started have been killed.
 """
 
 STARTERS: Mapping[str, Starter] = {"fork": fork.start, "forkserver": forkserver.start, "spawn": spawn.start}

@@ -1,15 +1,15 @@
-"""Workers forked from this process: they have the function, its closure and the model without any copying.
+"""Workers forked from this process: they have the function, its closure and the model without copying.
 
-kernel ── prepare the device family, pause OpenMP pools, open this memory to compare weights with, freeze the heap,
+kernel ── prepare the device family, pause OpenMP pools, open this memory for comparing weights, freeze the heap,
        │   hold back signals
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
-       └── let signals through, unfreeze the heap (pools come back when they are needed)
+       └── let signals through, unfreeze the heap (pools restart when they are needed)
 
-After any parallel CPU operation the process has a pool of OpenMP threads. A fork copies the pool's bookkeeping but not
-its threads, so that a child's first parallel operation waits for ever for threads that do not exist
-(pytorch/pytorch#17199, gcc bug 58378). ``omp_pause_resource_all`` (OpenMP 5.0, section 3.2.44) gives the pools up;
-parent and child then start fresh ones when they next need them.
+After any parallel CPU operation, the process has a pool of OpenMP threads. A fork copies the pool's bookkeeping but not
+its threads, so a child's first parallel operation waits forever for threads that do not exist (pytorch/pytorch#17199,
+gcc bug 58378). ``omp_pause_resource_all`` (OpenMP 5.0, section 3.2.44) releases the pools; parent and child start fresh
+ones when they next need them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from nblaunch.worker.inheritance.files import KernelFiles
 def start(
     call: FunctionCall, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None
 ) -> WorkerGroup:
-    """Fork from the calling thread: the main one, while no other code of the user can run."""
+    """Fork from the calling thread, which is the main thread, while no other user code can run."""
     return Children(fork_workers(lambda: call, assignments, board))
 
 
@@ -60,9 +60,9 @@ def fork_workers(
     kernel_threads.remember()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
-    # Before the forks, since what a worker writes to is copied page by page.
+    # Before the forks, because every page that a worker writes to is copied.
     assignments = [
-        replace(own, parent_pid=parent_pid, restricts_threads=not is_paused) for own in assignments
+        replace(each, parent_pid=parent_pid, restricts_threads=not is_paused) for each in assignments
     ]
     with _originals_opened(assignments) as originals:
         files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
@@ -71,7 +71,7 @@ def fork_workers(
                 try:
                     pid = _fork()
                 except OSError as error:
-                    kill_and_reap(pids.values())  # those that were started before this one was refused
+                    kill_and_reap(pids.values())  # the workers started before the system refused this one
                     raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
                 if pid == 0:
                     _run_worker(assignment, assignments, load_call, board, originals, files)
@@ -80,9 +80,9 @@ def fork_workers(
 
 
 def _fork() -> int:
-    """Fork without a warning; the child has the filters of warnings that this process had before."""
+    """Fork without a warning; the child keeps this process's warning filters."""
     with warnings.catch_warnings():
-        # Python warns about forking with threads; what a worker must not touch of theirs, worker/ takes care of.
+        # Python warns about forking with threads; worker/ keeps workers from using anything of these threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         return attached_debugger.fork()
 
@@ -95,7 +95,7 @@ def _prepare(backend: Backend) -> None:
 
 
 def _run_worker(
-    own: Assignment,
+    assignment: Assignment,
     assignments: Sequence[Assignment],
     load_call: Callable[[], FunctionCall],
     board: Board,
@@ -106,10 +106,10 @@ def _run_worker(
     try:
         files.renew()
         for other in assignments:
-            if other is not own:
+            if other is not assignment:
                 for fd in other.own_fds:
                     os.close(fd)
-        bootstrap.run(own, load_call, board.slot(own.rank), originals, files)
+        bootstrap.run(assignment, load_call, board.slot(assignment.rank), originals, files)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -117,8 +117,8 @@ def _run_worker(
 
 
 def _own_fds(assignments: Sequence[Assignment], originals: Originals | None) -> set[int]:
-    """Return the descriptors that the workers get for nblaunch itself."""
-    fds = {fd for own in assignments for fd in (*own.own_fds, own.board_fd)}
+    """Return the descriptors that nblaunch opens for the workers."""
+    fds = {fd for assignment in assignments for fd in (*assignment.own_fds, assignment.board_fd)}
     return fds if originals is None else {*fds, originals.fd}
 
 
@@ -127,7 +127,7 @@ def _ranks(assignments: Sequence[Assignment]) -> range:
 
 
 def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
-    """Restore ``random`` before the call: Python seeds it anew in every child, unlike numpy and torch."""
+    """Restore ``random`` before the call: Python reseeds it in every child, but numpy and torch do not."""
     state = random.getstate()
 
     def load() -> FunctionCall:
@@ -139,7 +139,7 @@ def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], Fu
 
 @contextmanager
 def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """Open this process's memory for the workers: they compare their weights with it, and send those that differ."""
+    """Open this process's memory for the workers: they compare their weights with it and send only changed ones."""
     originals = Originals.of_this_process() if assignments[0].wanted_modules else None
     try:
         yield originals
@@ -150,8 +150,8 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
 
 def _refusal(error: OSError, started: int, wanted: int) -> str:
     return (
-        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}); the {started} "
-        "running workers were ended. Check the limit on processes (ulimit -u, or the pids limit of the "
+        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}), so the {started} "
+        "running workers were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
         "container) and free memory, or use fewer processes."
     )
 
@@ -165,18 +165,18 @@ _DELETED = " (deleted)"  # source: proc_pid_maps(5)
 
 
 def pause_pools() -> bool:
-    """Give up the OpenMP pools of the calling thread in every OpenMP library that this process has loaded.
+    """Release the OpenMP pools of the calling thread in every OpenMP library that this process has loaded.
 
     Returns:
-        True if a child may use all its threads: every library was paused, or none is loaded. False if some library
-        could not be; then children must keep to one thread.
+        True if a child may use all its threads: every library was paused, or none is loaded. False if a library could
+        not be paused; children must then use one thread.
     """
     were_paused = [_pause(library) for library in _loaded_libraries()]
     return all(were_paused)
 
 
 def _loaded_libraries() -> tuple[str, ...]:
-    """Return paths of loaded OpenMP libraries. torch, scikit-learn and others each bring a copy of their own."""
+    """Return paths of loaded OpenMP libraries. torch, scikit-learn and other packages each bring their own copy."""
     global _known
     size = _executable_size()
     if size is None or _known is None or _known[0] != size:
@@ -196,10 +196,10 @@ def _find_libraries() -> tuple[str, ...]:
 
 
 def _loaded_name(line: str) -> str:
-    """Return the name under which the library of a line of the maps was loaded; its path where that is not known.
+    """Return the name under which the library of a line of the maps was loaded; its path if the name is unknown.
 
-    Of a file that ``pip`` has replaced or removed, the loaded copy is found by this name alone: by another, as one
-    without the ``..`` of a search path, the system looks for the file.
+    If ``pip`` has replaced or removed the file, the system finds the loaded copy by this name only. For any other
+    name, such as one without the ``..`` of a search path, it looks for the file.
     """
     info = _SymbolInfo()
     address = ctypes.c_void_p(int(line.partition("-")[0], 16))
@@ -209,7 +209,7 @@ def _loaded_name(line: str) -> str:
 
 
 _known: tuple[bytes | None, tuple[str, ...]] | None = None
-"""The libraries found last, and when: reading the maps of a process with torch in it takes a millisecond."""
+"""The last list of libraries, and its time: reading the maps of a process with torch takes a millisecond."""
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -224,13 +224,13 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def _executable_size() -> bytes | None:
-    """Return how much of this process's memory holds code of libraries; None if the system does not count it.
+    """Return how much of this process's memory holds library code; None if the system does not count it.
 
-    It grows when a library is loaded. The loader's own count is not asked for: it is given to a callback under the
-    loader's lock, which a thread that imports a module waits for while it holds the interpreter's.
+    The value grows when a library is loaded. nblaunch does not ask the loader for its count, because the loader calls
+    back under its lock: a thread that imports a module waits for that lock while it holds the interpreter's.
     """
-    found = _LIBRARIES_SIZE.search(proc.read_bytes(_OWN_STATUS))
-    return found[1] if found else None
+    match = _LIBRARIES_SIZE.search(proc.read_bytes(_OWN_STATUS))
+    return match[1] if match else None
 
 
 def _pause(library: str) -> bool:
@@ -242,5 +242,5 @@ def _pause(library: str) -> bool:
 
 @cache
 def _handle(library: str) -> ctypes.CDLL:
-    # RTLD_NOLOAD: the very copy that is in use, never a second one.
+    # RTLD_NOLOAD returns the copy in use, never a second one.
     return ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

@@ -1,10 +1,10 @@
-"""Workers forked from a clean interpreter: for kernels that can't be forked, with one model in memory all the same.
+"""Workers forked from a clean interpreter: for kernels that can't be forked, still with a single model in memory.
 
 kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0
    └── started / ended of each rank ─┴── fork ──> worker 1
 
-Where loading the call has used the device, the server starts fresh workers instead.
+If loading the call has used the device, the server starts fresh workers instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
 
 _REPORT = struct.Struct("<iii")
-"""What a server reports to the kernel: kind, rank, and a process id or an exit code."""
+"""A report of the server to the kernel: kind, rank, and a process id or an exit code."""
 
 _STARTED, _ENDED = 0, 1
 
@@ -95,7 +95,7 @@ class ForkserverGroup(WorkerGroup):
             self._server_status = reap_with_group(self._server)
         ended = self._read_reports()
         if self._server_status is not None and self._alive:
-            # Without its server no worker lives (they die with it), and how each one ended is not known.
+            # Workers die with their server, and how each one ended is unknown.
             status = ExitStatus(self._server_status.code, self._server)
             ended += [(rank, status) for rank in sorted(self._alive)]
             self._alive.clear()
@@ -118,7 +118,7 @@ class ForkserverGroup(WorkerGroup):
         for rank in self._alive & self._pids.keys():
             self.signal(rank, signal.SIGKILL)
         if self._server_status is None:
-            kill_and_reap([self._server])  # a worker that it was just about to start ends with it
+            kill_and_reap([self._server])  # a worker that it was about to start ends with it
         descriptors.close(self._report_fd)
         if self._server_fd is not None:
             descriptors.close(self._server_fd)
@@ -127,7 +127,7 @@ class ForkserverGroup(WorkerGroup):
         ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
-                report = os.read(self._report_fd, _REPORT.size)  # written whole: far below PIPE_BUF
+                report = os.read(self._report_fd, _REPORT.size)  # never partial: far below PIPE_BUF
             except BlockingIOError:
                 return ended
             if not report:
@@ -144,14 +144,14 @@ class ForkserverGroup(WorkerGroup):
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Load the call, fork the workers, and report their starts and ends until the last has ended."""
+    """Load the call, fork the workers, and report their starts and ends until the last one has ended."""
     boot = read_boot(arguments)
     first = boot.assignments[0]
     process_control.lead_posix_session()
     process_control.end_with_parent(first.parent_pid)
     descendants.carry(first.descendant_tag)
     try:
-        # What happens while the call is loaded is shown as the first rank's.
+        # Output and errors while the call loads are shown as the first rank's.
         output.capture(first.log_path)
         process_control.watch_faults(first.stacks_path)
         env.apply({"OMP_NUM_THREADS": str(first.num_threads)})
@@ -164,10 +164,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
             # The launcher interrupts the server until it knows the workers.
             signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
-        # No worker runs yet that could report it: the server does for the first rank.
+        # No worker can report it yet, so the server reports it for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
-        if isinstance(error, KeyboardInterrupt):  # it ends all ranks as it would end each of them
+        if isinstance(error, KeyboardInterrupt):  # it ends all ranks, as it would end each of them
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)
@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
-    Where loading the call has used the device (a module of it does so when it is imported), copies of this process
-    can't use it either. Then the workers are fresh interpreters, each of which loads the call by itself.
+    If loading the call has used the device (one of its modules did so on import), copies of this process can't use the
+    device either. The workers are then fresh interpreters, and each of them loads the call.
     """
     first = boot.assignments[0]
     backend = backends.find(first.backend, first.registered_backend)

@@ -1,6 +1,6 @@
-"""The function in this very process, as the only rank: for pdb, profilers and tests.
+"""Runs the function in this process, as the only rank: for pdb, profilers and tests.
 
-Not among the starters, because there is no process to watch: exceptions and interrupts take their ordinary way, and
+It is not one of the starters, because there is no process to watch: exceptions and interrupts propagate as usual, and
 breakpoints work.
 """
 
@@ -28,19 +28,19 @@ def run_inline(
     environment: Mapping[str, str],
     is_spmd: bool = False,
 ) -> Any:
-    """Call the function as rank 0 of 1 and return its value; context and environment are put back afterwards.
+    """Call the function as rank 0 of 1 and return its value; restore context and environment afterwards.
 
     Args:
         call: the function and its arguments.
         topology: topology of the lone rank.
         backend: the device family that it computes on.
         accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
-        emit: gets the events of the function, as metrics, in the thread that emits them.
-        environment: further variables to set meanwhile.
-        is_spmd: let this process drive all devices, which it then does until it ends.
+        emit: receives the function's events, such as metrics, in the thread that emits them.
+        environment: additional variables to set during the call.
+        is_spmd: let this process drive all devices; it then does so until it ends.
 
     Raises:
-        RuntimeError: it is too late for that: the process uses one device already.
+        RuntimeError: it is too late for ``is_spmd``, because the process already uses one device.
     """
     function, args = call
     before = context.take()
@@ -66,4 +66,4 @@ def run_inline(
             context.install(before)
             if not was_in_group:
                 process_group.leave()
-            backend.empty_cache()  # what the function has freed is kept by torch otherwise, and this process lives on
+            backend.empty_cache()  # torch would keep the memory that the function has freed, and this process lives on

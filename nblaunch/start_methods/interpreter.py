@@ -1,4 +1,4 @@
-"""Starting fresh interpreters from the kernel, for spawn, forkserver, agents of nodes and detached jobs."""
+"""Starts fresh interpreters from the kernel, for spawn, forkserver, agents of nodes and detached jobs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.pickling import payload
 from nblaunch.worker import process_control
 
-# The kernel's search path comes first of all: nblaunch itself may have been found through it.
+# Set the kernel's search path first: nblaunch itself may have come from it.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
 _REST = "import os, pickle; os.environ.update(pickle.load(os.fdopen({fd}, 'rb'))); "
 
 
 @dataclass(frozen=True)
 class Boot:
-    """What a fresh interpreter is started with.
+    """Start parameters of a fresh interpreter.
 
     Args:
         assignments: one for a worker, all for a forkserver.
-        call: what workers run, and what surrounds it.
+        call: the call that workers run, and its surroundings.
         report_fd: a forkserver's pipe to the kernel; -1 for a worker.
     """
 
@@ -45,17 +45,17 @@ class Boot:
 def start_interpreter(
     module: str, assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module, which gets a :class:`Boot` by :func:`read_boot`.
+    """Start a Python process that calls ``main`` of a module; that reads its :class:`Boot` with :func:`read_boot`.
 
-    Safe in any thread, whatever the others are doing: nothing of this process runs in the new one.
+    Safe in any thread, whatever other threads are doing: no code of this process runs in the new one.
 
     Raises:
-        LaunchError: the system refused the process.
+        LaunchError: the system refused to start the process.
     """
     parent_pid, backend = os.getpid(), registered_backend(assignments[0].backend)
     boot = Boot(
         assignments=tuple(
-            replace(one, parent_pid=parent_pid, registered_backend=backend) for one in assignments
+            replace(each, parent_pid=parent_pid, registered_backend=backend) for each in assignments
         ),
         call=call,
         report_fd=report_fd,
@@ -68,27 +68,27 @@ def start_interpreter(
         return start_program(module, boot, inherited, call)
     except OSError as error:
         raise LaunchError(
-            f"a fresh Python process could not be started ({sys.executable}): {error}. If descriptors or "
+            f"can't start a fresh Python process ({sys.executable}): {error}. If descriptors or "
             "processes ran out (ulimit -n, ulimit -u), use fewer workers or close other programs."
         ) from error
 
 
 def read_boot(arguments: Sequence[str]) -> Boot:
-    """Return what this interpreter was started with, from the memory file whose descriptor is the argument."""
+    """Return the start parameters of this interpreter, from the memory file whose descriptor is the argument."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         boot: Boot = pickle.load(file)
     return boot
 
 
 def report_left(boot: Boot) -> None:
-    """Report from the first rank, in a note, what of the kernel's settings could not be sent."""
+    """Report, in a note from the first rank, which of the kernel's settings could not be sent."""
     first, note = boot.assignments[0], boot.call.settings.note()
     if note is not None and first.topology.rank == 0:
         EventSender(first.event_fd).send(Note.of_job(note, "warning"))
 
 
 def registered_backend(name: str) -> bytes:
-    """Pickle a backend that is known to this process alone; b"" for those that are part of nblaunch."""
+    """Pickle a backend that only this process has registered; b"" for those that are part of nblaunch."""
     backend = backends.registered(name)
     return b"" if backend is None else payload.to_bytes(backend, main_by_reference=False)
 
@@ -100,22 +100,22 @@ def start_program(
     call: SavedCall | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module, in a POSIX session of its own.
+    """Start a Python process that calls ``main`` of a module, in its own POSIX session.
 
     Args:
-        module: its name.
-        message: pickled into a memory file, whose number is the argument of ``main``.
-        inherited: descriptors that the process gets besides the memory files of message and call.
-        call: what it is to run; it gets the environment, the search path and the working folder that were saved with
-            it. None = it gets the variables of this process.
-        environment: all of its variables, where they are to be others.
+        module: name of the module.
+        message: object to pickle into a memory file, whose descriptor is the argument of ``main``.
+        inherited: descriptors that the process gets in addition to the memory files of message and call.
+        call: the call that it will run. The process starts with the environment, search path and working folder that
+            were saved with the call. None = it gets the variables of this process.
+        environment: all of its variables, if they differ from these.
 
     Raises:
-        OSError: the system refused the process.
+        OSError: the system refused to start the process.
     """
     message_fd = _written("nblaunch-message", message)
     try:
-        # Imports pass over entries of any other type, as a pathlib.Path; the repr() of one would end the program.
+        # Imports skip entries of other types, such as pathlib.Path, and their repr() would break the program.
         path = [entry for entry in (sys.path if call is None else call.path) if isinstance(entry, str)]
         program = _PROGRAM.format(path=path, module=module)
         fds = {message_fd, *inherited} if call is None else {message_fd, call.fd, *inherited}
@@ -135,7 +135,7 @@ def start_program(
 def _start_with_large_environment(
     program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start with the variables that the system has room for; the program sets the others itself, first of all."""
+    """Start with as many variables as the system has room for; the program itself sets the others first."""
     small, rest = env.split_by_size(environment)
     rest_fd = _written("nblaunch-environment", rest)
     try:
@@ -147,7 +147,7 @@ def _start_with_large_environment(
 def _start(
     program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # Or an interrupt would print the traceback of an unfinished import into the cell.
+    # Otherwise an interrupt would print the traceback of an unfinished import into the cell.
     with process_control.signals_blocked(), descriptors.forks_held_back(), attached_debugger.kept_out():
         return subprocess.Popen(
             [sys.executable, "-c", program, str(message_fd)],
@@ -173,7 +173,7 @@ def _written(name: str, message: object) -> int:
 
 
 def _working_folder(wanted: str | None) -> str | None:
-    """Return where to start; None = where this process is. IPython and MKL refuse a folder that was removed."""
+    """Return the folder to start in; None = this process's folder. IPython and MKL fail in a removed folder."""
     present = present_folder()
     if wanted is not None and wanted != present and os.path.isdir(wanted):
         return wanted

@@ -1,7 +1,7 @@
-"""A call on its way to fresh processes, as it was at one moment: function and arguments, and what surrounds them.
+"""A snapshot of a call for fresh processes: function and arguments, and their surroundings.
 
-Saved and started in one go where a launch waits for its workers. A job that may start workers when its call has
-returned saves it at the launch: whatever the kernel does meanwhile, every attempt is of the same state.
+A launch that waits for its workers saves the call and starts them in one go. A job that may start workers after the
+calling cell has finished saves the call at the launch: whatever the kernel does later, every attempt gets this state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from nblaunch.worker.inheritance.settings import KernelSettings
 
 @dataclass(frozen=True)
 class SavedCall:
-    """A call as it was at one moment, and all that a fresh process needs to run it as this one would have then.
+    """A snapshot of a call, with all that a fresh process needs to run it as this process would have.
 
     Args:
         fd: memory file of the call, see ``wire/pickling/payload.py``.
-        modules: the user's modules that imports would not find there now, by name.
-        settings: of libraries, warnings and loggers.
-        random_states: of this process, so that a fresh worker draws the numbers that a forked one would.
-        environment: all variables, and those by which workers connect to the kernel's cluster.
-        path: where modules are looked for.
-        folder: the working folder; None if it had been removed.
+        modules: user modules, by name, that imports would not find now.
+        settings: settings of libraries, warnings and loggers.
+        random_states: this process's random states, so that a fresh worker draws the same numbers as a forked one.
+        environment: all variables, including those that connect workers to the kernel's cluster.
+        path: search path for modules.
+        folder: the working folder; None if it was removed.
         argv: ``sys.argv``, which a function may parse.
-        authkey: by which processes of ``multiprocessing`` know each other: a manager of the kernel answers workers.
+        authkey: key that processes of ``multiprocessing`` share: with it, a manager of the kernel answers workers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
-        has_shell: this process is an IPython shell, so ``display`` shall work there, too.
+        has_shell: this process is an IPython shell, so ``display`` must work in workers, too.
     """
 
     fd: int
@@ -59,7 +59,7 @@ class SavedCall:
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
-        """Return the call in the memory file ``fd``, with what else this process has at present."""
+        """Return the call in the memory file ``fd``, with this process's current surroundings."""
         return cls(
             fd=fd,
             modules=places_of_this_process(),
@@ -75,14 +75,14 @@ class SavedCall:
         )
 
     def restore_surroundings(self) -> None:
-        """Give this process the command line, the sources of cells and the shell that the call was saved with."""
+        """Give this process the command line, the sources of cells and the shell of the saved call."""
         sys.argv[:] = self.argv
         restore_sources(self.sources)
         if self.has_shell:
             output.ensure_shell()
 
     def load(self) -> tuple[FunctionCall, int]:
-        """Return the call, and the address of its memory file; put settings and random states back."""
+        """Return the call, and the address of its memory file; restore settings and random states."""
         find_at(self.modules)
         multiprocessing.current_process().authkey = self.authkey
         loaded = payload.load_mapped_with_address(self.fd)
@@ -91,22 +91,22 @@ class SavedCall:
         return loaded
 
     def close(self) -> None:
-        """Release the memory, as far as no process has it mapped."""
+        """Release the memory, unless a process still maps it."""
         descriptors.close(self.fd)
 
 
 def save_call(
     call: FunctionCall,
-    remedy: str = "start_method='fork' pickles nothing, where this process can still be forked",
+    remedy: str = "start_method='fork' pickles nothing, if this process can still be forked",
 ) -> SavedCall:
-    """Write the call to a memory file, by cloudpickle.
+    """Write the call to a memory file with cloudpickle.
 
     Args:
         call: the function and its arguments.
-        remedy: what to do where it can't be pickled, beyond creating inside the function what can't.
+        remedy: advice for a call that can't be pickled, beyond creating the object inside the function.
 
     Raises:
-        PayloadError: some variable of the call can't be pickled; names it and what to do.
+        PayloadError: a variable of the call can't be pickled; the message names it and the remedy.
     """
     fd = create_memory_file("nblaunch-call")
     descriptors.keep_from_children(fd)
@@ -123,19 +123,19 @@ def save_call(
 
 @contextmanager
 def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedCall]:
-    """Give the call as it was saved before, or save it for the block alone; raises as :func:`save_call` does."""
+    """Yield the call as saved earlier, or save it for the block only; raise like :func:`save_call`."""
     if saved is not None:
         yield saved
         return
-    own = save_call(call)
+    snapshot = save_call(call)
     try:
-        yield own
+        yield snapshot
     finally:
-        own.close()
+        snapshot.close()
 
 
 def present_folder() -> str | None:
-    """Name the working folder; None if it was removed."""
+    """Return the working folder; None if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -148,5 +148,5 @@ def _blame(call: FunctionCall, error: Exception, remedy: str) -> str:
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
     return (
         f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: {named}. "
-        f"Create it inside the function, or pass the data from which it is made in args; {remedy}."
+        f"Create it inside the function, or pass the data that it is made from in args; {remedy}."
     )

@@ -1,6 +1,6 @@
-"""Workers that are fresh interpreters, one each: the default of ``nblaunch launch``, where each loads the script.
+"""Workers that are fresh interpreters: the default of ``nblaunch launch``, where each worker loads the script.
 
-For a function of a notebook it is the last resort, since every worker loads everything by itself.
+For a function of a notebook this is the last resort, because every worker must load everything itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[in
     """Start one interpreter per assignment; return rank -> process id.
 
     Raises:
-        LaunchError: the system refused a process; those already started are gone again.
+        LaunchError: the system refused to start a process; those already started have been killed.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
@@ -44,9 +44,9 @@ def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[in
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Run the worker for which this interpreter was started."""
+    """Run the worker that this interpreter was started for."""
     boot = read_boot(arguments)
-    boot.call.restore_surroundings()  # first: displays are connected to the launcher before the call is loaded
+    boot.call.restore_surroundings()  # connects displays to the launcher before the call is loaded
     os.set_inheritable(boot.call.fd, False)
     originals = Originals(boot.call.fd)
 

@@ -1,4 +1,4 @@
-"""Workers as a group of processes: waiting for them, signalling them, leaving nothing of them behind."""
+"""Workers as a group of processes: waits for them, signals them, and leaves no process of theirs behind."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from nblaunch.host import descriptors
 _REAP_INTERVAL_S = 0.002
 
 KILL_PATIENCE_S = 10.0
-"""From SIGKILL until a process is given up. Tearing down some hundred GB, or a device, takes seconds."""
+"""Seconds from SIGKILL until a process is given up: tearing down hundreds of GB, or a device, takes seconds."""
 
 
 class WorkerGroup(ABC):
-    """The processes of one attempt of a job. Each worker leads a POSIX session and process group of its own."""
+    """The processes of one attempt of a job. Each worker leads its own POSIX session and process group."""
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """Return rank -> process id of the workers known by now. A worker's process group has the same number."""
+        """Return rank -> process id of the workers known so far. A worker's process group has the same number."""
 
     @abstractmethod
     def process_groups(self) -> list[int]:
         """Return every process group that must not outlive the launcher, helpers included.
 
-        A leader that was reaped is left out: the system may give its number to another process.
+        Leaders that were reaped are left out: the system may give their number to another process.
         """
 
     @abstractmethod
     def waitables(self) -> list[int]:
-        """Return descriptors that become readable when :meth:`poll` may have something. If empty, poll at times."""
+        """Return descriptors that become readable when :meth:`poll` may return ranks. If empty, poll at intervals."""
 
     @abstractmethod
     def poll(self) -> list[tuple[int, ExitStatus]]:
-        """Return ranks that have ended since the last call, and kill what is left of their groups. Never blocks."""
+        """Return ranks that have ended since the last call, and kill the rest of their groups. Never blocks."""
 
     @abstractmethod
     def signal(self, rank: int, signum: int) -> None:
-        """Send a signal to the whole process group of a rank; nothing if it has ended."""
+        """Send a signal to the whole process group of a rank; do nothing if it has ended."""
 
     @abstractmethod
     def abandon(self, rank: int) -> None:
-        """Wait no longer for a rank that SIGKILL does not end; its group stays in :meth:`process_groups`."""
+        """Stop waiting for a rank that SIGKILL does not end; its group stays in :meth:`process_groups`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Kill what still runs, reap it and all helpers, release descriptors. Called once.
+        """Kill the processes that still run, reap them and all helpers, release descriptors. Called once.
 
-        Waits at most :data:`KILL_PATIENCE_S` for processes that were killed, and leaves those that still do not end.
+        Wait at most :data:`KILL_PATIENCE_S` for killed processes, and leave those that have not ended by then.
         """
 
 
@@ -89,7 +89,7 @@ class Children(WorkerGroup):
             signal_group(self._alive[rank], signum)
 
     def abandon(self, rank: int) -> None:
-        # Never reaped: as long as this process has not taken its status, no other gets its number.
+        # Not reaped: until this process takes the status, no other process gets the number.
         self._abandoned.append(self._alive.pop(rank))
         self._close_pidfd(rank)
 
@@ -105,7 +105,7 @@ class Children(WorkerGroup):
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when a process ends; None if the system has no such thing."""
+    """Open a descriptor that becomes readable when a process ends; None if the system does not support it."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -117,17 +117,17 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Send a signal to the process group that ``pid`` leads; to ``pid`` alone while it has not made its group."""
+    """Send a signal to the process group that ``pid`` leads; only to ``pid`` until it has created its group."""
     for send in (os.killpg, os.kill):
         try:
             send(pid, signum)
-        except (ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+        except (ProcessLookupError, PermissionError):  # macOS returns EPERM for a group of zombies
             continue
         return
 
 
 def kill_and_reap(pids: Iterable[int]) -> set[int]:
-    """Send SIGKILL to the group of each child and wait for their end; return those that have not ended in time."""
+    """Send SIGKILL to the group of each child and wait for them to end; return those that have not ended in time."""
     waiting = set(pids)
     for pid in waiting:
         signal_group(pid, signal.SIGKILL)
@@ -140,9 +140,9 @@ def kill_and_reap(pids: Iterable[int]) -> set[int]:
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:
-    """Reap child ``pid`` if it has ended, after killing what it left running in its group; return how it ended.
+    """Kill the rest of the group of child ``pid`` if that has ended, then reap it; return how it ended.
 
-    The leftovers are killed while the child is still a zombie: as long as it is, no other process can get its number.
+    Leftovers are killed while the child is a zombie, because no other process can get its number until it is reaped.
     """
     try:
         if hasattr(os, "waitid"):
@@ -167,6 +167,6 @@ def _kill_leftovers(pid: int) -> None:
 
 
 def disown(process: subprocess.Popen[bytes]) -> int:
-    """Take the waiting for a process out of ``subprocess``'s hands, which would warn and reap it behind our back."""
+    """Stop ``subprocess`` from waiting for a process, which would warn about it and reap it unnoticed."""
     process.returncode = 0
     return process.pid

@@ -97,4 +97,4 @@ def test_what_a_rank_waits_for_follows_from_what_its_code_has_called(
 
 def test_the_advice_follows_from_the_start_method() -> None:
     assert "inside the function" in advice("fork")
-    assert "acquired twice" in advice("spawn")
+    assert "acquires twice" in advice("spawn")

@@ -192,7 +192,7 @@ finally:
 """,
         raises="LaunchError",
     )
-    refusal, others = "Resource temporarily unavailable", "the 2 running workers were ended"
+    refusal, others = "Resource temporarily unavailable", "the 2 running workers were stopped"
     for text in ("worker 2 of 4", refusal, others, "ulimit -u"):
         assert text in cell.raised.value
     assert len(cell.raised.lines) <= 25
