@@ -123,7 +123,7 @@ class NodeAgent:
     # --- from one rendezvous to the next -------------------------------------------------------------------------
 
     def _run_workers(self, handler: RendezvousHandler, store: Store) -> bool:
-        """Have the launcher start the workers after each rendezvous; return whether those of all nodes returned."""
+        """Have the launcher start the workers after each rendezvous; return whether all nodes' workers returned."""
         restarts_left = self._config.max_restarts
         while True:
             self._heartbeats.publish(messages.JOINING)
