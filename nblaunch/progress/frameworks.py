@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.progress.plain_loops import plain_loops
+from nblaunch.progress.plain_loops import harmless, plain_loops
 from nblaunch.progress.planned_epochs import EpochPlan
 
 
@@ -34,7 +34,8 @@ def _set_plan(plan: EpochPlan | None, steps: tuple[int, int] = (0, 0)) -> None:
 def _watch_trainer(module: Any) -> None:
     call = module.CallbackHandler.call_event
 
-    def call_and_report(self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    @harmless
+    def report(event: str, state: Any) -> None:
         if event in ("on_train_begin", "on_epoch_begin", "on_step_end"):
             # Its losses of an optimizer step are parts of one, divided by the micro-steps or by the tokens of all.
             plain_loops().sums_losses = True
@@ -44,6 +45,9 @@ def _watch_trainer(module: Any) -> None:
         elif event == "on_train_end":
             plain_loops().sums_losses = False
             _set_plan(None)
+
+    def call_and_report(self: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        report(event, state)
         return call(self, event, args, state, control, **kwargs)
 
     module.CallbackHandler.call_event = call_and_report
@@ -89,6 +93,7 @@ def _lightning_callback(base: type[Any]) -> Any:
         def on_train_end(self, trainer: Any, module: Any) -> None:
             _set_plan(None)
 
+        @harmless
         def _plan(self, trainer: Any) -> None:
             num_epochs = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else 0
             steps = (trainer.global_step, trainer.max_steps) if trainer.max_steps > 0 else (0, 0)
@@ -105,13 +110,17 @@ def _lightning_callback(base: type[Any]) -> Any:
 def _watch_fastai(module: Any) -> None:
     call = module.Learner.__call__
 
-    def call_and_report(self: Any, event_name: Any) -> Any:
-        if event_name == "before_batch" and self.training and self.iter == 0:
-            _set_plan(EpochPlan(self.epoch + 1, self.n_epoch, self.n_iter))
+    @harmless
+    def report(learner: Any, event_name: Any) -> None:
+        if event_name == "before_batch" and learner.training and learner.iter == 0:
+            _set_plan(EpochPlan(learner.epoch + 1, learner.n_epoch, learner.n_iter))
         elif event_name == "after_step":
             plain_loops().count_step()  # its own optimizers are not torch's
         elif event_name == "after_fit":
             _set_plan(None)
+
+    def call_and_report(self: Any, event_name: Any) -> Any:
+        report(self, event_name)
         return call(self, event_name)
 
     module.Learner.__call__ = call_and_report

@@ -16,10 +16,13 @@ out: it reports by itself.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
+import time
+import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import monotonic
@@ -27,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 from nblaunch import context, packages
-from nblaunch.events import WorkerState
+from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, left_of, places_around
 from nblaunch.user_code import is_user_file
 
@@ -59,9 +62,15 @@ def _watch_loaders(module: Any) -> None:
         try:
             batch = read(self)
         except StopIteration:
-            plain_loops().end(self)
+            try:
+                plain_loops().end(self)
+            except Exception as error:
+                give_up(error)
             raise
-        plain_loops().note_batch(self, batch)
+        try:
+            plain_loops().note_batch(self, batch)
+        except Exception as error:
+            give_up(error)
         return batch
 
     iterator.__next__ = read_and_note
@@ -72,11 +81,16 @@ def _watch_backward(module: Any) -> None:
 
     @functools.wraps(compute)
     def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        plain = plain_loops()
-        if not plain.begin_backward():
+        plain, loss = plain_loops(), None
+        try:
+            is_noted = plain.begin_backward()
+            loss = plain.loss_of(tensors) if is_noted else None
+        except Exception as error:
+            give_up(error)
+            is_noted = False
+        if not is_noted:
             compute(tensors, *args, **kwargs)
             return
-        loss = plain.loss_of(tensors)
         try:
             compute(tensors, *args, **kwargs)
         finally:
@@ -102,12 +116,20 @@ def _watch_optimizers(module: Any) -> None:
     import torch
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            return
+        try:
             plain_loops().note_step(sys._getframe(2))
+        except Exception as error:
+            give_up(error)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            return
+        try:
             plain_loops().show_losses()  # of a closure
+        except Exception as error:
+            give_up(error)
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)
@@ -165,6 +187,11 @@ class PlainLoops:
     _rounds: Any = None  # the loop over rounds, where no loader is read
     _next_look_s: float = 0.0
     _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether an error has ended the observation."""
+        return self._thread is None
 
     @property
     def last_iterator(self) -> Any:
@@ -255,6 +282,14 @@ class PlainLoops:
         for reading in list(self._readings):
             self._end(reading)
         self._end_rounds()
+
+    def give_up(self) -> None:
+        """Show nothing more until the next command of a session."""
+        self._thread = None
+        self._is_in_backward = False
+        self._rounds = None
+        self._readings.clear()
+        self._held.clear()
 
     # --- losses ------------------------------------------------------------------------------------------------------
 
@@ -416,6 +451,32 @@ def _make() -> PlainLoops:
 _made: list[PlainLoops] = []
 
 
+def give_up(error: Exception) -> None:
+    """Stop showing plain loops after an error in a hook, which must not end the user's training. Say so once."""
+    if not plain_loops().is_given_up:
+        plain_loops().give_up()
+        here = context.current()
+        *_, place = traceback.extract_tb(error.__traceback__)
+        text = (
+            f"nblaunch stopped showing the steps of this loop: {type(error).__name__}: {error} "
+            f"({os.path.basename(place.filename)}:{place.lineno}). Training is not affected"
+        )
+        here.emit(Note(here.topology.rank, time.time(), text))
+
+
+def harmless(note: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a function of a hook: its errors end what is shown, not the user's training."""
+
+    @functools.wraps(note)
+    def note_or_give_up(*args: Any, **kwargs: Any) -> None:
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            give_up(error)
+
+    return note_or_give_up
+
+
 def _is_users(frame: FrameType | None) -> bool:
     """Return whether the loop over a loader is of the user's code, not of a library that trains."""
     while frame is not None:
@@ -428,14 +489,17 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the rows of a batch: of its first tensor."""
-    if hasattr(batch, "shape"):
-        return int(batch.shape[0]) if len(batch.shape) else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, Sequence) else ()
-    for part in () if isinstance(batch, str) else parts:
-        if rows := _num_rows(part):
-            return rows
-    return 0
+    """Return the rows of a batch: the first dimension of its first tensor or array, 0 if there is none.
+
+    Looks into lists, tuples and mappings only: another class of the user may run any code when it is read.
+    """
+    shape = getattr(batch, "shape", None)
+    if isinstance(shape, tuple):
+        return shape[0] if shape and isinstance(shape[0], int) else 0
+    parts = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    )
+    return next((rows for rows in map(_num_rows, parts) if rows), 0)
 
 
 def _divisor(loss: Any) -> float:

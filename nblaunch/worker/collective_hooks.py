@@ -272,7 +272,7 @@ class _Hooks:
 
         @wraps(construct)
         def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            with suppress(TypeError):  # arguments that it is going to refuse
+            with suppress(Exception):  # arguments that it is going to refuse, or a module with surprises
                 self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
             construct(ddp, *args, **kwargs)
             self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
@@ -349,15 +349,18 @@ class _Hooks:
         def record(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not self._recorder.is_active or torch.compiler.is_compiling():
                 return
-            group = self._group_of_optimizer(optimizer)
-            if group is None:
+            try:
+                group = self._group_of_optimizer(optimizer)
+                if group is None:
+                    return
+                rate = optimizer.param_groups[0].get("lr")
+                group.num_steps += 1
+                self._recorder.note(
+                    STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
+                    value=float(rate) if isinstance(rate, (int, float)) else -1.0,
+                )  # fmt: skip
+            except Exception:  # a user's optimizer may refuse to be hashed, for example: it is left out
                 return
-            rate = optimizer.param_groups[0].get("lr")
-            group.num_steps += 1
-            self._recorder.note(
-                STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
-                value=float(rate) if isinstance(rate, (int, float)) else -1.0,
-            )  # fmt: skip
 
         module.register_optimizer_step_pre_hook(record)
 

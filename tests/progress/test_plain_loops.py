@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -281,3 +282,85 @@ def test_a_loop_without_backward_is_an_evaluation() -> None:
 
     run_job(evaluates, 1.5, ranks=1, note=note)
     assert WorkerState.EVALUATING in states
+
+
+# --- objects of the user's that hooks must not trip over -------------------------------------------------------------
+
+
+class MethodShape:
+    """A batch whose shape is a method, as in some data frames."""
+
+    def shape(self) -> int:
+        return 2
+
+
+class NoShape:
+    shape = None
+
+
+class NamedShape:
+    shape = ("batch", 4)
+
+
+class Unready:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise RuntimeError("this batch is still on its way")
+
+
+class LazyColumns(Mapping[str, Any]):
+    """A mapping that must not be read here."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError("this column is still on its way")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Nested(Sequence[Any]):
+    """A sequence that has itself as its element, as strings have."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Unhashable(torch.optim.SGD):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def trained(batch: Any, optimizer_class: type[torch.optim.SGD] = torch.optim.SGD) -> int:
+    """Train over a loader of ``batch`` and return the number of steps."""
+    torch.distributed.init_process_group()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    num_steps = 0
+    for _ in DataLoader(range(8), batch_size=2, collate_fn=lambda items: batch):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        num_steps += 1
+    return num_steps
+
+
+@pytest.mark.parametrize("kind", [MethodShape, NoShape, NamedShape, Unready, LazyColumns, Nested])
+def test_an_odd_batch_does_not_end_the_training(kind: Callable[[], Any]) -> None:
+    assert run_job(partial(trained, kind()), ranks=2)[1] == [4, 4]
+
+
+def test_a_hook_that_fails_says_so_once() -> None:
+    view, _ = run_job(partial(trained, Unready()))
+    notes = [(rank, text) for rank, text in view.notes if "this batch is still on its way" in text]
+    assert [rank for rank, _ in notes] == [0, 1]
+
+
+def test_an_odd_optimizer_does_not_end_the_training() -> None:
+    assert run_job(partial(trained, torch.ones(2, 4), Unhashable), ranks=2)[1] == [4, 4]

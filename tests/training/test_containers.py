@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import (
+    ChainMap,
+    Counter,
+    OrderedDict,
+    UserDict,
+    UserList,
+    UserString,
+    defaultdict,
+    deque,
+    namedtuple,
+)
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -254,3 +264,9 @@ def test_a_packed_sequence_is_neither_joined_nor_cut() -> None:
             TypeError, match=f"{operation} can't join or cut a PackedSequence.*pad_packed_sequence"
         ):
             call()
+
+
+def test_a_text_in_a_class_of_its_own_is_a_leaf() -> None:
+    """Iterating over a UserString yields UserStrings, for ever."""
+    text = UserString("hi")
+    assert list(nested.leaves([text, 1])) == [text, 1]

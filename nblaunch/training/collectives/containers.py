@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
-from collections import UserList, deque
+from collections import UserList, UserString, deque
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
@@ -25,7 +25,9 @@ class Leaf:
 
 
 # Sequences of characters and numbers; no tensor can be in them.
-_LEAVES = (torch.Tensor, str, bytes, bytearray, memoryview, range, array.array, torch.Size, type, Leaf)
+_LEAVES = (
+    torch.Tensor, str, UserString, bytes, bytearray, memoryview, range, array.array, torch.Size, type, Leaf,
+)  # fmt: skip
 
 
 def children(data: Any) -> Sequence[Any] | None:
