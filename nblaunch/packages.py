@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.util
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -81,6 +82,26 @@ def when_imported(name: str, change: Change) -> None:
     _finder.changes.setdefault(name, []).append(change)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+def observe_when_imported(name: str, change: Change) -> None:
+    """Like :func:`when_imported`, for a change that the user's program can do without.
+
+    If the change does not fit the installed release of the library, a warning says so, and the library runs unchanged.
+    """
+
+    def change_if_possible(module: ModuleType) -> None:
+        try:
+            change(module)
+        except Exception as error:
+            library = name.partition(".")[0]
+            warnings.warn(
+                f"nblaunch does not fit the installed release of {library} ({type(error).__name__}: {error}). "
+                f"{library} runs unchanged; what nblaunch adds to it is off",
+                stacklevel=2,
+            )
+
+    when_imported(name, change_if_possible)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -16,12 +16,12 @@ from nblaunch.progress.planned_epochs import EpochPlan
 
 def watch(rank: int) -> None:
     """Set the hooks in this worker; a notebook's table of transformers is shown by rank 0 alone."""
-    packages.when_imported("transformers.trainer_callback", _watch_trainer)
+    packages.observe_when_imported("transformers.trainer_callback", _watch_trainer)
     if rank:
-        packages.when_imported("transformers.utils.notebook", _hide_table)
+        packages.observe_when_imported("transformers.utils.notebook", _hide_table)
     for name in ("pytorch_lightning", "lightning.pytorch"):
-        packages.when_imported(f"{name}.trainer.trainer", _watch_lightning)
-    packages.when_imported("fastai.learner", _watch_fastai)
+        packages.observe_when_imported(f"{name}.trainer.trainer", _watch_lightning)
+    packages.observe_when_imported("fastai.learner", _watch_fastai)
 
 
 def _set_plan(plan: EpochPlan | None, steps: tuple[int, int] = (0, 0)) -> None:

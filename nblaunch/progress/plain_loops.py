@@ -47,10 +47,10 @@ _HANDS_ON = (
 
 def watch() -> None:
     """Set the hooks in this worker, where torch is imported or will be."""
-    packages.when_imported("torch.utils.data.dataloader", _watch_loaders)
-    packages.when_imported("torch.autograd", _watch_backward)
-    packages.when_imported("torch.amp.grad_scaler", _watch_scaler)
-    packages.when_imported("torch.optim.optimizer", _watch_optimizers)
+    packages.observe_when_imported("torch.utils.data.dataloader", _watch_loaders)
+    packages.observe_when_imported("torch.autograd", _watch_backward)
+    packages.observe_when_imported("torch.amp.grad_scaler", _watch_scaler)
+    packages.observe_when_imported("torch.optim.optimizer", _watch_optimizers)
 
 
 def _watch_loaders(module: Any) -> None:

@@ -41,12 +41,12 @@ def record_collectives(slot: Slot) -> None:
     writer = CallWriter(slot.call_memory)
     os.register_at_fork(after_in_child=writer.detach)
     hooks = _Hooks(CollectiveRecorder(writer))
-    packages.when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
-    packages.when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
-    packages.when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)
-    packages.when_imported("torch.distributed.algorithms.join", hooks.watch_joins)
-    packages.when_imported("torch.optim.optimizer", hooks.watch_steps)
-    packages.when_imported("torch.autograd", hooks.watch_backward)
+    packages.observe_when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
+    packages.observe_when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
+    packages.observe_when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)
+    packages.observe_when_imported("torch.distributed.algorithms.join", hooks.watch_joins)
+    packages.observe_when_imported("torch.optim.optimizer", hooks.watch_steps)
+    packages.observe_when_imported("torch.autograd", hooks.watch_backward)
 
 
 def _is_of_connection(error: Exception) -> bool:

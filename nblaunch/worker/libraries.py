@@ -32,9 +32,9 @@ from nblaunch.worker.optimizer_steps import steps
 
 def count_progress(slot: Slot) -> None:
     """Count progress on ``slot`` from now on, also for libraries that are imported later."""
-    packages.when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
-    packages.when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
-    packages.when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
+    packages.observe_when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
+    packages.observe_when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
+    packages.observe_when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
 
 
 def _watch_parameters(module: Any, slot: Slot) -> None:
@@ -70,9 +70,9 @@ def show_plain_text() -> None:
     rich would redraw live displays in a widget, and in a terminal by moving the cursor; a worker has neither, and every
     frame would stay in the cell. A live display writes its last state only, also on consoles that the kernel made.
     """
-    packages.when_imported("tqdm.std", _keep_to_one_line)
-    packages.when_imported("tqdm.notebook", _undo_widgets)
-    packages.when_imported("rich.console", _be_a_printer)
+    packages.observe_when_imported("tqdm.std", _keep_to_one_line)
+    packages.observe_when_imported("tqdm.notebook", _undo_widgets)
+    packages.observe_when_imported("rich.console", _be_a_printer)
 
 
 def _keep_to_one_line(std: Any) -> None:
@@ -135,9 +135,11 @@ _kernels_writers: list[Any] = []
 def renew_objects() -> None:
     """Have ``Trainer``, ``TrainingArguments`` and event files be this worker's, as soon as they are imported."""
     worker = os.urandom(8).hex()
-    packages.when_imported("transformers.training_args", lambda module: _watch_arguments(module, worker))
-    packages.when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
-    packages.when_imported(
+    packages.observe_when_imported(
+        "transformers.training_args", lambda module: _watch_arguments(module, worker)
+    )
+    packages.observe_when_imported("transformers.trainer", lambda module: _watch_trainers(module, worker))
+    packages.observe_when_imported(
         "tensorboard.summary.writer.event_file_writer", lambda module: _watch_event_files(module, worker)
     )
 

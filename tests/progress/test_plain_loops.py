@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -364,3 +367,11 @@ def test_a_hook_that_fails_says_so_once() -> None:
 
 def test_an_odd_optimizer_does_not_end_the_training() -> None:
     assert run_job(partial(trained, torch.ones(2, 4), Unhashable), ranks=2)[1] == [4, 4]
+
+
+def test_a_library_that_hooks_do_not_fit_works_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastai.learner", ModuleType("fastai.learner"))  # without its class
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # in the workers, which inherit it
+        _, steps = run_job(partial(trained, torch.ones(2, 4)), ranks=2)
+    assert steps == [4, 4]

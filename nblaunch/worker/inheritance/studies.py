@@ -38,7 +38,7 @@ def watch(warn: Callable[[str], None]) -> None:
     Args:
         warn: takes a sentence for the user.
     """
-    packages.when_imported("optuna.storages._in_memory", functools.partial(_watch_storages, warn))
+    packages.observe_when_imported("optuna.storages._in_memory", functools.partial(_watch_storages, warn))
 
 
 def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
