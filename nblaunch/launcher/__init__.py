@@ -14,13 +14,14 @@ this code in the kernel, or in the process of a detached job (:mod:`nblaunch.det
         store.py         the TCPStore through which workers form their process group
       supervisor.py      waits for whatever happens until the workers have ended; reads what they returned
         escalation.py    which signal which rank gets when; an orderly end with time for a checkpoint
+        sending.py       ranks that still send values or weights at an interrupt
         hang_watch.py    finds ranks without progress; where the ranks are
         unread_queues.py  keeps what ranks have put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
       interruption.py  the weights of an interrupted job
-outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
+      outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 

@@ -53,6 +53,7 @@ class Escalation:
     steps: Steps
     unresponsive_steps: Steps
     _taken: dict[int, int] = field(default_factory=dict)
+    _postponed_s: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def after_interrupt(cls, now_s: float, grace_s: float, patience_s: float = 0.0) -> Escalation:
@@ -88,6 +89,10 @@ class Escalation:
         self.began_s = min(self.began_s, now_s - self.steps[0][0])
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
+    def postpone(self, now_s: float, ranks: Iterable[int]) -> None:
+        """Let the steps of ``ranks`` begin anew, from now on."""
+        self._postponed_s.update(dict.fromkeys(ranks, now_s))
+
     def due(
         self, now_s: float, alive: Iterable[int], noticed: Callable[[int], bool]
     ) -> list[tuple[int, int]]:
@@ -95,7 +100,7 @@ class Escalation:
         signals = []
         for rank in alive:
             for at_s, signum in self._pending(rank, noticed):
-                if self.began_s + at_s > now_s:
+                if self._began_s(rank) + at_s > now_s:
                     break
                 signals.append((rank, signum))
                 self._taken[rank] = self._taken.get(rank, 0) + 1
@@ -103,8 +108,11 @@ class Escalation:
 
     def next_s(self, alive: Iterable[int], noticed: Callable[[int], bool]) -> float | None:
         """Return the time of the next step of any rank; None if no step is left."""
-        pending = [steps for rank in alive if (steps := self._pending(rank, noticed))]
-        return min((self.began_s + steps[0][0] for steps in pending), default=None)
+        pending = {rank: steps for rank in alive if (steps := self._pending(rank, noticed))}
+        return min((self._began_s(rank) + steps[0][0] for rank, steps in pending.items()), default=None)
+
+    def _began_s(self, rank: int) -> float:
+        return self._postponed_s.get(rank, self.began_s)
 
     def _pending(self, rank: int, noticed: Callable[[int], bool]) -> Steps:
         steps = self.steps if noticed(rank) else self.unresponsive_steps

@@ -13,7 +13,6 @@ When the last process has ended, pipes, logs and outboxes are read to their end 
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import time
@@ -44,6 +43,7 @@ from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
+from nblaunch.launcher.sending import SendingRanks
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
@@ -62,9 +62,6 @@ _POLL_S = 0.02
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
-
-_SENDING_S = 5.0
-"""How long a rank that was interrupted may send its weights without any progress."""
 
 _LATE_FAILURES_S = 0.3
 """From the first failure until its job ends, where its workers are kept."""
@@ -110,6 +107,7 @@ class Supervisor:
         self._read_outbox = read_outbox
         self._post_mortem_since_s: float | None = None
         self._report = AttemptReport(memory=running.memory)
+        self._sending = SendingRanks(running, self._report)
         self._next_tick = self._next_inspection = 0.0
         self._agreement: Agreement | None = None
         self._boundary: StopAgreement | None = None
@@ -117,8 +115,6 @@ class Supervisor:
         self._escalation: Escalation | None = None
         self._interrupts_seen = 0
         self._killed_s: dict[int, float] = {}
-        self._outbox_sizes: dict[int, tuple[int, float]] = {}
-        """Rank -> bytes of what it sends after an interrupt, and since when there are so many."""
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
@@ -133,21 +129,15 @@ class Supervisor:
 
     @property
     def _stoppable(self) -> set[int]:
-        """The ranks that an escalation may signal: after one interrupt, not those whose weights are on their way."""
+        """The ranks that an escalation may signal now."""
+        return self._alive - self._spared()
+
+    def _spared(self) -> set[int]:
+        """Return the ranks that one interrupt must not signal, because their values or weights are on their way."""
         report = self._report
-        if self._requests.interrupts > 1 or report.cancelled:
-            return self._alive
-        outboxes = {own.rank: own.outbox_fd for own in self._running.assignments}
-        now = time.monotonic()
-        sending = set()
-        for rank, event in report.interruptions.items():
-            if len(report.sent_states.get(rank, ())) < len(event.sends):
-                size = os.fstat(outboxes[rank]).st_size
-                if size != self._outbox_sizes.get(rank, (-1, 0.0))[0]:
-                    self._outbox_sizes[rank] = (size, now)
-                if now - self._outbox_sizes[rank][1] < _SENDING_S:
-                    sending.add(rank)
-        return self._alive - sending
+        if not report.interrupted or self._requests.interrupts > 1 or report.cancelled or report.hang:
+            return set()
+        return self._sending.find(self._alive)
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         """Watch the workers to their end, in any thread; return the report, and rank -> its result.
@@ -439,7 +429,11 @@ class Supervisor:
     def _escalate(self) -> None:
         if self._escalation is None:
             return
-        for rank, signum in self._escalation.due(time.monotonic(), self._stoppable, self._has_noticed):
+        now, spared = time.monotonic(), self._spared()
+        self._escalation.postpone(now, spared)
+        if text := self._sending.describe_wait(spared, self._attempt.spec.interrupt_grace_s):
+            self._note(text)
+        for rank, signum in self._escalation.due(now, self._alive - spared, self._has_noticed):
             if self._boundary is not None:
                 self._boundary.withdraw()
                 if signum == signal.SIGINT and self._boundary.has_stopped(rank):

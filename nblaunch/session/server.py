@@ -43,7 +43,7 @@ from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.optimizer_steps import steps
-from nblaunch.worker.process_control import ChildHandler
+from nblaunch.worker.process_control import ChildHandler, FunctionBounds
 
 _EXITED = "the command called sys.exit({!r}). Raise an exception instead, which says what failed"
 
@@ -75,6 +75,7 @@ class _Server:
         self._interrupted = Reply()
         self._pid = os.getpid()
         self._child_handler = ChildHandler()
+        self._bounds = FunctionBounds(_call_until_exit.__code__, _Server._call_function.__code__)
         steps.raise_interrupt = self._raise_interrupt
         signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -102,7 +103,7 @@ class _Server:
         """Raise in the code of a command alone, and once: what follows it must not be cut in two."""
         if os.getpid() != self._pid:
             raise KeyboardInterrupt  # a process that the code forked
-        if not steps.is_held(frame) and self._is_interruptible:
+        if not steps.is_held(frame) and self._is_interruptible and not self._bounds.is_held(frame):
             self._raise_interrupt()
 
     def _raise_interrupt(self) -> None:
@@ -186,14 +187,11 @@ class _Server:
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
         num_before, steps.is_cut = steps.num_done, False
         try:
-            with self._child_handler:
-                value, has_exited = _call_until_exit(function, *args)
+            value, has_exited = self._call_function(function, args)
         except KeyboardInterrupt:
             if self._slot.keeps_weights:
                 self._interrupted = _interrupted(delivery, num_before)
             raise
-        finally:
-            self._is_interruptible = False  # what the function has made is sent whole
         output.show_pending_figures()
         returned = delivery.put_value(value, left_by_exit=has_exited)
         reply = Reply(time_s=time.time(), returned=returned)
@@ -203,6 +201,15 @@ class _Server:
             reply = replace(reply, sent_states={**reply.sent_states, sent.path: sent})
             send_reply(self._connection, replace(reply, is_preliminary=True), outbox_fd)
         return reply
+
+    def _call_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
+        """Return the same as :func:`_call_until_exit`. After the function, no interrupt is raised."""
+        try:
+            with self._child_handler:
+                return _call_until_exit(function, *args)
+        finally:
+            self._is_interruptible = False
+            self._bounds.leave()
 
     def _enter_group(self, command: SessionCommand) -> None:
         """Join the process group that the command needs, with all other ranks."""

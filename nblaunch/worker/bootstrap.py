@@ -105,7 +105,9 @@ class _Worker:
         self.assignment = assignment = assignment.with_high_descriptors()
         self.slot = slot or Board(assignment.topology.world_size, assignment.board_fd).slot(assignment.rank)
         self.locks = WorkerLocks(assignment.board_fd, assignment.rank)
-        self.interrupts = process_control.Interrupts(self.slot)
+        self.interrupts = process_control.Interrupts(
+            self.slot, process_control.FunctionBounds(_call.__code__, _Worker._run_function.__code__)
+        )
         self.child_handler = process_control.ChildHandler()
         self.sender = EventSender(assignment.event_fd)
         self.files = files
@@ -154,12 +156,13 @@ class _Worker:
             raise
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
+        if exit_code == 0:
+            self.slot.set_state(WorkerState.FINISHING)  # at once: an interrupt must not cost the value
         process_group.drop_destroyed_groups()
         if exit_code != 0:
             return value, exit_code
         output.show_pending_figures()
         context.current().flush_losses()
-        self.slot.set_state(WorkerState.FINISHING)
         returned = delivery.put_value(value, left_by_exit=value is _EXITED)
         self.sender.send(returned)
         for sent in delivery.put_states(returned.sends):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
@@ -29,6 +31,54 @@ BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals that starters hold back around fork, so that no worker runs the kernel's handlers."""
 
 
+_BEGIN_S = 0.05
+"""From an interrupt beside the function until it is sent again. Within this time, the function begins or is left."""
+
+
+class FunctionBounds:
+    """Separates interrupts in the user's function from interrupts in the few lines before and after it.
+
+    An exception after the function has returned would cost its value. So an interrupt there is held, and sent once more
+    a moment later, when the function has begun or its block is over.
+
+    Args:
+        caller: code that calls the function.
+        owner: code with the block in which interrupts are raised, and in which ``caller`` is called.
+    """
+
+    def __init__(self, caller: CodeType, owner: CodeType) -> None:
+        self._caller = caller
+        self._owner = owner
+        self._is_pending = False
+        self._is_again = False
+
+    def is_held(self, frame: FrameType | None) -> bool:
+        """Return whether an interrupt must not be raised in ``frame``, which the signal has interrupted."""
+        is_again, self._is_again = self._is_again, False
+        inner = None
+        while frame is not None:
+            if frame.f_code is self._caller and (inner is not None or is_again):
+                self._is_pending = False
+                return False  # also in a function without frames, as time.sleep, which is there the second time, too
+            if frame.f_code is self._caller or frame.f_code is self._owner:
+                self._is_pending = True
+                _thread.start_new_thread(self._send_again, ())  # as in optimizer_steps.py
+                return True
+            inner, frame = frame, frame.f_back
+        return False  # of a greenlet, say
+
+    def leave(self) -> None:
+        """Drop a held interrupt: the block is over, and the function has returned."""
+        self._is_pending = False
+
+    def _send_again(self) -> None:
+        time.sleep(_BEGIN_S)
+        if not self._is_pending:
+            return
+        self._is_pending, self._is_again = False, True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 class Interrupts:
     """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
 
@@ -38,10 +88,15 @@ class Interrupts:
 
     This class does not use ``contextmanager``, which sets an attribute of exceptions that pass: a user's exception may
     refuse that.
+
+    Args:
+        slot: of the worker.
+        bounds: of the user's function, whose value an interrupt must not cost.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
         self._slot = slot
+        self._bounds = bounds
         self._are_raised = False
         self._is_pending = False
         signal.signal(signal.SIGINT, self._on_signal)
@@ -51,7 +106,7 @@ class Interrupts:
         self._slot.note_interrupt()
         if not self._are_raised:
             self._is_pending = True
-        elif not steps.is_held(frame):
+        elif not steps.is_held(frame) and not self._bounds.is_held(frame):
             raise KeyboardInterrupt
 
     def reset_in_subprocess(self) -> None:
@@ -73,6 +128,7 @@ class Interrupts:
 
     def __exit__(self, *error: object) -> None:
         self._are_raised = False
+        self._bounds.leave()
 
 
 class ChildHandler:

@@ -230,38 +230,6 @@ def test_what_is_returned_all_the_same_is_kept(shared: Kernel, moment: str) -> N
     assert_as_before(shared)
 
 
-def test_an_interrupt_while_weights_are_sent_costs_no_value(shared: Kernel, tmp_path: Path) -> None:
-    shared.run(f"returned = {str(tmp_path / 'returned')!r}")
-    cell = shared.submit(
-        """
-import atexit
-class Slow(torch.nn.Linear):
-    def state_dict(self, *args, **kwargs):
-        if os.getpid() != KERNEL:
-            while not os.path.exists(returned):
-                time.sleep(0.001)
-            print("send" + "ing")
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            time.sleep(3600)
-        return super().state_dict(*args, **kwargs)
-
-def train(model):
-    if rank() == 1:
-        atexit.register(lambda: open(returned, "w").close())
-    return rank() + 10
-
-KERNEL = os.getpid()
-notebook_launcher(train, (Slow(1, 1),), num_processes=2, return_all=True, interrupt_grace_s=0.2)
-"""
-    )
-    cell.wait_for_text("[0] sending", timeout_s=30)
-    shared.interrupt()
-    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
-    assert value_of(shared, "nblaunch.last_job().result()") == [10, 11]
-    assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
-    assert_as_before(shared)
-
-
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_an_interrupt_after_a_failure_leaves_the_failure(
     shared: Kernel, max_restarts: int, tmp_path: Path

@@ -472,39 +472,6 @@ session.run(handles, (handled,), return_all=True)
     shared.run("session.result()", raises="RuntimeError")
 
 
-@pytest.mark.parametrize("moment", ["sends", "loads"])
-def test_an_interrupt_while_weights_are_on_their_way_costs_nothing(shared: Kernel, moment: str) -> None:
-    """The interrupt comes from the module itself: as rank 0 sends its weights, or as the kernel loads them."""
-    shared.run(
-        f"""
-import os, signal, time
-moment, kernel = {moment!r}, os.getpid()
-class Interrupting(nn.Linear):
-    def state_dict(self, *args, **kwargs):
-        if os.getpid() != kernel and moment == "sends" and torch.distributed.get_rank() == 0:
-            os.kill(kernel, signal.SIGINT)
-            time.sleep(0.3)                        # until the kernel has interrupted this rank
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args, **kwargs):
-        if os.getpid() == kernel and moment == "loads":
-            os.kill(kernel, signal.SIGINT)
-        return super().load_state_dict(*args, **kwargs)
-
-def fill(model):
-    with torch.no_grad():
-        model.weight.fill_(7.0)
-    return torch.distributed.get_rank() + 10
-sent = Interrupting(1, 1)
-"""
-    )
-    cell = shared.run("session.run(fill, (sent,), return_all=True)", raises="KeyboardInterrupt")
-    assert cell.error is not None, cell.describe()
-    assert "session.result()" in cell.error.value
-    assert shared.run("session.result(), sent.weight.item()").value == ([10, 11, 12, 13], 7.0)
-    assert shared.run("session.execute('1')").result == "[0-3] 1"
-
-
 @pytest.mark.parametrize("end", ["second interrupt", "death"])
 def test_the_end_of_a_rank_that_sends_weights_costs_these_alone(kernel: Kernel, end: str) -> None:
     kernel.run(PREAMBLE.replace("Session(4", "Session(2"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from nblaunch.wire.board import Slot, private_slot
-from nblaunch.worker.process_control import ChildHandler, Interrupts
+from nblaunch.worker.process_control import ChildHandler, FunctionBounds, Interrupts
 
 
 @pytest.fixture
@@ -22,7 +25,19 @@ def slot() -> Iterator[Slot]:
 
 @pytest.fixture
 def interrupts(slot: Slot) -> Interrupts:
-    return Interrupts(slot)
+    return Interrupts(slot, FunctionBounds(call.__code__, value_of.__code__))
+
+
+def call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def value_of(interrupts: Interrupts, function: Callable[[], Any], after: Callable[[], None]) -> Any:
+    """Call a function as a worker does, with a few lines of its own behind it."""
+    with interrupts:
+        value = call(function)
+        after()
+    return value
 
 
 def interrupt() -> None:
@@ -50,6 +65,25 @@ def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts,
 def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
     with interrupts, pytest.raises(KeyboardInterrupt):
         interrupt()
+
+
+def test_an_interrupt_just_behind_the_function_costs_no_value(interrupts: Interrupts, slot: Slot) -> None:
+    assert value_of(interrupts, lambda: 7, after=interrupt) == 7
+    assert slot.read(0).interrupts == 1
+
+
+def test_an_interrupt_of_the_function_itself_is_raised_in_it(interrupts: Interrupts) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        value_of(interrupts, interrupt, after=lambda: None)
+
+
+def test_an_interrupt_is_raised_in_a_function_without_frames(interrupts: Interrupts) -> None:
+    """The first one comes as such a function begins, for all that can be seen, and is raised a moment later."""
+    timer = threading.Timer(0.05, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        value_of(interrupts, partial(time.sleep, 60), after=lambda: None)
+    timer.join()
 
 
 class Death(Exception):
