@@ -117,7 +117,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
 
 def explain_unknown(options: Iterable[str]) -> str:
     """Return one line about unknown options: a typing error, or a feature that nblaunch does not have."""
-    valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan"}
+    valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan", "timeline"}
     sentences = []
     for option in options:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
@@ -161,6 +161,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show every setting and its source, and start nothing",
     )
+    parser.add_argument(
+        *spellings("timeline"),
+        metavar="FILE",
+        help="write what each rank spent its time on, for https://ui.perfetto.dev (x.json, or x.json.gz: compressed)",
+    )
     parser.epilog = f"Options of accelerate launch that have no effect: --{', --'.join(_UNUSED_OPTIONS)}."
     add_settings(parser)
     parser.add_argument("script", nargs="?", help=argparse.SUPPRESS)
@@ -177,9 +182,30 @@ def run(arguments: argparse.Namespace) -> int:
         return print_plan(resolved, arguments.script)
     _check_script(arguments.script, arguments.module)
     _check_libraries(resolved)
+    timeline = _checked_file(arguments.timeline)
     from nblaunch.cli.script_job import launch_script
 
-    return launch_script(resolved, arguments.script, arguments.arguments, is_module=arguments.module)
+    return launch_script(
+        resolved, arguments.script, arguments.arguments, is_module=arguments.module, timeline=timeline
+    )
+
+
+def _checked_file(name: str | None) -> Path | None:
+    """Return the path of the timeline.
+
+    Raises:
+        UsageError: it can't be written.
+    """
+    if name is None:
+        return None
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        raise UsageError(f"--timeline {name}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--timeline {name}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--timeline {name}: can't be written: permission denied")
+    return path
 
 
 def _resolve(arguments: argparse.Namespace) -> Resolved:

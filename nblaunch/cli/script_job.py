@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, final
 
 from nblaunch import formatting
@@ -77,8 +78,22 @@ def _text(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool) -> int:
+def launch_script(
+    resolved: Resolved,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    is_module: bool,
+    timeline: Path | None = None,
+) -> int:
     """Run a script in all processes and return the exit code for the shell.
+
+    Args:
+        resolved: the settings.
+        script: its path, or the name of a module.
+        arguments: of the script.
+        is_module: whether it is a module.
+        timeline: file for the timeline of the ranks; None: it is not wanted.
 
     Raises:
         UsageError: the launch is not possible; nothing was started.
@@ -104,6 +119,8 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
     if isinstance(error, LaunchError) and not failures.has_started:
         raise UsageError(_in_one_line(error))
     code = exit_code(error, received)
+    if timeline is not None:
+        _write_timeline(runner, timeline)
     if error is not None:
         failures.report(error)
     if preloader is not None and preloader.is_loading:
@@ -111,6 +128,17 @@ def launch_script(resolved: Resolved, script: str, arguments: Sequence[str], *, 
         sys.stderr.flush()
         os._exit(code)  # do not wait for a thread that is still importing
     return code
+
+
+def _write_timeline(runner: JobRunner, path: Path) -> None:
+    """Write the timeline of a job that has ended; where that fails, the exit code stays the script's."""
+    try:
+        print(
+            f"nblaunch: timeline: {runner.timeline(path)} (open it in https://ui.perfetto.dev)",
+            file=sys.stderr,
+        )
+    except (OSError, RuntimeError) as error:
+        print(f"nblaunch: no timeline in {path}: {error}", file=sys.stderr)
 
 
 def spec_of_script(

@@ -18,11 +18,13 @@ this code in the kernel, or in the process of a detached job (:mod:`nblaunch.det
         hang_watch.py    finds ranks without progress; where the ranks are
         unread_queues.py  keeps what ranks have put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
+        span_recorder.py  what ranks spend their time on, in a file of the attempt
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
       interruption.py  the weights of an interrupted job
       outcome.py         JobOutcome: values, or the error; loads what the workers left into the kernel's modules
         weights.py       trained weights on their way into the kernel's modules
+    timeline.py          that file as slices of a track per rank, for Perfetto
     debug_client.py      the debugger's client: commands to the workers, and prompts from them; kept failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) about each attempt, which ``outcome.py``

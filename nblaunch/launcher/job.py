@@ -9,6 +9,7 @@ process. ``notebook_launcher`` runs the job to its end in the calling thread and
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -23,6 +24,8 @@ from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure,
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
+from nblaunch.launcher.span_recorder import recorded
+from nblaunch.launcher.timeline import write_timeline
 from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -60,6 +63,7 @@ _FOR_USERS = [
     "stacks",
     "status",
     "stop",
+    "timeline",
     "wait",
     "weights",
 ]
@@ -250,6 +254,29 @@ class Job(Generic[T]):
         What is certainly wrong is a warning, and shown.
         """
         return list(self._hints)
+
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write what each rank spent its time on, for https://ui.perfetto.dev; return the path of the file.
+
+        It has a track for each rank of this machine, all on one clock, with a slice for each wait for data, forward
+        and backward pass, step of an optimizer, wait for a collective, save, evaluation and longer garbage collection.
+        While the job runs, the last half second is missing. Of a very long job, only the newest slices are kept.
+
+        Args:
+            path: of the file, in JSON, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the
+                folder of the logs.
+
+        Raises:
+            RuntimeError: no rank of this machine has trained in a process of its own so far.
+            OSError: the file can't be written.
+        """
+        chosen = self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser()
+        if not write_timeline(recorded(self.log), chosen, self.spec.function_name):
+            raise RuntimeError(
+                f"{self!r} has no timeline: no rank has read a batch, computed gradients or saved in a worker on this "
+                f"machine{' yet' if self.is_running else ''}"
+            )
+        return chosen
 
     @property
     def ranks(self) -> range:

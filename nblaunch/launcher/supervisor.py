@@ -44,6 +44,7 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.sending import SendingRanks
+from nblaunch.launcher.span_recorder import SpanRecorder
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.unread_queues import UnreadQueues
 from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
@@ -96,12 +97,9 @@ class Supervisor:
         self._running = running
         self._attempt = attempt = running.attempt
         self._peers = attempt.peers
-        self._group = running.group
-        self._board = running.board
-        self._selector = running.selector
+        self._group, self._board, self._selector = running.group, running.board, running.selector
         self._requests = requests
-        self._emit = emit
-        self._emit_readings = emit_readings
+        self._emit, self._emit_readings = emit, emit_readings
         self._debugger = debugger
         self._on_prompts = on_prompts or _nothing
         self._read_outbox = read_outbox
@@ -120,7 +118,8 @@ class Supervisor:
         self._memory_sampler = MemorySampler()
         self._collectives = collectives = CollectiveWatch(running, emit)
         self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
-        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit))
+        self._spans = SpanRecorder(running)
+        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit), self._spans)
 
     @property
     def _alive(self) -> set[int]:
@@ -573,6 +572,7 @@ class Supervisor:
         for tail in self._running.tails.values():
             for event in tail.read_rest():
                 self._emit(event)
+        self._spans.collect()
         self._collectives.conclude(self._report)
         self._report.last_readings = self._read_board()
         self._emit_readings(self._report.last_readings)

@@ -26,6 +26,7 @@ from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, left_of, places_around
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
+from nblaunch.wire.spans import SpanKind
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +170,8 @@ class LoopStack:
         if loop not in self._stack:
             return False
         self._stack.remove(loop)
+        if loop.state is WorkerState.EVALUATING and self._slot.spans is not None:
+            self._slot.spans.put(SpanKind.EVALUATION, loop.began_s, monotonic(), value=loop.step)
         is_shown = self._shown is loop
         if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
@@ -212,19 +215,23 @@ class BusyTime:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._since = 0.0
+        self._spans = slot.spans
+        self._since = self._began_s = 0.0
         self.is_in_backward = False
 
     def begin_backward(self) -> None:
         """Add the busy time of the step: from here on the rank may wait for others."""
         self.is_in_backward = True
+        self._began_s = now_s = monotonic()
         if self._since:
-            self._slot.add_busy_time(monotonic() - self._since)
+            self._slot.add_busy_time(now_s - self._since)
 
     def end_backward(self) -> float:
         """Start measuring: from here on the rank is by itself. Return what time it is."""
         self.is_in_backward = False
         self._since = now_s = monotonic()
+        if self._spans is not None:
+            self._spans.put(SpanKind.BACKWARD, self._began_s, now_s)
         return now_s
 
     def pause(self) -> None:

@@ -16,6 +16,7 @@ out: it reports by itself.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
@@ -33,9 +34,11 @@ from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, left_of, places_around
 from nblaunch.user_code import is_user_file
+from nblaunch.wire.spans import SpanKind
 
 _PLACE_S = 0.25  # seconds between looks at the user's loops, which cost as much as a small step
 _MAX_HELD = 256  # losses of one optimizer step
+_BATCHES_PER_SIZE = 8  # one in so many batches is measured
 _LOSS = "_nblaunch_loss"
 _HANDS_ON = (
     "torch.",
@@ -56,9 +59,11 @@ def watch() -> None:
 def _watch_loaders(module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     read = iterator.__next__
+    spans = context.current().slot.spans
 
     @functools.wraps(read)
     def read_and_note(self: Any) -> Any:
+        began_s = monotonic()
         try:
             batch = read(self)
         except StopIteration:
@@ -67,7 +72,11 @@ def _watch_loaders(module: Any) -> None:
             except Exception as error:
                 give_up(error)
             raise
+        ended_s = monotonic()
         try:
+            if spans is not None:
+                size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
+                spans.put(SpanKind.DATA, began_s, ended_s, self._num_workers, size)
             plain_loops().note_batch(self, batch)
         except Exception as error:
             give_up(error)
@@ -500,6 +509,17 @@ def _num_rows(batch: Any) -> int:
         batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     )
     return next((rows for rows in map(_num_rows, parts) if rows), 0)
+
+
+def _num_elements(batch: Any) -> int:
+    """Return the elements of a batch's largest tensor or array, 0 if there is none."""
+    shape = getattr(batch, "shape", None)
+    if isinstance(shape, tuple):
+        return math.prod(size for size in shape if isinstance(size, int))
+    parts = (
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    )
+    return max(map(_num_elements, parts), default=0)
 
 
 def _divisor(loss: Any) -> float:

@@ -4,7 +4,8 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
-Behind the slots lie the last collectives of each rank (``collective_calls.py``), in the same file.
+Behind the slots lie the last collectives of each rank (``collective_calls.py``) and what it spent its time on
+(``spans.py``), in the same file.
 
 Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so that there
 is nothing to lock: a reading may combine fields of two neighbouring steps, but each number in it is whole. The curve of
@@ -28,7 +29,9 @@ from dataclasses import dataclass
 from time import monotonic
 
 from nblaunch.events import WorkerState
+from nblaunch.wire import spans
 from nblaunch.wire.collective_calls import REGION_BYTES, CallReader
+from nblaunch.wire.spans import SpanReader, SpanWriter
 
 MAX_BINS = 64
 """Largest number of complete bins; one that is not complete may follow."""
@@ -207,14 +210,30 @@ class Slot:
     stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
-    def __init__(self, memory: memoryview, call_memory: memoryview | None = None) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        call_memory: memoryview | None = None,
+        span_memory: memoryview | None = None,
+    ) -> None:
         self.call_memory = call_memory
         """Memory for the rank's last collectives; None if they are not read."""
+        self.span_memory = span_memory
+        """Memory for what the rank spends its time on; None if that is not read."""
+        self.spans: SpanWriter | None = None
+        """Records what the rank spends its time on; None before :meth:`record_spans`."""
         self._write_to(memory)
+
+    def record_spans(self) -> None:
+        """Record what the calling thread spends its time on, in the worker; nothing where that is not read."""
+        if self.span_memory is not None:
+            self.spans = SpanWriter(self.span_memory)
 
     def detach(self) -> None:
         """Write to private memory from now on, in a process that inherited this slot from the rank that forked it."""
         self._write_to(memoryview(bytearray(_SLOT_BYTES)))
+        if self.spans is not None:
+            self.spans.detach()
 
     def _write_to(self, memory: memoryview) -> None:
         self._ints = memory.cast("q")
@@ -389,8 +408,9 @@ class Slot:
 
     def release(self) -> None:
         """Let go of the memory; the slot can't be used any more."""
-        if self.call_memory is not None:
-            self.call_memory.release()
+        for memory in (self.call_memory, self.span_memory):
+            if memory is not None:
+                memory.release()
         self._ints.release()
         self._doubles.release()
 
@@ -405,23 +425,28 @@ class Board:
 
     def __init__(self, num_slots: int, fd: int) -> None:
         self.fd = fd
-        first_region = _first_region(num_slots)
-        self._map = mmap.mmap(fd, first_region + num_slots * REGION_BYTES)
+        starts = _region_starts(num_slots)
+        self._map = mmap.mmap(fd, starts[-1])
         self._view = memoryview(self._map)
-        slots = [self._view[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES] for rank in range(num_slots)]
-        regions = [
-            self._view[first_region + rank * REGION_BYTES : first_region + (rank + 1) * REGION_BYTES]
+        sizes = (_SLOT_BYTES, REGION_BYTES, spans.REGION_BYTES)
+        self._slots = [
+            Slot(
+                *(
+                    self._view[start + rank * size : start + (rank + 1) * size]
+                    for start, size in zip(starts, sizes, strict=False)
+                )
+            )
             for rank in range(num_slots)
         ]
-        self._slots = [Slot(memory, region) for memory, region in zip(slots, regions, strict=True)]
         self._calls: dict[int, CallReader] = {}
+        self._spans: dict[int, SpanReader] = {}
 
     @classmethod
     def create(cls, num_slots: int) -> Board:
         """Create a board in a memory file of its own."""
         fd = create_memory_file("nblaunch-board")
         try:
-            os.ftruncate(fd, _first_region(num_slots) + num_slots * REGION_BYTES)
+            os.ftruncate(fd, _region_starts(num_slots)[-1])
             return cls(num_slots, fd)
         except OSError:  # mapping it takes one more descriptor
             os.close(fd)
@@ -443,11 +468,20 @@ class Board:
             self._calls[rank] = CallReader(memory[:])
         return self._calls[rank]
 
+    def spans(self, rank: int) -> SpanReader:
+        """Return the reader of what a rank spends its time on."""
+        if rank not in self._spans:
+            memory = self._slots[rank].span_memory
+            assert memory is not None, "each slot of a board has memory for them"
+            self._spans[rank] = SpanReader(memory[:])
+        return self._spans[rank]
+
     def close(self) -> None:
         """Release the memory and its descriptor."""
-        for reader in self._calls.values():
+        readers: list[CallReader | SpanReader] = [*self._calls.values(), *self._spans.values()]
+        for reader in readers:
             reader.release()
-        self._calls = {}
+        self._calls, self._spans = {}, {}
         for slot in self._slots:
             slot.release()
         self._slots = []
@@ -457,9 +491,12 @@ class Board:
         self.fd = -1
 
 
-def _first_region(num_slots: int) -> int:
-    """Return where the memory for the last collectives of ranks begins: on a page of its own."""
-    return -(-num_slots * _SLOT_BYTES // 4096) * 4096
+def _region_starts(num_slots: int) -> list[int]:
+    """Return where slots, calls and spans begin, each on a page of its own, and where all ends."""
+    starts = [0]
+    for size in (_SLOT_BYTES, REGION_BYTES, spans.REGION_BYTES):
+        starts.append(starts[-1] + -(-num_slots * size // 4096) * 4096)
+    return starts
 
 
 def create_memory_file(name: str) -> int:

@@ -50,7 +50,7 @@ from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
-from nblaunch.worker import collective_hooks, libraries, open_files, output, process_control
+from nblaunch.worker import collective_hooks, libraries, open_files, output, process_control, span_hooks
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import connections, kernel_only, queues, studies
@@ -207,7 +207,9 @@ class _Worker:
         process_control.watch_faults(assignment.stacks_path)
         kernel_only.leave_kernel(kernel_streams)
         payload.send_cells_by_value()
+        self.slot.record_spans()
         libraries.count_progress(self.slot)
+        span_hooks.record_spans(self.slot)
         collective_hooks.record_collectives(self.slot)
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)

@@ -18,17 +18,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial, wraps
 from itertools import count
+from time import monotonic
 from typing import Any
 from zlib import crc32
 
 from nblaunch import packages
 from nblaunch.wire.board import Slot
-from nblaunch.wire.collective_calls import BACKWARD, FORWARD, STEP, UNCOUNTED, CallWriter
+from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, CallWriter
+from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
 
 _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 """Records a call of a method: gets its process group, its arguments and those by name."""
 
+
+_PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
 
 _REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
 """What arguments raise here that torch is going to refuse."""
@@ -42,6 +46,9 @@ def record_collectives(slot: Slot) -> None:
     os.register_at_fork(after_in_child=writer.detach)
     hooks = _Hooks(CollectiveRecorder(writer))
     packages.observe_when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
+    if slot.spans is not None:
+        watch_waits = partial(hooks.watch_waits, slot.spans)
+        packages.observe_when_imported("torch.distributed.distributed_c10d", watch_waits)
     packages.observe_when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
     packages.observe_when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)
     packages.observe_when_imported("torch.distributed.algorithms.join", hooks.watch_joins)
@@ -97,6 +104,20 @@ class _Hooks:
                 raise
 
         return record_and_call
+
+    def watch_waits(self, spans: SpanWriter, c10d: Any) -> None:
+        """Record how long Python code waits for collectives; what torch waits for in C++ has no span of its own."""
+        wait, recorder = c10d.Work.wait, self._recorder
+
+        @wraps(wait)
+        def wait_and_record(work: Any, *args: Any, **kwargs: Any) -> Any:
+            began_s = monotonic()
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                spans.put(SpanKind.COLLECTIVE, began_s, monotonic(), _PLACES.get(recorder.last_kind, -1))
+
+        c10d.Work.wait = wait_and_record
 
     def _methods(self) -> dict[str, _Describe]:
         """Return what describes the methods of ``ProcessGroup``, by the names that they have in releases of torch."""

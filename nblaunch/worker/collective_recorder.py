@@ -68,6 +68,8 @@ class CollectiveRecorder:
         self._codes: dict[str, int] = {}
         self._is_user: dict[str, bool] = {}
         self._last_place = ("", 0)
+        self.last_kind = ""
+        """What was recorded last."""
 
     @property
     def is_active(self) -> bool:
@@ -104,6 +106,7 @@ class CollectiveRecorder:
         if root >= 0:
             root = group.ranks[root]
         code = self._code
+        self.last_kind = kind
         group.number += 1
         group.chain = hash((group.chain, code(kind), size, code(dtype), code(reduction), root, code(detail)))
         site = (

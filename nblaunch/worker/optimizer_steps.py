@@ -26,6 +26,7 @@ from typing import Any
 from nblaunch.backends import process_group
 from nblaunch.wire import stop_agreement
 from nblaunch.wire.board import Slot
+from nblaunch.wire.spans import SpanKind
 
 HOLD_S = 1.0
 """How long a step may hold an interrupt back."""
@@ -45,6 +46,7 @@ class OptimizerSteps:
         self.num_done = 0
         self.is_cut = False
         self._active: Any = None
+        self._began_s = 0.0
         self._held_since_s: float | None = None
         self.raise_interrupt: Callable[[], None] = _raise_interrupt
         self._is_reminded = False
@@ -64,6 +66,7 @@ class OptimizerSteps:
             if stop_agreement.should_stop(slot.boundaries):
                 self._stop_here()
             self._active = optimizer
+            self._began_s = time.monotonic()
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (
@@ -73,6 +76,8 @@ class OptimizerSteps:
             slot.count_update()
             process_group.keep_groups()
             if self._active is optimizer:
+                if slot.spans is not None:
+                    slot.spans.put(SpanKind.OPTIMIZER, self._began_s, time.monotonic())
                 self._end()
 
         module.register_optimizer_step_pre_hook(begin)

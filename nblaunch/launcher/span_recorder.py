@@ -1,0 +1,95 @@
+"""Collects what ranks spend their time on, and adds it to a file of the attempt, from which timelines are made.
+
+    rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
+
+The file is bounded: when it is full, it becomes ``spans.before`` in place of an earlier one, so that the newest spans
+stay. Nothing of it is needed by the job: where it can't be written, the job goes on without a timeline.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+
+from nblaunch.events import Event
+from nblaunch.launcher.attempt import RunningAttempt
+from nblaunch.launcher.joblog import LogFolder
+from nblaunch.wire.spans import read_blocks, to_blocks
+
+MAX_BYTES = 32 << 20
+"""Limit of a file; two files are kept. 8 ranks with 10,000 steps of 4 spans fill a third of one."""
+
+_WRITE_S = 0.5
+_NAMES = ("spans.before", "spans")
+
+
+class SpanRecorder:
+    """Collects the spans of this machine's ranks in an attempt.
+
+    Args:
+        running: the attempt.
+        max_bytes: of the file.
+        clock: seconds on a clock that never jumps.
+    """
+
+    def __init__(
+        self,
+        running: RunningAttempt,
+        *,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        attempt = running.attempt
+        folder = attempt.log.attempt_path(attempt.number)
+        self._board, self._ranks = running.board, attempt.ranks
+        self._before, self._path = (folder / name for name in _NAMES)
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._pending: list[bytes] = []
+        self._next_write_s = 0.0
+        self._num_bytes = 0
+        self._is_writable = True
+
+    def receive(self, event: Event) -> None:
+        """Do nothing: spans are no events."""
+
+    def collect(self, alive: Collection[int] = ()) -> None:
+        """Take the spans since the last call."""
+        spans = {rank: data for rank in self._ranks if (data := self._board.spans(rank).read())}
+        if self._is_writable and spans:
+            self._pending.append(to_blocks(spans))
+        if self._clock() >= self._next_write_s:
+            self.write()
+
+    def end(self) -> None:
+        """Write what was collected last."""
+        self.write()
+
+    def write(self) -> None:
+        """Write what was collected."""
+        self._next_write_s = self._clock() + _WRITE_S
+        data, self._pending = b"".join(self._pending), []
+        if not data:
+            return
+        try:
+            if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
+                os.replace(self._path, self._before)
+                self._num_bytes = 0
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                self._num_bytes += os.write(fd, data)
+            finally:
+                os.close(fd)
+        except OSError:
+            self._is_writable = False
+
+
+def recorded(log: LogFolder) -> Iterator[tuple[int, bytes]]:
+    """Yield the ranks and spans of all attempts of a job; each rank has its spans in the order in which they ended."""
+    for attempt in log.attempts():
+        for name in _NAMES:
+            path = str(log.attempt_path(attempt) / name)
+            with suppress(FileNotFoundError), open(path, "rb", opener=log.opener) as file:
+                yield from read_blocks(file)

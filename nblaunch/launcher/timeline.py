@@ -1,0 +1,127 @@
+"""Timelines: what the ranks of a job spent their time on, in a file that Perfetto and Chrome's tracing open.
+
+    spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
+
+Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). What lies
+between the last slice and a backward pass is shown as the forward pass: no hook sees a plain model's.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from nblaunch.wire.collective_calls import COLLECTIVES
+from nblaunch.wire.spans import Span, SpanKind, unpack
+
+_NAMES = {
+    SpanKind.DATA: "data",
+    SpanKind.BACKWARD: "backward",
+    SpanKind.OPTIMIZER: "optimizer",
+    SpanKind.SAVE: "save",
+    SpanKind.EVALUATION: "evaluation",
+    SpanKind.GARBAGE: "garbage collection",
+}
+_VALUES = {SpanKind.DATA: "elements", SpanKind.SAVE: "bytes", SpanKind.EVALUATION: "batches"}
+_INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
+"""What may happen within a forward pass."""
+
+_TICKS_A_SECOND = 10_000_000  # tenths of a microsecond
+_COMPRESSION = 4
+_PID = 1  # of the job in the file; its threads are the ranks
+
+
+def write_timeline(spans: Iterable[tuple[int, bytes]], path: Path, title: str) -> int:
+    """Write a timeline; return how many slices it has. Nothing is written where there are none.
+
+    Args:
+        spans: ranks, each with some of its spans, in their order.
+        path: of the file; it is compressed if its name ends in ``.gz``.
+        title: name of the job.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    slices = _slices(spans)
+    first = next(slices, None)
+    if first is None:
+        return 0
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _open(unfinished, is_compressed=path.suffix == ".gz") as file:
+            num_slices = _write(file, first, slices, title)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return num_slices
+
+
+def _open(path: Path, *, is_compressed: bool) -> TextIO:
+    if is_compressed:
+        return gzip.open(path, "wt", compresslevel=_COMPRESSION)
+    return open(path, "w")
+
+
+_Slice = tuple[int, str, int, int, dict[str, Any]]
+"""Rank, name, begin and end in ticks, and what else is known."""
+
+
+def _slices(spans: Iterable[tuple[int, bytes]]) -> Iterator[_Slice]:
+    ended: dict[int, int] = {}  # rank -> end of what came before its next forward pass
+    for rank, data in spans:
+        for span in unpack(data):
+            began, end = int(span.began_s * _TICKS_A_SECOND), int(span.ended_s * _TICKS_A_SECOND)
+            if span.kind == SpanKind.BACKWARD and ended.get(rank, began) < began:
+                yield rank, "forward", ended[rank], began, {}
+            if span.kind not in _INSIDE:
+                ended[rank] = end
+            yield rank, _name_of(span), began, end, _about(span)
+
+
+def _name_of(span: Span) -> str:
+    if span.kind == SpanKind.COLLECTIVE:
+        return COLLECTIVES[span.detail] if 0 <= span.detail < len(COLLECTIVES) else "collective"
+    return _NAMES.get(span.kind, "unknown")  # type: ignore[call-overload]
+
+
+def _about(span: Span) -> dict[str, Any]:
+    name = _VALUES.get(span.kind) if span.value else None  # type: ignore[call-overload]
+    about = {name: int(span.value)} if name else {}
+    return {**about, "num_workers": span.detail} if name == "elements" else about
+
+
+def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) -> int:
+    """Write the document, and return the number of its slices. Times count from the begin of the first slice."""
+    start, num_slices, ranks = first[2], 0, set()
+    file.write('{"displayTimeUnit":"ms","otherData":')
+    json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _TICKS_A_SECOND}, file)
+    file.write(',"traceEvents":[\n')
+    json.dump(_metadata("process_name", 0, {"name": title}), file)
+    for rank, name, began, ended, about in chain([first], others):
+        if rank not in ranks:
+            ranks.add(rank)
+            for about_rank in ({"name": f"rank {rank}"}, {"sort_index": rank}):
+                what = "thread_name" if "name" in about_rank else "thread_sort_index"
+                file.write(",\n" + json.dumps(_metadata(what, rank, about_rank)))
+        args = f',"args":{json.dumps(about)}' if about else ""
+        file.write(
+            f',\n{{"ph":"X","pid":{_PID},"tid":{rank},"name":"{name}","ts":{_microseconds(began - start)},'
+            f'"dur":{_microseconds(ended - began)}{args}}}'
+        )
+        num_slices += 1
+    file.write("\n]}\n")
+    return num_slices
+
+
+def _metadata(name: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PID, "tid": rank, "name": name, "args": about}
+
+
+def _microseconds(ticks: int) -> str:
+    sign = "-" if ticks < 0 else ""  # another rank began before the first slice
+    return f"{sign}{abs(ticks) // 10}.{abs(ticks) % 10}"
