@@ -3,11 +3,12 @@
     launcher ──events, board readings──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
 base.py            Dashboard: what the launcher calls with events and readings of the progress board
-fold.py            the view of the job after each of them; the rates of ranks
+fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
+rates.py           rates of a rank over the last seconds, and what they let one expect
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
-failures.py       failures: the cause, and what it has caused
-result.py         the figures of a job that has ended, and whether its ranks did the same
+failures.py        failures: the cause, and what it has caused
+result.py          the figures of a job that has ended, and whether its ranks did the same
 notices.py         slow and stalled ranks, losses that are not finite; a rank that has stopped has the rate 0
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place

@@ -1,7 +1,7 @@
 """Pure functions that return the view of a job after an event or a reading of the progress board.
 
 Events report starts, ends, output and metrics of ranks; readings have counts of steps and samples, times, losses and
-memory. The rates of a rank are computed here, from readings of some seconds.
+memory.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from itertools import groupby
 from typing import Any
 
 from nblaunch import events
+from nblaunch.dashboard.rates import RatePoint, is_warming_up, rates_of, warm_up, with_point
 from nblaunch.dashboard.view import (
     CHART_LENGTH,
     LINE_STAYS_S,
     NOT_ENDED,
     NUM_EPOCHS,
-    WINDOW_S,
     Curve,
     EpochView,
     JobView,
     RankView,
-    RatePoint,
     replace,
 )
 from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
-_POINT_SPACING_S = 0.5
-_MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
 _PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
-
-_Rates = tuple[float | None, float | None, float | None]
-"""Steps and samples per second, and seconds of a step without waits for other ranks."""
 
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
@@ -72,13 +66,17 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     has_new_state = rank.state_s == 0.0 or reading.state != last.state
     moved = (reading.loop, reading.total, reading.step) != (last.loop, last.total, last.step)
     is_evaluating = _is_evaluating(rank, reading)
-    points = _with_point(_points_before(rank, reading, is_evaluating=is_evaluating), reading)
+    before = _points_before(rank, reading, is_evaluating=is_evaluating)
+    points = with_point(before, reading)
     last_rates = rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
     if rank.is_evaluating and not is_evaluating:
         last_rates = rank.trained_rates  # the rates of the evaluation are not its own
-    rates = steps_per_s, samples_per_s, busy_step_s = _rates(points, last_rates)
+    rates = steps_per_s, samples_per_s, busy_step_s = rates_of(points, last_rates)
     # An evaluation inside an epoch hides how far that is.
     trained_fraction = rank.trained_fraction if rank.is_evaluating else rank.fraction or 0.0
+    if rank.warm_up is None and rank.first_epoch and not is_evaluating and not is_warming_up(points):
+        warm_job_steps = rank.changed_s, last.job_steps[0]
+        rank = replace(rank, warm_up=warm_up(before, points), warm_job_steps=warm_job_steps)
     return replace(
         rank,
         state=_state(rank, reading.state),
@@ -142,14 +140,14 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
         return {
             "first_epoch": reading.epoch,
             "first_epoch_s": now_s,
-            "first_job_steps": reading.job_steps[0],
             "epoch_length_s": None,
+            "warm_up": None,
         }
     num_done = reading.epoch - rank.first_epoch
     if reading.epoch != rank.epoch and num_done > 0:
-        return {"epoch_length_s": (now_s - rank.first_epoch_s) / num_done}
+        return {"epoch_length_s": (now_s - rank.first_epoch_s - rank.warm_up_s) / num_done}
     if reading.state is WorkerState.EVALUATING and num_done == 0 and _has_trained(reading):
-        return {"epoch_length_s": now_s - rank.first_epoch_s}
+        return {"epoch_length_s": now_s - rank.first_epoch_s - rank.warm_up_s}
     return {}
 
 
@@ -175,42 +173,6 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
     if read.is_final:  # the event that follows reports how it ended
         return rank.state
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
-
-
-def _with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
-    """Return ``points`` with a new last point; points are spaced out and dropped when older than the window.
-
-    If steps take seconds, enough of them are kept to compare a rate with another rank's.
-    """
-    if reading.step_time_s <= 0:
-        return points
-    newest = RatePoint(
-        reading.step_time_s, reading.steps_done, reading.samples, reading.busy_time_s, reading.busy_steps
-    )
-    if points and newest.time_s <= points[-1].time_s:
-        return points
-    # The last point is replaced until it is far enough from the one before it.
-    if len(points) >= 2 and points[-1].time_s - points[-2].time_s < _POINT_SPACING_S:
-        points = points[:-1]
-    while len(points) > _MIN_STEPS and newest.time_s - points[1].time_s >= WINDOW_S:
-        points = points[1:]
-    return (*points, newest)
-
-
-def _rates(points: tuple[RatePoint, ...], last: _Rates) -> _Rates:
-    """Return the rates over the window, or ``last`` while a new loop has too few points."""
-    steps_per_s, samples_per_s, busy_step_s = last
-    if not points:
-        return last
-    first, newest = points[0], points[-1]
-    if newest.steps != first.steps:
-        span_s, num_samples = newest.time_s - first.time_s, newest.samples - first.samples
-        steps_per_s = (newest.steps - first.steps) / span_s
-        samples_per_s = num_samples / span_s if num_samples > 0 else None
-    if newest.busy_steps > first.busy_steps:
-        num_steps = newest.busy_steps - first.busy_steps
-        busy_step_s = max(newest.busy_time_s - first.busy_time_s, 0.0) / num_steps
-    return steps_per_s, samples_per_s, busy_step_s
 
 
 _NUM_NOTES = 20

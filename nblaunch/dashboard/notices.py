@@ -20,7 +20,8 @@ from operator import attrgetter
 from statistics import median, median_low
 
 from nblaunch import formatting
-from nblaunch.dashboard.view import WINDOW_S, JobView, RankView, RatePoint, replace
+from nblaunch.dashboard.rates import WINDOW_S, RatePoint
+from nblaunch.dashboard.view import JobView, RankView, replace
 from nblaunch.events import WorkerState
 from nblaunch.formatting import rate, whole_duration
 

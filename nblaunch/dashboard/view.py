@@ -15,8 +15,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from nblaunch.dashboard.rates import RatePoint, is_warming_up, pause_s
 from nblaunch.events import AttemptStarted, ExitStatus, JobEnded, Stalled, WorkerState
 from nblaunch.wire.board import SlotReading
 
@@ -122,9 +123,6 @@ class Curve:
 CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
-WINDOW_S = 10.0
-"""Seconds over which rates are averaged."""
-
 LINE_STAYS_S = 2.0
 """Seconds for which a progress bar stays visible after its worker has printed another line; it mostly comes back."""
 
@@ -155,16 +153,6 @@ class EpochView:
         return self.losses / self.num_losses if self.num_losses else None
 
 
-class RatePoint(NamedTuple):
-    """A point of the window for rates. ``time_s`` is the monotonic clock of the worker."""
-
-    time_s: float
-    steps: int
-    samples: int
-    busy_time_s: float = 0.0
-    busy_steps: int = 0
-
-
 @dataclass(frozen=True)
 class RankView:
     """The state of one worker.
@@ -173,7 +161,7 @@ class RankView:
         rank: rank of the worker.
         reading: the last reading of the board; of a finished rank that has trained, with the numbers of its training.
         state: of the worker.
-        steps_per_s: averaged over about :data:`WINDOW_S`; None if unknown.
+        steps_per_s: averaged over about 10 s; None if unknown.
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
         metrics: the last value of each metric logged by ``accelerator.log``.
@@ -197,7 +185,8 @@ class RankView:
         phase: the last state other than waiting.
         first_epoch: the first epoch that was seen of a training; 0 before.
         first_epoch_s: ``now_s`` of the first reading with it.
-        first_job_steps: steps of optimizers, as a framework counts them, at that reading.
+        warm_up: seconds and number of the first steps of a training; None before they are over.
+        warm_job_steps: when they were over, and how many steps of optimizers a framework had counted then.
         epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
@@ -207,7 +196,7 @@ class RankView:
         is_evaluating: the last of its loops over training and other loaders was one that evaluates.
         trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
         trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
-        rate_points: points of the last :data:`WINDOW_S`, for rates.
+        rate_points: points of the last seconds, for rates.
         trained_span: seconds, steps and samples of its training so far, without its evaluations.
     """
 
@@ -238,7 +227,8 @@ class RankView:
     phase: WorkerState = WorkerState.STARTING
     first_epoch: int = 0
     first_epoch_s: float = 0.0
-    first_job_steps: int = 0
+    warm_up: tuple[float, int] | None = None
+    warm_job_steps: tuple[float, int] = (0.0, 0)
     epoch_length_s: float | None = None
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -326,30 +316,59 @@ class RankView:
         return (self.epoch - 1 + of_epoch) / self.num_epochs
 
     @property
+    def usual_step_s(self) -> float | None:
+        """Seconds of a step to come, without a single long one; None if unknown."""
+        if not self.steps_per_s:
+            return None
+        points = self.rate_points
+        num_steps = points[-1].steps - points[0].steps if points else 0
+        usual_s = (points[-1].time_s - points[0].time_s - pause_s(points)) / num_steps if num_steps else 0.0
+        return usual_s if usual_s > 0 and not is_warming_up(points) else 1 / self.steps_per_s
+
+    @property
+    def warm_up_s(self) -> float:
+        """By how many seconds the first steps of the training have taken longer than others."""
+        if self.warm_up is None:
+            return 0.0
+        span_s, num_steps = self.warm_up
+        steps_per_s = self.trained_rates[0]
+        step_s = self.usual_step_s if not self.is_evaluating else 1 / steps_per_s if steps_per_s else None
+        return max(span_s - num_steps * (step_s or 0.0), 0.0)
+
+    @property
     def left_s(self) -> float | None:
         """The estimated seconds until the end of all epochs; None if unknown, as where their number is.
 
         Of a loop that trains nothing, until its end.
         """
-        if self.state.is_final or self.state is WorkerState.FINISHING or not self.steps_per_s:
+        step_s = self.usual_step_s
+        if self.state.is_final or self.state is WorkerState.FINISHING or not step_s:
             return None
         done, total = self.reading.job_steps
-        if total > 0:  # with evaluations, as far as there were some
-            num_done = done - self.first_job_steps
-            return (self.changed_s - self.first_epoch_s) * (total - done) / num_done if num_done > 0 else None
-        if self.total <= 0:
+        if total > 0:
+            return self._job_steps_left_s(total - done)
+        if self.total <= 0 or (is_warming_up(self.rate_points) and self.epoch_length_s is None):
             return None
-        left_s = max(self.total - self.step, 0) / self.steps_per_s
+        left_s = max(self.total - self.step, 0) * step_s
         if not self.epoch:
             return left_s
         if self.epoch > self.num_epochs:
             return None
         num_further = self.num_epochs - self.epoch
         if not self.is_evaluating:
-            return left_s + num_further * (self.epoch_length_s or self.total / self.steps_per_s)
+            return left_s + num_further * (self.epoch_length_s or self.total * step_s)
         if self.epoch_length_s is None:
             return None  # the rate of an evaluation says nothing of an epoch
         return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s
+
+    def _job_steps_left_s(self, num_left: int) -> float | None:
+        """Return the seconds of the last steps of optimizers, with evaluations as far as there were some."""
+        since_s, num_before = self.warm_job_steps
+        num_done = self.reading.job_steps[0] - num_before
+        if self.warm_up is None or num_done <= 0:
+            return None
+        one_pause_s = 0.0 if self.is_evaluating else pause_s(self.rate_points)
+        return max(self.changed_s - since_s - one_pause_s, 0.0) / num_done * num_left
 
 
 NOT_STARTED = AttemptStarted(-1, 0.0)

@@ -12,7 +12,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.usefixture
 
 FASTAI = Path(sys.prefix) / "fastai"  # installed there by `make setup`
 LENGTH, EPOCHS, STEP_S = 20, 6, 0.03
+WARM_UP_STEPS = 3
 Steps = tuple[list[float], list[float]]
 """When each step began, and its loss."""
 
@@ -263,21 +266,40 @@ def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
         assert at_least <= shown <= at_most, f"{shown} at {now_s - times[0]:.2f} s"
 
 
+def later_steps(times: list[float], now_s: float) -> list[float]:
+    """Return when the steps until now began, without the first ones, which take longer than others."""
+    return [at_s for at_s in times[WARM_UP_STEPS:] if at_s <= now_s]
+
+
 def check_rate(seen: Seen, times: list[float]) -> None:
-    usual = (len(times) - 1) / (times[-1] - times[0])
-    rates = [rank.steps_per_s for now_s, rank, _ in seen.readings if now_s > times[len(times) // 2]]
-    shown = [rate for rate in rates if rate]
-    assert shown
-    assert all(0.6 * usual < rate < 1.6 * usual for rate in shown), (usual, shown)
+    """The rate counts the steps of this epoch, of two epochs, or of all: with evaluations between them or not."""
+    shown = [(now, rank) for now, rank, _ in seen.readings if now > times[len(times) // 2]]
+    assert any(rank.steps_per_s for _, rank in shown)
+    for now_s, rank in shown:
+        steps = later_steps(times, now_s)
+        parts = [steps[-number:] for number in (max(rank.step, 3), LENGTH, 2 * LENGTH, len(steps))]
+        counted = [(len(part) - 1) / (part[-1] - part[0]) for part in parts]
+        rate = rank.steps_per_s
+        assert rate is None or 0.75 * min(counted) < rate < 1.33 * max(counted), (counted, rate)
 
 
 def check_time_left(seen: Seen, times: list[float]) -> float:
-    """The time left that is shown after a tenth of the job is off by at most a fifth; return by how much."""
+    """The time left that is shown after a tenth of the job is off by at most a fifth; return by how much.
+
+    A machine with other work may be slower until then than afterwards, or faster. That can't be known: what the steps
+    until then let one expect, by their mean or their median, is as good as the truth.
+    """
     tenth_s = times[0] + (times[-1] - times[0]) / 10
     now_s, left_s = next((now, left) for now, _, left in seen.readings if now >= tenth_s and left is not None)
     assert now_s < times[0] + (times[-1] - times[0]) / 3
-    error = abs(left_s - (times[-1] + STEP_S - now_s)) / (times[-1] - now_s)
-    assert error <= 0.2, f"{left_s:.1f} s were announced, and it took {times[-1] - now_s:.1f} s"
+    truth_s = times[-1] + STEP_S - now_s
+    gaps = [later - at for at, later in pairwise(later_steps(times, now_s))]
+    num_left = sum(at_s > now_s for at_s in times) + 1
+    low_s, *_, high_s = sorted([truth_s, num_left * mean(gaps), num_left * median(gaps)])
+    error = max(low_s - left_s, left_s - high_s, 0.0) / truth_s
+    assert error <= 0.2, (
+        f"{left_s:.1f} s were announced, not {low_s:.1f} to {high_s:.1f} s; it took {truth_s:.1f} s"
+    )
     return error
 
 
