@@ -50,6 +50,7 @@ class SessionOutput:
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._readings: Sequence[SlotReading] = ()
+        self._signs_before: Mapping[int, int] = {}
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
@@ -75,21 +76,26 @@ class SessionOutput:
             self._events.append(event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Keep the state of every rank."""
-        self._readings = readings
+        """Keep the state of every rank that has begun the command; the others show what they did before."""
+        before = self._signs_before
+        self._readings = [one for one in readings if one.num_progress_signs != before.get(one.rank)]
 
     def close(self) -> None:
         """Do nothing: the cell shows the rest."""
 
     @contextmanager
     def shown_by(
-        self, dashboards: Sequence[Dashboard], open_rows: Callable[[], Sequence[Dashboard]] | None = None
+        self,
+        dashboards: Sequence[Dashboard],
+        open_rows: Callable[[], Sequence[Dashboard]] | None = None,
+        signs_before: Mapping[int, int] | None = None,
     ) -> Iterator[None]:
         """Show events with ``dashboards`` when :meth:`pump` is called within the block, and the rest at its end.
 
         Args:
             dashboards: dashboards from the start.
             open_rows: returns dashboards that are added if the block takes long.
+            signs_before: rank -> its signs of progress while it is idle. A command that begins adds one.
 
         Raises:
             RuntimeError: another thread is in such a block.
@@ -97,6 +103,7 @@ class SessionOutput:
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
+        self._signs_before = signs_before or {}
         self._readings, self._missed = (), []  # those are of the command before
         self._due_s = time.monotonic() + _LONG_S
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -135,7 +135,7 @@ class Session(RankCommands):
             emit(rows, [replace(begun, ago_s=time.time() - begun.time_s), *self._started()])
             return rows
 
-        with self._output.shown_by([printer], open_rows):
+        with self._output.shown_by([printer], open_rows, self._progress_signs()):
             replies = self._request(chosen, command)
             outcome = self._outcome(replies)
             emit(rows, end_events(replies, outcome))
@@ -238,7 +238,10 @@ class Session(RankCommands):
         """Call a function on all ranks and show it as a job; return its outcome."""
         attempt = self._attempt(spec)
         command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
-        with closing(save_call((spec.function, spec.args), _REMEDY)) as saved, self._output.shown_by(shown):
+        with (
+            closing(save_call((spec.function, spec.args), _REMEDY)) as saved,
+            self._output.shown_by(shown, signs_before=self._progress_signs()),
+        ):
             emit(shown, [attempt.start_event(), *self._started()])
             replies = self._request(self._ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
@@ -444,6 +447,12 @@ class Session(RankCommands):
     def _started(self) -> list[Event]:
         now = time.time()
         return [Started(rank, now, pid=pid) for rank, pid in self.pids.items()]
+
+    def _progress_signs(self) -> dict[int, int]:
+        """Return rank -> its signs of progress; none if the session has just ended."""
+        with suppress(ValueError):  # the board is closed
+            return {rank: slot.num_progress_signs for rank, slot in self._runner.slots.items()}
+        return {}
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
         """Return a call of ``spec`` as an attempt of a job on this session's workers."""

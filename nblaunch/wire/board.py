@@ -195,6 +195,8 @@ class Slot:
     """Number of the current or last epoch, from 1; 0 before the first."""
     num_updates = _Word(_UPDATES)
     """Steps of any optimizer."""
+    num_progress_signs = _Word(_PROGRESS_SIGNS)
+    """Other signs of progress: collectives, bars that advanced, the begin of a session's command."""
     built_bytes = _Word(_BUILT_BYTES)
     """Bytes of parameters that were built in this process."""
     num_checks = _Word(_CHECKS)

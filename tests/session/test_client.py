@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session import client, output
 from nblaunch.session.client import Replies, SessionClient
 from nblaunch.session.output import SessionOutput
-from nblaunch.wire.board import create_memory_file, private_slot
+from nblaunch.wire.board import SlotReading, create_memory_file, private_slot
 from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
 from tests.no_descriptors import no_descriptor_left
 
@@ -168,12 +168,13 @@ class _Shown:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.readings: list[SlotReading] = []
 
     def on_event(self, event: Event) -> None:
         self.events.append(event)
 
-    def on_readings(self, readings: Any) -> None:
-        pass
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        self.readings.extend(readings)
 
     def close(self) -> None:
         pass
@@ -196,3 +197,12 @@ def test_the_rows_of_a_long_command_show_what_came_before_them(monkeypatch: pyte
         monkeypatch.setattr(output.time, "monotonic", lambda: late)
         of_session.on_event(EpochEnded(0, 2.0, 2, 0.8, 2.0))
     assert rows.events == [*early, EpochEnded(0, 2.0, 2, 0.8, 2.0)]
+
+
+def test_a_rank_that_has_not_begun_a_command_does_not_show_the_progress_of_the_one_before() -> None:
+    of_session, shown = SessionOutput(), _Shown()
+    idle, begun = SlotReading(0, step=120, num_progress_signs=7), SlotReading(1, step=1, num_progress_signs=8)
+    with of_session.shown_by([shown], signs_before={0: 7, 1: 7}):  # type: ignore[list-item]
+        of_session.on_readings([idle, begun])
+        of_session.pump()
+        assert shown.readings == [begun]
