@@ -9,6 +9,7 @@ import pytest
 
 from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import HANGS, HEADS, kill, opened, wait_for_table
+from tests.browser.themes import photograph
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -37,7 +38,7 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     page.wait_until(
         lambda: re.search(r"no progress for \d+ s \(cell 1, line 13\)", page.text(REPORTED)), "the nap's line"
     )
-    page.screenshot("hang.png", page.output(REPORTED))
+    assert photograph(page, REPORTED, "hang") > 5
     rows = page.output(REPORTED).locator(".nbl-job tr")
     waiting = rows.filter(has_text="waiting in all_reduce (cell 1, line 14)")
     page.wait_until(lambda: waiting.count() == 2, "the two ranks that wait")
@@ -55,7 +56,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> Non
     wait_for_table(page, STOPPED)
     page.wait_until_idle(STOPPED)
     page.cell(STOPPED).scroll_into_view_if_needed()
-    page.screenshot("hang_stopped.png", page.output(STOPPED))
+    assert photograph(page, STOPPED, "hang_stopped") > 5
     rows = page.output(STOPPED).locator("table[aria-label^=ranks] tr")
     assert "1 failed, 2 stopped" in rows.nth(1).inner_text()
     shown = {row[0]: row[1:3] for row in map(str.split, rows.all_inner_texts()) if row}

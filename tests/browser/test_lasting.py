@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import bars, opened, saved_outputs
+from tests.browser.themes import photograph
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -50,15 +51,6 @@ CELLS = (
 RESTART = "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
 
 
-def in_theme(page: Page, theme: str) -> None:
-    command = (
-        f"() => window.jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}})"
-    )
-    page.page.evaluate(command)
-    is_light = str(theme == "Light").lower()
-    page.page.locator(f"body[data-jp-theme-light={is_light}]").wait_for(state="attached")
-
-
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Browser) -> Iterator[Page]:
     with opened(lab, browser, CELLS, "lasting.ipynb") as page:
@@ -77,20 +69,14 @@ def test_the_output_of_a_job_is_as_high_soon_as_later(page: Page) -> None:
         return re.search(r"epoch ([2-9]|1\d) of 12", page.text(GROWING)) is not None
 
     page.wait_until(look, "the second epoch")
-    page.screenshot("growing_live.png", output)
-    in_theme(page, "Dark")
-    page.screenshot("growing_live_dark.png", output)
-    in_theme(page, "Light")
+    assert photograph(page, GROWING, "growing_live") > 5
     last = heights[-1][1]
     assert last < 520
     first_s = heights[0][0]
     assert max(height for at_s, height in heights if at_s < first_s + 1.5) > 0.6 * last
     page.wait_for_text(GROWING, "done in")
     page.wait_until_idle(GROWING)
-    page.screenshot("growing_done.png", output)
-    in_theme(page, "Dark")
-    page.screenshot("growing_done_dark.png", output)
-    in_theme(page, "Light")
+    assert photograph(page, GROWING, "growing_done") > 5
     _, outputs = saved_outputs(page, GROWING)
     assert not any("widget-view" in name for one in outputs for name in one)
 
@@ -119,7 +105,7 @@ def test_a_kernel_that_is_restarted_leaves_what_was_last_known(page: Page) -> No
     page.save()
     page.page.evaluate(RESTART)
     page.wait_until(lasting.is_visible, "the lasting table")
-    page.screenshot("kernel_restarted.png", output)
+    assert photograph(page, DYING, "kernel_restarted") > 5
     assert "last known at" in page.text(DYING)
     assert re.search(r"epoch \d+ of 100 · \d+ %", page.text(DYING))
     assert lasting.locator("svg[role=img]").first.is_visible()
@@ -127,4 +113,4 @@ def test_a_kernel_that_is_restarted_leaves_what_was_last_known(page: Page) -> No
     page.save()
     page.reload()
     page.wait_for_text(DYING, "last known at")
-    page.screenshot("kernel_restarted_reloaded.png", page.output(DYING))
+    assert photograph(page, DYING, "kernel_restarted_reloaded") > 5

@@ -27,6 +27,7 @@ from tests.browser.panel import (
     wait_for_red_bar,
     wait_for_table,
 )
+from tests.browser.themes import photograph
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
 
@@ -106,14 +107,14 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     assert num_widgets(page, FAILING) > 0
     wait_for_red_bar(page, FAILING, rank=1)
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
-    page.screenshot("failing_live.png")
+    assert photograph(page, FAILING, "failing_live") > 5
     (lab.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
     wait_for_table(page, FAILING)
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     page.wait_until_idle(FAILING)  # cells that are run before this one has failed are not executed
-    page.screenshot("failed.png")
+    assert photograph(page, FAILING, "failed") > 5
 
 
 def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
