@@ -55,5 +55,5 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def _run(code: str, *args: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=110
     ).stdout.strip()
