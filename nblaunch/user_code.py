@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from types import FunctionType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
@@ -93,7 +93,10 @@ def line_of(tb: TracebackType) -> int:
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the closure variables and globals that the function's code names."""
+    """Yield name and value of the closure variables and globals that the function's code names.
+
+    Code of functions and comprehensions inside the function counts.
+    """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -101,9 +104,16 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:
             continue  # the variable has no value yet
         yield name, value
-    for name in code.co_names:
+    for name in dict.fromkeys(_names(code)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def used_by(function: Any) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from nblaunch import attached_debugger, backends, context, env, formatting
 from nblaunch.backends.base import Backend
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.errors import LaunchError
-from nblaunch.launcher import debug_client, fork_safety
+from nblaunch.launcher import copied_variables, debug_client, fork_safety
 from nblaunch.spec import LaunchSpec, uses
 from nblaunch.user_code import used_by
 from nblaunch.wire.argument_paths import ArgPath, modules_in, optimizers_in
@@ -123,6 +123,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *backend.launch_notes(num_processes),
             *(() if is_inline else _foreign_accelerators(spec)),
             *(() if is_inline else filter(None, [attached_debugger.note()])),
+            *copied_variables.warnings_about(spec, num_processes, start.method),
         ),
     )
 

@@ -53,7 +53,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker import collective_hooks, libraries, open_files, output, process_control, span_hooks
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import connections, kernel_only, queues, studies
+from nblaunch.worker.inheritance import connections, kernel_only, queues, studies, unfinished_files
 from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
@@ -244,6 +244,8 @@ class _Worker:
             if assignment.topology.local_rank > 0:
                 connections.leave_to_first_rank(self.files.own)
             self.files.watch(assignment.rank, self.locks, self._warn)
+        else:
+            unfinished_files.refuse_writes_to_copies()
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)

@@ -171,6 +171,20 @@ def _set_inference_mode(torch: Any, is_enabled: bool) -> None:
     _entered.append(mode)  # or the mode would end here
 
 
+def _modes(torch: Any) -> list[Any]:
+    """Return the modes that this thread is in, the outermost first, without the default device, which has a row."""
+    devices = sys.modules["torch.utils._device"].DeviceContext
+    of_functions = sys.modules["torch.overrides"]._get_current_function_mode_stack()
+    of_dispatch = sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack()
+    return [mode for mode in (*of_functions, *of_dispatch) if not isinstance(mode, devices)]
+
+
+def _enter_modes(torch: Any, modes: Sequence[Any]) -> None:
+    for mode in modes:
+        mode.__enter__()
+        _entered.append(mode)
+
+
 def _compiler_values(config: Any) -> dict[str, Any]:
     """Return what differs from the defaults in one of torch's modules of settings for its compiler."""
     return {
@@ -325,6 +339,7 @@ _TORCH = (
     LibrarySetting(
         "torch.inference_mode", "torch", lambda torch: torch.is_inference_mode_enabled(), _set_inference_mode
     ),
+    LibrarySetting("TorchFunctionMode or TorchDispatchMode", "torch", _modes, _enter_modes),
     LibrarySetting(
         "torch.autograd.set_detect_anomaly",
         "torch",

@@ -25,7 +25,9 @@ from nblaunch import formatting
 from nblaunch.host import heap
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.worker import output
+from nblaunch.worker.inheritance import unfinished_files
 from nblaunch.worker.inheritance.positions import OpenFile
+from nblaunch.worker.inheritance.unfinished_files import UnfinishedFileError
 
 Report = Callable[[str], None]
 """Takes a sentence about a file that several ranks write to."""
@@ -52,6 +54,7 @@ class WrittenFiles:
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
         ranks: ranks that are forked.
         channels: descriptors of pipes, sockets and terminals that are open for writing.
+        plain: descriptors of files that are not databases of SQLite, which processes may share.
     """
 
     def __init__(
@@ -60,8 +63,11 @@ class WrittenFiles:
         objects: Mapping[int, Sequence[Any]],
         ranks: range,
         channels: Collection[int] = (),
+        plain: Collection[int] = (),
     ) -> None:
         self._files = files
+        self._plain = plain
+        self._report: Report = lambda text: None
         self._objects = objects
         self._channels = channels
         self.ranks = ranks
@@ -79,10 +85,12 @@ class WrittenFiles:
     ) -> WrittenFiles:
         """Find the file objects of ``files`` in this process, and write what they have buffered."""
         written = {fd: file for file in files if file.can_be_written for fd in file.fds}
-        objects = _file_objects(written.keys())
+        # IPython's history, which every kernel has open, is a database.
+        plain = {fd for fd in written if not _is_database(fd)}
+        objects = _file_objects(plain)
         # If a file object can't be flushed now, a worker's copy of it still holds the kernel's lines.
-        writable = {fd: of_file for fd, of_file in objects.items() if all(map(_flush, of_file))}
-        return cls(written, writable, ranks, channels)
+        writable = {fd: of_file for fd, of_file in objects.items() if not any(map(_flush, of_file))}
+        return cls(written, writable, ranks, channels, plain)
 
     def drop_c_buffers(self) -> None:
         """Drop a worker's copy of what C code has buffered."""
@@ -90,7 +98,11 @@ class WrittenFiles:
         _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
-        """Notice what a worker writes."""
+        """Notice what a worker writes, and refuse it where the kernel has a part of the file in memory."""
+        self._report = report
+        unfinished_files.refuse_writes(self._plain)
+        for of_file in self._objects.values():
+            unfinished_files.hold_back_text(of_file)
         for index, (fd, of_file) in enumerate(self._objects.items()):
             raw = of_file[-1]
             note = partial(self._note_writer, index, rank, locks)
@@ -100,7 +112,9 @@ class WrittenFiles:
         """Write what this worker has buffered."""
         for of_file in self._objects.values():
             for file in of_file:
-                _flush(file)
+                error = _flush(file)
+                if isinstance(error, UnfinishedFileError):
+                    self._report(str(error))
 
     def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
         """Note that ``rank`` writes to a file; return all ranks that do where that is to be reported, else none."""
@@ -142,9 +156,7 @@ takes 20 ms, and is not repeated for the same files."""
 def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
     """Return descriptor -> this process's file objects, the outermost first, of those that Python has opened."""
     global _last_look
-    identities = {
-        fd: identity for fd in fds if not _is_database(fd) and (identity := _identity(fd)) is not None
-    }
+    identities = {fd: identity for fd in fds if (identity := _identity(fd)) is not None}
     objects = {fd: _seen_before(fd, identity) for fd, identity in identities.items()}
     if None in objects.values():
         objects = {fd: [] for fd in identities}
@@ -184,7 +196,7 @@ def _identity(fd: int) -> tuple[int, ...] | None:
 
 
 def _is_database(fd: int) -> bool:
-    """Return whether ``fd`` is a database of SQLite, as IPython's history is, which every kernel has open."""
+    """Return whether ``fd`` is a database of SQLite."""
     try:
         return os.pread(fd, len(_SQLITE), 0) == _SQLITE
     except OSError:  # it is open for writing alone
@@ -206,13 +218,13 @@ def _number(file: Any) -> int:
     return number
 
 
-def _flush(file: Any) -> bool:
-    """Write what ``file`` has buffered; return whether nothing is left in it."""
+def _flush(file: Any) -> Exception | None:
+    """Write what ``file`` has buffered; return the error that leaves something in it."""
     try:
         file.flush()
-    except Exception:  # the disk is full, say; or the function has closed it
-        return False
-    return True
+    except Exception as error:  # the disk is full, say; or the function has closed it
+        return error
+    return None
 
 
 def _drop_c_buffers(fds: Collection[int]) -> None:

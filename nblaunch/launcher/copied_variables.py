@@ -1,0 +1,94 @@
+"""Variables of a launched function of which every worker has a copy that goes on by itself, against what users expect.
+
+iterators           a generator, or an iterator of a data loader, gives the same values to every rank, and no rank moves
+                    the kernel's: that may be what the user wants, or every rank trains on the same batches
+compressors         ``zstandard`` keeps a part of a file in memory, as the writers of
+                    ``worker/inheritance/unfinished_files.py`` do; its classes are made in C, where no worker can refuse
+                    a write
+writable maps       a ``numpy.memmap`` reaches a fresh process as an array: what that writes is not in the file
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+from collections.abc import Iterator
+from types import GeneratorType
+from typing import Any
+
+from nblaunch.spec import LaunchSpec
+from nblaunch.user_code import used_by
+
+_ITERATORS = (
+    map,
+    zip,
+    filter,
+    enumerate,
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
+)
+
+_SAME_VALUES = (
+    "{name}: each rank has a copy of this {kind}, which goes on from where the kernel's stands, so that all ranks get "
+    "the same values. For a different part on each rank, create it inside the function from the rank"
+)
+_LOST = (
+    "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. What ranks write to "
+    "{name} damages the file: open a file inside the function, one for each rank"
+)
+_NOT_IN_FILE = (
+    "{name} maps {file} for writing, and workers of start_method={method!r} get a copy of its numbers: what they write "
+    "to {name} never reaches the file. Open the map inside the function"
+)
+
+
+def warnings_about(spec: LaunchSpec, num_processes: int, start_method: str) -> list[str]:
+    """Return a sentence for each variable of the function that the user may expect several workers to share.
+
+    Args:
+        spec: the launch.
+        num_processes: number of workers.
+        start_method: how they start.
+    """
+    if num_processes < 2 or start_method == "inline":
+        return []
+    values = {id(value): (name, value) for name, value in _variables(spec)}
+    return [text for name, value in values.values() if (text := _warning(name, value, start_method))]
+
+
+def _variables(spec: LaunchSpec) -> Iterator[tuple[str, Any]]:
+    yield from used_by(spec.function)
+    yield from ((f"args[{position}]", value) for position, value in enumerate(spec.args))
+
+
+def _warning(name: str, value: Any, start_method: str) -> str | None:
+    kind = _kind_of_iterator(value)
+    if kind is not None:
+        return _SAME_VALUES.format(name=name, kind=kind)
+    if start_method != "fork":
+        return (
+            _NOT_IN_FILE.format(name=name, file=value.filename, method=start_method)
+            if _is_writable_map(value)
+            else None
+        )
+    is_compressed = _compresses(value.buffer if isinstance(value, io.TextIOWrapper) else value)
+    return _LOST.format(name=name) if is_compressed else None
+
+
+def _kind_of_iterator(value: Any) -> str | None:
+    if isinstance(value, GeneratorType):
+        return None if value.gi_frame is None else "generator"  # it has ended
+    if isinstance(value, _ITERATORS):
+        return "iterator"
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_SingleProcessDataLoaderIter", None)
+    return "iterator of a DataLoader" if kind is not None and isinstance(value, kind) else None
+
+
+def _is_writable_map(value: Any) -> bool:
+    kind = getattr(sys.modules.get("numpy"), "memmap", None)
+    return kind is not None and isinstance(value, kind) and value.mode in ("r+", "w+")
+
+
+def _compresses(value: Any) -> bool:
+    kind = getattr(sys.modules.get("zstandard"), "ZstdCompressionWriter", None)
+    return kind is not None and isinstance(value, kind) and not value.closed

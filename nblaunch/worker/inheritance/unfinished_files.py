@@ -1,0 +1,244 @@
+"""Files of which the kernel still holds a part in memory: archives, compressed files, HDF5, Parquet, databases of dbm.
+
+Such a file gets its index, the state of its compressor or its cached blocks when the kernel closes it. A worker has a
+copy of that part. What the worker writes never reaches the kernel's part, so that the kernel loses it when it closes
+the file, or damages the file. Writing raises an error in a worker, and so does adding a member. Closing such a file,
+also by Python when its last reference goes, writes nothing there: the kernel alone completes it.
+
+A worker of a forkserver or of spawn receives only databases of ``dbm.dumb``, since all others can't be pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NoReturn
+
+from nblaunch import packages
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """A class whose objects write such files.
+
+    Args:
+        module: where the class is.
+        name: of the class.
+        what: the file, for the user.
+        writes: methods that write, or add to the index.
+        ends: methods that complete the file or a piece of it.
+        stream: attribute with the file to which it writes; "" if it opens the file itself.
+        path: attribute with the file's name, where there is no stream.
+        is_pickled: objects can be sent to fresh processes.
+    """
+
+    module: str
+    name: str
+    what: str
+    writes: tuple[str, ...]
+    ends: tuple[str, ...] = ("close",)
+    stream: str = ""
+    path: str = ""
+    is_pickled: bool = False
+
+
+_WRITERS = (
+    _Writer("gzip", "GzipFile", "gzip file", ("write",), ("flush", "close"), stream="fileobj"),
+    _Writer("bz2", "BZ2File", "bz2 file", ("write",), stream="_fp"),
+    _Writer("lzma", "LZMAFile", "xz file", ("write",), stream="_fp"),
+    _Writer("zipfile", "ZipFile", "zip archive", ("write", "writestr", "mkdir", "_open_to_write"), stream="fp"),
+    _Writer("zipfile", "_ZipWriteFile", "zip archive", ("write",), stream="_fileobj"),
+    # What workers add to a tar archive is in order; after an end that one of them writes, nothing is read any more.
+    _Writer("tarfile", "TarFile", "tar archive", (), stream="fileobj"),
+    _Writer("wave", "Wave_write", "WAV file", ("writeframesraw", "writeframes"), stream="_file"),
+    _Writer("dbm.dumb", "_Database", "database of dbm", ("__setitem__", "__delitem__"), ("sync", "close"),
+            path="_datfile", is_pickled=True),
+    _Writer("pyarrow.parquet.core", "ParquetWriter", "Parquet file", ("write_table", "write_batch"), path="where"),
+    _Writer("pyarrow.ipc", "RecordBatchFileWriter", "Arrow file", ("write", "write_table", "write_batch")),
+    _Writer("datasets.arrow_writer", "ArrowWriter", "Arrow file",
+            ("write", "write_row", "write_batch", "write_table"), ("finalize", "close"), stream="stream"),
+    _Writer("matplotlib.backends.backend_pdf", "PdfPages", "PDF file", ("savefig", "attach_note"), stream="_file.fh"),
+)  # fmt: skip
+
+_HDF5 = "h5py._hl.files"
+_HDF5_WRITES = (
+    ("h5py._hl.group", "Group", ("__setitem__", "__delitem__", "create_dataset", "create_group",
+                                 "create_virtual_dataset", "move")),
+    ("h5py._hl.dataset", "Dataset", ("__setitem__", "write_direct", "resize")),
+    ("h5py._hl.attrs", "AttributeManager", ("__setitem__", "__delitem__", "create", "modify")),
+)  # fmt: skip
+"""Module, class, methods that write."""
+
+_made_here: set[int] = set()
+"""Ids of writers that this worker has made. A writer of the kernel never has one of these ids while it exists."""
+
+_abandoned: list[Any] = []
+"""The kernel's writers that were closed here. If one were freed, its parts would write what they have buffered."""
+
+
+def refuse_writes(fds: Collection[int]) -> None:
+    """Refuse to write to the kernel's unfinished files in this worker, which was forked from the kernel.
+
+    Args:
+        fds: descriptors of files that the kernel has open for writing.
+    """
+    for writer in _WRITERS:
+        cls = _class(writer)
+        if cls is not None and (fds or writer.is_pickled):
+            _change(cls, writer, fds)
+    if fds and _HDF5 in sys.modules:
+        _refuse_hdf5(sys.modules["h5py"])
+
+
+def refuse_writes_to_copies() -> None:
+    """Refuse to write to unfinished files that this worker has received pickled."""
+    for writer in _WRITERS:
+        if writer.is_pickled:
+            packages.when_imported(writer.module, functools.partial(_change_in, writer))
+
+
+def _change_in(writer: _Writer, module: Any) -> None:
+    _change(getattr(module, writer.name), writer, ())
+
+
+def hold_back_text(files: Collection[Any]) -> None:
+    """Refuse text at once that a worker writes to the kernel's compressed files, rather than when it has a full block.
+
+    Args:
+        files: text files of the kernel, among others.
+    """
+    for file in files:
+        if isinstance(file, io.TextIOWrapper):
+            writer = next((one for one in _WRITERS if _is_of(file.buffer, one)), None)
+            if writer is not None:
+                refuse = functools.partial(_raise, writer.what, _path(file.fileno()))
+                file.write = refuse  # type: ignore[method-assign]
+
+
+def _is_of(obj: Any, writer: _Writer) -> bool:
+    cls = _class(writer)
+    return cls is not None and isinstance(obj, cls)
+
+
+def _class(writer: _Writer) -> Any:
+    """Return the class of a row; None if it has no objects, because it is not imported."""
+    return getattr(sys.modules.get(writer.module), writer.name, None)
+
+
+def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
+    """Change the class in this worker.
+
+    Args:
+        cls: the class.
+        writer: its row.
+        fds: as in :func:`refuse_writes`; a class without a stream needs none.
+    """
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        _made_here.add(id(self))
+        make(self, *args, **kwargs)
+
+    def is_kernels(self: Any) -> bool:
+        return id(self) not in _made_here and (not writer.stream or _descriptor(self, writer.stream) in fds)
+
+    def name_of(self: Any) -> str:
+        return (
+            _path(_descriptor(self, writer.stream))
+            if writer.stream
+            else _text(getattr(self, writer.path, ""))
+        )
+
+    cls.__init__ = make_here
+    for name in writer.writes:
+        if hasattr(cls, name):
+            setattr(cls, name, _refusing(getattr(cls, name), is_kernels, writer.what, name_of))
+    for name in writer.ends:
+        if hasattr(cls, name):
+            setattr(cls, name, _leaving_to_kernel(getattr(cls, name), is_kernels))
+
+
+def _descriptor(obj: Any, path: str) -> int:
+    """Return the descriptor of the file to which ``obj`` writes; -1 if that is memory, or it is closed."""
+    try:
+        number: int = attrgetter(path)(obj).fileno()
+    except Exception:  # of a class of the user's own
+        return -1
+    return number
+
+
+def _text(path: Any) -> str:
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+
+
+def _path(fd: int) -> str:
+    """Return the path of an open file; "" if the system knows none."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+def _refusing(
+    method: Callable[..., Any], is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_kernels(self):
+            _raise(what, name_of(self))
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], bool]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_kernels(self):
+            return method(self, *args, **kwargs)
+        _abandoned.append(self)
+        return None
+
+    return call
+
+
+class UnfinishedFileError(RuntimeError):
+    """A worker writes to a file of which the kernel has a part in memory."""
+
+
+def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
+    file = f"the {what} {path}" if path else f"the {what}"
+    raise UnfinishedFileError(
+        f"a worker can't write to {file}, which a cell has opened for writing: the kernel holds a part of the file in "
+        "memory, and completes the file without what workers have written. Open a file inside the function, one for "
+        "each rank, or return the data and write them in the kernel"
+    )
+
+
+def _refuse_hdf5(h5py: Any) -> None:
+    """Refuse changes of the HDF5 files that this process has open now, as HDF5 itself counts them."""
+    files, objects = h5py.h5f, h5py.h5o
+    numbers = frozenset(
+        objects.get_info(file).fileno
+        for file in files.get_obj_ids(files.OBJ_ALL, files.OBJ_FILE)
+        if file.get_intent() & files.ACC_RDWR and file.get_access_plist().get_driver() != h5py.h5fd.CORE
+    )
+    if not numbers:
+        return
+
+    def is_kernels(self: Any) -> bool:
+        return objects.get_info(self._id).fileno in numbers
+
+    def name_of(self: Any) -> str:
+        return os.fsdecode(files.get_name(self._id))
+
+    for module, name, methods in _HDF5_WRITES:
+        cls = getattr(sys.modules[module], name)
+        for method in methods:
+            setattr(cls, method, _refusing(getattr(cls, method), is_kernels, "HDF5 file", name_of))
