@@ -241,6 +241,7 @@ class _Worker:
         frameworks.watch(assignment.rank)
         studies.watch(self._warn)
         if self.files is not None:
+            connections.renew_http(self.files.channels)
             if assignment.topology.local_rank > 0:
                 connections.leave_to_first_rank(self.files.own)
             self.files.watch(assignment.rank, self.locks, self._warn)

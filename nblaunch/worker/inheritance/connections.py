@@ -1,22 +1,30 @@
-"""Connections to other machines that the kernel has open when it forks workers: the first rank has them.
+"""Connections that the kernel has open when it forks workers.
 
 A fork copies the descriptor of a connection, so that all ranks write requests into one stream, and each byte of the
-replies reaches one of them: a rank may get the reply to another's request. So the first rank of this machine goes on
-with the kernel's connections, and the others find them closed by the other side. Clients that keep connections for
-later requests (``requests``, ``httpx``, pools of databases) then open new ones; others raise.
+replies reaches one of them: a rank may get the reply to another's request.
 
-Connections within this machine stay shared: services that several processes write to in turn, such as services of
-experiment trackers, run there.
+Clients of HTTP keep a connection for later requests. Each rank opens connections of its own in their place, whatever
+the machine at the other end, and leaves the kernel's to the kernel: an encrypted one would fail at the next request of
+the kernel if a rank had used it.
+
+Of other connections to other machines, the first rank of this machine goes on with the kernel's, and the others find
+them closed by the other side. Clients with pools of connections then open new ones; others raise.
+
+Other connections within this machine stay shared: services that several processes write to in turn, such as services
+of experiment trackers, run there.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
@@ -36,6 +44,75 @@ def leave_to_first_rank(own: Collection[Identity]) -> None:
         for fd in fds:
             with suppress(OSError):
                 os.dup2(closed.fileno(), fd, inheritable=os.get_inheritable(fd))
+
+
+def renew_http(channels: Collection[Identity]) -> None:
+    """Have clients of HTTP open connections of their own in this worker, in place of the kernel's.
+
+    Args:
+        channels: what the kernel has open besides files; its connections are among them.
+    """
+    for name, renew in _CLIENTS.items():
+        # A client has no connection of the kernel where its module is not imported yet.
+        if name in sys.modules:
+            renew(sys.modules[name], channels)
+
+
+def _is_kernels(connection: Any, channels: Collection[Identity]) -> bool:
+    """Return whether a socket, or what wraps one, is among the kernel's ``channels``."""
+    try:
+        status = os.fstat(connection.fileno())
+    except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+        return False
+    return (status.st_dev, status.st_ino) in channels
+
+
+def _renew_in_library(module: Any, channels: Collection[Identity]) -> None:
+    """Close the kernel's connection before a request, so that ``http.client`` connects again."""
+    begin = module.HTTPConnection.putrequest
+
+    @functools.wraps(begin)
+    def begin_here(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_kernels(self.sock, channels):
+            self.close()
+        return begin(self, *args, **kwargs)
+
+    module.HTTPConnection.putrequest = begin_here
+
+
+def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
+    """Close the kernel's connection where the pool hands it out, before the pool prepares a proxy."""
+    take = module.HTTPConnectionPool._get_conn
+
+    @functools.wraps(take)
+    def take_here(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connection = take(self, *args, **kwargs)
+        if _is_kernels(connection.sock, channels):
+            connection.close()
+        return connection
+
+    module.HTTPConnectionPool._get_conn = take_here
+
+
+def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
+    """Count the kernel's connection as expired, so that the pool, which is also that of ``httpx``, makes another."""
+    has_expired = module.HTTPConnection.has_expired
+
+    @functools.wraps(has_expired)
+    def has_expired_here(self: Any) -> Any:
+        stream = getattr(self._connection, "_network_stream", None)
+        used = None if stream is None else stream.get_extra_info("socket")
+        return _is_kernels(used, channels) or has_expired(self)
+
+    module.HTTPConnection.has_expired = has_expired_here
+
+
+_CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {
+    "http.client": _renew_in_library,
+    "urllib3.connectionpool": _renew_in_urllib3,
+    "httpcore._sync.connection": _renew_in_httpcore,
+}
+"""Module -> how its connections are renewed."""
 
 
 def _is_connected_elsewhere(fd: int) -> bool:

@@ -39,12 +39,14 @@ class KernelFiles:
         own: files of nblaunch.
         files: open files.
         written: the files that are open for writing.
+        channels: pipes, sockets and terminals.
         shared: the files that a worker could not open anew.
     """
 
     own: frozenset[Identity]
     files: Collection[OpenFile]
     written: WrittenFiles
+    channels: frozenset[Identity]
     shared: list[OpenFile] = field(default_factory=list)
 
     @classmethod
@@ -57,10 +59,11 @@ class KernelFiles:
         """
         left_out = positions.identities(own)
         files = positions.open_files(left_out)
-        written = WrittenFiles.of_this_process(files, ranks, positions.written_channels(left_out))
+        channels = positions.written_channels(left_out)
+        written = WrittenFiles.of_this_process(files, ranks, channels.keys())
         if written.has_objects:  # which were written: they may stand elsewhere now
             files = positions.open_files(left_out)
-        return cls(left_out, files, written)
+        return cls(left_out, files, written, frozenset(channels.values()))
 
     def renew(self) -> None:
         """Make the files this worker's. Call it before all else: a worker itself closes some of the kernel's files."""

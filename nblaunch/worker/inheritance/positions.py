@@ -116,25 +116,25 @@ def renew(files: Collection[OpenFile]) -> list[OpenFile]:
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
 
 
-def written_channels(own: Collection[Identity]) -> list[int]:
+def written_channels(own: Collection[Identity]) -> dict[int, Identity]:
     """Return the descriptors of pipes, sockets and terminals that this process has open for writing now.
 
     Args:
         own: as for :func:`open_files`.
     """
-    fds = []
+    channels = {}
     for fd in inherited(own):
         try:
             can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-            mode = os.fstat(fd).st_mode
+            status = os.fstat(fd)
         except OSError:  # closed meanwhile
             continue
-        is_terminal = stat.S_ISCHR(mode) and os.isatty(
-            fd
-        )  # to drivers of other devices each close means something
+        mode = status.st_mode
+        # To drivers of other devices each close means something.
+        is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
         if can_be_written and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or is_terminal):
-            fds.append(fd)
-    return fds
+            channels[fd] = (status.st_dev, status.st_ino)
+    return channels
 
 
 def inherited(own: Collection[Identity]) -> Iterator[int]:
