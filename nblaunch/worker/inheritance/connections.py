@@ -30,27 +30,31 @@ from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
 
-def leave_to_first_rank(own: Collection[Identity]) -> None:
+def leave_to_first_rank(own: Collection[Identity]) -> frozenset[Identity]:
     """Close the kernel's connections to other machines in this process; their descriptors stay, at their ends.
 
     Args:
         own: descriptors that belong to nblaunch.
+
+    Returns:
+        What the descriptors have open now.
     """
     fds = [fd for fd in positions.inherited(own) if _is_connected_elsewhere(fd)]
     if not fds:
-        return
+        return frozenset()
     closed, other = socket.socketpair()
     with closed, other:
         for fd in fds:
             with suppress(OSError):
                 os.dup2(closed.fileno(), fd, inheritable=os.get_inheritable(fd))
+        return positions.identities([closed.fileno()])
 
 
 def renew_http(channels: Collection[Identity]) -> None:
     """Have clients of HTTP open connections of their own in this worker, in place of the kernel's.
 
     Args:
-        channels: what the kernel has open besides files; its connections are among them.
+        channels: what the kernel has open besides files, and what stands in its place here.
     """
     for name, renew in _CLIENTS.items():
         # A client has no connection of the kernel where its module is not imported yet.

@@ -77,6 +77,20 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
     ),
     Kind(
+        "unfinished archives, compressed files and databases",
+        fork=Way(
+            Treatment.REFUSED,
+            "of gzip, bz2, xz, zip, HDF5, Parquet, Arrow, WAV, PDF and `dbm.dumb` the kernel holds a part in memory: "
+            "the first write of a rank raises an error, and the kernel alone completes the file. A line names a "
+            "compressor of `zstandard`. Ranks may add to a plain tar archive and to databases of SQLite and LMDB",
+        ),
+        fresh=Way(
+            Treatment.REFUSED,
+            "they can't be pickled: a `PayloadError` names the variable before any process starts; the first write to "
+            "a database of `dbm.dumb` raises an error",
+        ),
+    ),
+    Kind(
         "folders",
         fork=Way(Treatment.RENEWED, "a listing that has begun goes on in each rank by itself"),
         fresh=Way(Treatment.REFUSED, f"a listing that has begun {_NOT_PICKLED}"),
@@ -85,8 +99,9 @@ KINDS: tuple[Kind, ...] = (
         "pipes and sockets",
         fork=Way(
             Treatment.KEPT,
-            "shared with the kernel and all ranks: each byte reaches one reader. Connections to other machines are the "
-            "first rank's; other ranks find them closed, so that `requests` and other clients connect anew",
+            "shared with the kernel and all ranks: each byte reaches one reader. Clients of HTTP (`requests`, `httpx`, "
+            "`urllib3`, `http.client`) connect anew. Other connections to other machines are the first rank's; other "
+            "ranks find them closed",
         ),
         fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
     ),
@@ -109,7 +124,8 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(Treatment.KEPT, "shared with the kernel, as the map was made"),
         fresh=Way(
             Treatment.REFUSED,
-            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with its numbers",
+            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with its numbers, and a line names "
+            "one that is open for writing",
         ),
     ),
     Kind(
@@ -184,8 +200,9 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
-            "`torch.backends`, kernels of attention, anomaly, gradient and inference mode, autocast, print options, "
-            "flushing of denormal numbers, settings of the compiler; set when the worker has imported torch",
+            "`torch.backends`, kernels of attention, anomaly, gradient and inference mode, autocast, function and "
+            "dispatch modes, print options, flushing of denormal numbers, settings of the compiler; set when the "
+            "worker has imported torch",
         ),
     ),
     Kind(
@@ -310,6 +327,19 @@ KINDS: tuple[Kind, ...] = (
             Treatment.RENEWED,
             "a `DataLoader` starts processes of its own; an iterator with processes is refused by the error about "
             "pickling",
+        ),
+    ),
+    Kind(
+        "generators and iterators",
+        fork=Way(
+            Treatment.NOTED,
+            "each rank has a copy, which goes on from where the kernel's stands: a line says that all ranks get the "
+            "same values",
+        ),
+        fresh=Way(
+            Treatment.NOTED,
+            "the same for iterators that can be pickled; a generator can't be pickled: a `PayloadError` names the "
+            "variable",
         ),
     ),
     Kind(

@@ -8,6 +8,7 @@
 Ranks that write to one file share its position, so that no rank overwrites what another has written. But if one rank
 writes in pieces, another may write in between. In a file that is also open for reading, each rank has a position of its
 own (``positions.py``), so that ranks do overwrite each other. A warning names the file once a second rank writes to it.
+Files of which the kernel holds a part in memory are refused (``unfinished_files.py``).
 """
 
 from __future__ import annotations

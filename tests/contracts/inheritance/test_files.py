@@ -129,22 +129,47 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 """
 
 
-def test_ranks_get_no_replies_to_the_requests_of_others(kernel: Kernel) -> None:
-    address = address_of_this_machine()
+ASK = """
+def ask(path):
+    client.request("GET", path)
+    return client.getresponse().read().decode()
+"""
+CLIENTS = {
+    "requests": "import requests; client = requests.Session()\ndef ask(path): return client.get(root + path).text",
+    "httpx": "import httpx; client = httpx.Client()\ndef ask(path): return client.get(root + path).text",
+    "http.client": "client = http.client.HTTPConnection(root[7:])\n" + ASK,
+    # The address that the connection comes from makes it one to another machine.
+    "http.client, to another machine": "client = http.client.HTTPConnection(elsewhere, server.server_port,"
+    " source_address=('127.0.0.1', 0))\n" + ASK,
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_each_rank_has_an_http_connection_of_its_own(kernel: Kernel, client: str) -> None:
     kernel.run(
-        f"{SERVER}\n"
-        f"connection = http.client.HTTPConnection({address!r}, server.server_port, source_address=('127.0.0.1', 0))\n"
-        "def ask(path):\n"
-        "    connection.request('GET', path)\n"
-        "    return connection.getresponse().read().decode()\n"
+        f"{SERVER}\nroot = f'http://127.0.0.1:{{server.server_port}}'; elsewhere = {address_of_this_machine()!r}\n"
+        f"{CLIENTS[client]}\n"
         "assert ask('/kernel') == '/kernel'\n"
         "def function():\n"
-        "    try: return all(ask(f'/{number}') == f'/{number}' for number in range(50))\n"
-        "    except ConnectionError: connection.close()\n"
-        "    return ask('/again')"
+        "    paths = [f\"/{os.environ['RANK']}-{number}\" for number in range(50)]\n"
+        "    return [ask(path) for path in paths] == paths"
     )
-    assert kernel.run(LAUNCH.format("fork")).value == [True, "/again"]
+    assert kernel.run(LAUNCH.format("fork")).value == [True, True]
     assert kernel.run("answer = ask('/kernel'); server.shutdown(); answer").value == "/kernel"
+
+
+def test_a_connection_to_another_machine_is_the_first_ranks(kernel: Kernel) -> None:
+    address = address_of_this_machine()
+    kernel.run(
+        "import nblaunch, socket\n"
+        "server = socket.create_server(('', 0))\n"
+        f"address = ({address!r}, server.getsockname()[1])\n"
+        "connection = socket.create_connection(address, source_address=('127.0.0.1', 0))\n"
+        "other, _ = server.accept()\n"
+        "other.sendall(b'for the first rank')\n"
+        "def function(): return connection.recv(100)"
+    )
+    assert kernel.run(LAUNCH.format("fork")).value == [b"for the first rank", b""]
 
 
 def address_of_this_machine() -> str:

@@ -208,3 +208,35 @@ def test_modes_of_torch_around_a_launch_hold_in_it(shared: Kernel, start_method:
         f"launch(modes, {start_method!r})\n"
         "assert within == {'dtype': 'torch.float16', 'inference': True} != modes()"
     )
+
+
+OWN_MODES = """
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        return 2 * value if function is torch.add else value
+
+class Negates(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        return -value if function is torch.ops.aten.sub.Tensor else value
+
+def of_modes():
+    one = torch.ones((), device="cpu")
+    return {"add": torch.add(one, one).item(), "sub": torch.sub(3 * one, one).item(),
+            "device": str(torch.empty(1).device)}
+"""
+
+
+@contract("numeric settings of torch")
+def test_function_and_dispatch_modes_around_a_launch_hold_in_it(shared: Kernel, start_method: str) -> None:
+    shared.run(OWN_MODES)
+    shared.run(
+        "with torch.device('meta'), Doubles(), Negates():\n"
+        "    within = of_modes()\n"
+        f"    launch(of_modes, {start_method!r})\n"
+        "assert within == {'add': 4.0, 'sub': -2.0, 'device': 'meta'} != of_modes(), within"
+    )

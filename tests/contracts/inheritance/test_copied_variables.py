@@ -1,0 +1,95 @@
+"""Variables of which every rank has a copy that goes on by itself: a line says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.inheritance.contract import contract
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+CELL = """
+import itertools, torch, nblaunch
+numbers = (number for number in range(10)); next(numbers)
+counter = itertools.count(5)
+batches = iter(torch.utils.data.DataLoader(range(10))); next(batches)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    with Kernel.start() as kernel:
+        kernel.run(CELL)
+        yield kernel
+
+
+def launch(
+    kernel: Kernel, function: str, start_method: str, num_processes: int = 2, args: str = "()"
+) -> list[str]:
+    """Launch, keep the values of all ranks as ``value`` and return the warnings."""
+    cell = kernel.run(
+        f"{function}\n"
+        f"value = nblaunch.notebook_launcher(function, {args}, num_processes={num_processes}, return_all=True,"
+        f" start_method={start_method!r})"
+    )
+    return [line for line in cell.shown.splitlines() if line.startswith("warning: ")]
+
+
+@contract("generators and iterators")
+def test_every_rank_goes_on_with_a_copy_and_a_line_says_so(shared: Kernel, start_method: str) -> None:
+    warnings = launch(shared, "def function(): return [next(counter) for _ in range(2)]", start_method)
+    assert [line.partition(":")[2].partition(":")[0].strip() for line in warnings] == ["counter"]
+    first = shared.run("next(counter)").value  # the kernel's has not moved
+    assert shared.run("value").value == [[first, first + 1]] * 2
+
+
+@contract("generators and iterators")
+def test_a_generator_is_copied_by_a_fork_alone(shared: Kernel, start_method: str) -> None:
+    function = "def function(): return [next(numbers) for _ in range(2)]"  # the name is in a comprehension
+    if start_method == "fork":
+        (warning,) = launch(shared, function, start_method)
+        assert "numbers: each rank has a copy of this generator" in warning
+        assert shared.run("value").value == [[1, 2], [1, 2]]
+        return
+    launch_it = f"nblaunch.notebook_launcher(function, num_processes=2, start_method={start_method!r})"
+    error = shared.run(f"{function}\n{launch_it}", raises="PayloadError").raised
+    assert "numbers (TypeError: cannot pickle 'generator' object)" in error.value
+
+
+def test_iterators_of_loaders_and_arguments_count_and_those_of_one_rank_do_not(shared: Kernel) -> None:
+    assert "batches: " in "".join(launch(shared, "def function(): return int(next(batches))", "fork"))
+    assert "args[0]: " in "".join(launch(shared, "def function(own): pass", "fork", args="(numbers,)"))
+    assert not launch(shared, "def function(): return next(counter)", "fork", num_processes=1)
+    assert not launch(shared, "ended = (1 for _ in ()); list(ended)\ndef function(): list(ended)", "fork")
+
+
+def test_a_compressor_made_in_c_is_named(shared: Kernel, tmp_path: Path) -> None:
+    shared.run(
+        "import zstandard\n"
+        f"file = zstandard.open({str(tmp_path / 'file')!r}, 'wb')\n"
+        f"text = zstandard.open({str(tmp_path / 'text')!r}, 'wt')"
+    )
+    warnings = launch(shared, "def function(): file.closed, text.closed", "fork")
+    assert sum("compresses into a file" in line for line in warnings) == 2
+    shared.run("file.close(); text.close()")
+
+
+@contract("memory maps")
+def test_a_map_for_writing_is_the_file_for_forked_ranks_alone(
+    shared: Kernel, tmp_path: Path, start_method: str
+) -> None:
+    shared.run(
+        f"import numpy; path = {str(tmp_path / 'map')!r}; mapped = numpy.memmap(path, 'i8', 'w+', shape=4)"
+    )
+    warnings = launch(shared, "def function(): mapped[:] = 7", start_method)
+    written = shared.run("numpy.fromfile(path, 'i8').tolist()").value
+    if start_method == "fork":
+        assert not warnings
+        assert written == [7] * 4
+    else:
+        assert f"mapped maps {tmp_path / 'map'} for writing" in "".join(warnings)
+        assert written == [0] * 4
