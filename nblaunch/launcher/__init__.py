@@ -5,6 +5,7 @@ this code in the kernel, or in the process of a detached job (:mod:`nblaunch.det
 
     plan.py              whether and how to launch on this machine -> LaunchPlan
       fork_safety.py     whether the kernel can be forked
+      copied_variables.py  names variables of which each worker has a copy that goes on by itself
     job.py               Job: what the caller holds, a future; its state, its listeners
     runner.py            JobRunner: runs a job to its end, attempt after attempt
       joblog.py          the log files of a job; logs of old jobs are pruned at the first tick

@@ -99,7 +99,7 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
 
 
 def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
-    """Count the kernel's connection as expired, so that the pool, which is also that of ``httpx``, makes another."""
+    """Count the kernel's connection as expired, so that the pool, which ``httpx`` uses, too, makes another."""
     has_expired = module.HTTPConnection.has_expired
 
     @functools.wraps(has_expired)
