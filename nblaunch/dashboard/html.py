@@ -158,7 +158,8 @@ def title(view: JobView, table: Table) -> str:
     """Return name, progress, state and setting of the job; a second line if its start method is not the usual one."""
     look = outcome_look(view.outcome)
     still = table.standstill
-    shape = _glyph(look.shape, look.colour)
+    is_failing = bool(table.failures) and not view.is_over
+    shape = _glyph("✗", BAD) if is_failing else _glyph(look.shape, look.colour)
     if still is not None:
         shape = _glyph(*(("✗", BAD) if still.is_certain else ("▲", CAUTION)))
     name = f"<b>{escape(table.name)}</b> " if view.is_started else ""

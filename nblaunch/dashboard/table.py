@@ -441,7 +441,7 @@ _OUTCOMES = {"done": "done in", "failed": "failed after", "interrupted": "interr
 
 
 def headline(view: JobView) -> str:
-    """Return the state of the job: ``running for 12 s``, ``done in 3:07``, ``failed in rank 2 after 0.83 s``."""
+    """Return the state of the job: ``running for 12 s``, ``rank 2 failed, running for 12 s``, ``done in 3:07``."""
     if not view.is_started:
         return "starting" if not view.is_over else "not started"
     if view.is_over:
@@ -454,16 +454,19 @@ def headline(view: JobView) -> str:
             else _OUTCOMES.get(view.outcome, "cancelled after")
         )
         return f"{outcome} {duration(view.elapsed_s)}"
+    failed = [rank.rank for rank in view.ranks if rank.failure and not rank.is_consequence]
+    first = f"{formatting.ranks(failed)} failed, " if failed else ""
     # Whole seconds while it runs, because a table is published only when its text has changed.
-    return f"running for {whole_duration(int(view.elapsed_s))}"
+    return f"{first}running for {whole_duration(int(view.elapsed_s))}"
 
 
 def progress(view: JobView) -> str:
     """Return how far the rank furthest behind is, and the loss and throughput of all; empty if nothing is known.
 
-    Where the number of epochs is unknown, the percentage is of the epoch, and no time left is shown.
+    Where the number of epochs is unknown, the percentage is of the epoch, and no time left is shown. A job in which a
+    rank has failed comes to no end of its own.
     """
-    if view.is_over or not view.ranks:
+    if view.is_over or not view.ranks or any(rank.failure for rank in view.ranks):
         return ""
     last = furthest_behind(view)
     if not last.has_progress:

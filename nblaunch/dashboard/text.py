@@ -103,7 +103,8 @@ def _headline(view: JobView, table: Table, paint: Paint, width: int | None) -> s
     if still is not None:
         text = f"{table.name}: {still.text}"
         return paint(text if width is None else _cut(text, width), "red" if still.is_certain else "yellow")
-    headline = paint(table.headline, outcome_look(view.outcome).style)
+    is_failing = bool(table.failures) and not view.is_over
+    headline = paint(table.headline, "red" if is_failing else outcome_look(view.outcome).style)
     return f"{table.name}: {headline} on {table.setting}" if view.is_started else headline
 
 

@@ -218,7 +218,7 @@ class Panel:
         rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
         self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
         self._states: list[tuple[str, str]] = []
-        self._stands = (False, False)
+        self._troubles = (False, False, False)
         self._charts = ChartRow(self._throttle, clock)
         self._remarks, self._epochs, self._footer = (widgets.HTML("", layout=self._hidden) for _ in range(3))
         self._logs: LogPane | None = None
@@ -268,8 +268,9 @@ class Panel:
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are some."""
         table = tabulate(view)
-        stands = table.standstill is not None and table.standstill.is_certain, table.standstill is not None
-        has_news, self._stands = stands != self._stands, stands
+        still = table.standstill
+        troubles = bool(table.failures), still is not None, still is not None and still.is_certain
+        has_news, self._troubles = troubles != self._troubles, troubles
         # One line, however long: what is below keeps its place.
         title = f'<div style="{_ONE_LINE}">{html.title(view, table)}</div>'
         self._throttle.update(self._title, every_s=_TITLE_S, is_urgent=has_news, value=in_style(title))

@@ -105,6 +105,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
+    page.wait_for_matches(FAILING, r"^✗ train rank 1 failed, running for", 1)
     wait_for_red_bar(page, FAILING, rank=1)
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     assert photograph(page, FAILING, "failing_live") > 5

@@ -475,3 +475,11 @@ def test_the_headline_of_an_unknown_number_of_epochs_promises_no_end() -> None:
     view = fold_readings(trained(1), [sample(0, 100, epoch=3, num_epochs=0)], START_S + 10)
     assert tabulate(view).progress == "epoch 3 · 10 % of the epoch · loss 0.0099 · 320 samples/s"
     assert view.left_s is None
+
+
+def test_a_job_in_which_a_rank_has_failed_has_no_time_left_in_its_headline() -> None:
+    view = view_of([raised(1), killed(1, 1)], trained(2))
+    for shown in (render_text(view), re.sub(r"<[^>]*>", "", render_html(view))):
+        assert "rank 1 failed, running for 10 s" in shown
+        assert " left" not in shown
+    assert "✗" in render_html(view).partition("train")[0]
