@@ -20,6 +20,7 @@ from tests.benchmarks.bench import show
 
 TITLES = {
     "launch_cost": "Launch cost",
+    "first_steps": "From the call to the first steps",
     "script_launch": "Launching scripts",
     "memory": "Memory",
     "fsdp_memory": "Memory of sharded models",
