@@ -197,7 +197,7 @@ class Note(Event):
     Args:
         text: text of the note.
         kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
-            line for each position of ranks.
+            line for each position of ranks; ``"slow"``: why steps are slow, without a text once that is over.
     """
 
     text: str = ""

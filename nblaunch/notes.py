@@ -11,7 +11,7 @@ import logging
 
 from nblaunch.events import Note
 
-_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "hang": logging.ERROR}
+_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "hang": logging.ERROR, "slow": logging.INFO}
 
 _root = logging.getLogger("nblaunch")
 if _root.level == logging.NOTSET:
@@ -26,5 +26,6 @@ def is_shown(note: Note) -> bool:
     level = _LEVELS[note.kind]
     if not _notes.isEnabledFor(level):
         return False
-    _notes.log(level, "%s", note.text, extra={"rank": note.rank})
+    if note.text:  # else it takes another one back
+        _notes.log(level, "%s", note.text, extra={"rank": note.rank})
     return True

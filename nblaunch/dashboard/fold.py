@@ -217,6 +217,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
         now_s=event.time_s,
         hang=(),
+        slow="",
         facts={},
         runs={},
         curves={},
@@ -269,6 +270,8 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
 def _note(view: JobView, event: events.Note) -> JobView:
     if event.kind == "hang":
         return replace(view, hang=tuple(single_line(line) for line in event.text.splitlines()))
+    if event.kind == "slow":
+        return replace(view, slow=single_line(event.text))
     note = (event.rank, single_line(event.text))
     if event.kind != "warning":
         return replace(view, notes=(*view.notes, note)[-_NUM_NOTES:])

@@ -139,6 +139,9 @@ _TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 Publish = Callable[[Displayed], None]
 
 
+_IN_TABLE = ("hang", "slow")  # kinds of notes that a table shows
+
+
 class _NoteLine(str):
     """A note, which is not folded: no rank printed it, and no log has it."""
 
@@ -157,7 +160,7 @@ class LinesPrinter(Dashboard):
         first_s: seconds before the first write, so that the table of the job appears above its output.
         defers_lines: print all lines at the end, because the widgets or the table show the last meanwhile; displays are
             shown at once.
-        omits_hangs: leave out reports of hangs, because a table shows them.
+        omits_hangs: leave out reports of hangs and of slow steps, because a table shows them.
         merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
         folds: print a limited number of lines, and show the others where the reader asks for them; only with
             ``publish``.
@@ -209,7 +212,7 @@ class LinesPrinter(Dashboard):
             self._add_lines(event)
         elif isinstance(event, Displayed):
             self._add_display(event)
-        elif isinstance(event, Note) and not (event.kind == "hang" and self._omits_hangs):
+        elif isinstance(event, Note) and event.text and not (event.kind in _IN_TABLE and self._omits_hangs):
             label = "nblaunch: " if event.rank < 0 else self._label(event.rank)
             self._pending.append(_NoteLine(f"{label}{event.text}\n"))
         elif isinstance(event, AttemptStarted):

@@ -1,5 +1,8 @@
 """Notices about slow and stalled ranks and losses that are not finite; a rank that has stopped gets the rate 0.
 
+The launcher says why steps are slow by a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Where it does not
+know, ranks that are slower than the others are named.
+
 A stalled rank is one that trains, evaluates or waits without any change, output included, for 20 s, or the time of 20
 of its steps where that is more; and one of which the launcher says so by a ``Stalled`` event, from half of the time
 after which it reports a hang (``launcher/hang_watch.py``). Its report, with stacks, is a ``Note`` of kind ``"hang"``,
@@ -61,8 +64,14 @@ class Standstill:
 def notices(view: JobView) -> tuple[Notice, ...]:
     """Return the notices of the moment, the most urgent first."""
     stalled = _stalled(view)
-    slow = [] if stalled else _slow_ranks(view) or _slow_in_step(view)
+    slow = [] if stalled else _explained(view, _slow_ranks(view) or _slow_in_step(view))
     return (*stalled, *_non_finite_losses(view), *slow)
+
+
+def _explained(view: JobView, compared: list[Notice]) -> list[Notice]:
+    """Return the notice about slow steps: what the launcher knows of them, else how ranks compare."""
+    ranks = compared[0].ranks if compared else ()
+    return [Notice("slow", ranks, view.slow)] if view.slow else compared
 
 
 # --- slow ----------------------------------------------------------------------------------------------------------

@@ -389,6 +389,7 @@ class JobView:
         notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
         hang: the last report about ranks without progress, a line each; empty when they have gone on.
+        slow: why steps are slow; empty where nothing is known.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by the number of their training, from 0, and their own in it.
         host_peak_bytes: largest host memory of all workers together; None if pages that they share count for each.
@@ -404,6 +405,7 @@ class JobView:
     notes: tuple[tuple[int, str], ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     hang: tuple[str, ...] = ()
+    slow: str = ""
     curves: Mapping[str, Curve] = field(default_factory=dict)
     epochs: Mapping[tuple[int, int], EpochView] = field(default_factory=dict)
     host_peak_bytes: int | None = None

@@ -1,6 +1,7 @@
 """The host that a job runs on: readings, and requests to its operating system. Nothing creates a device context.
 
 proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
+scheduling.py    how processes share processors: times of threads, neighbours, limits
 waits.py         waits of processes that nothing outside of them can end
 descendants.py   finds and ends every process that workers have started, wherever they went
 memory.py        memory of processes, limits of the host, glibc's allocator

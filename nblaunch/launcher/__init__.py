@@ -19,6 +19,7 @@ this code in the kernel, or in the process of a detached job (:mod:`nblaunch.det
         hang_watch.py    finds ranks without progress; where the ranks are
         unread_queues.py  keeps what ranks have put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
+        slow_watch.py    names what makes steps slow
         span_recorder.py  what ranks spend their time on, in a file of the attempt
         guardian.py      the end of the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside

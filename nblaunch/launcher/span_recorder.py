@@ -1,6 +1,7 @@
 """Collects what ranks spend their time on, and adds it to a file of the attempt, from which timelines are made.
 
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
+                                                    └──> SlowWatch (slow_watch.py)
 
 The file is bounded: when it is full, it becomes ``spans.before`` in place of an earlier one, so that the newest spans
 stay. Nothing of it is needed by the job: where it can't be written, the job goes on without a timeline.
@@ -16,6 +17,7 @@ from contextlib import suppress
 from nblaunch.events import Event
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.launcher.joblog import LogFolder
+from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.wire.spans import read_blocks, to_blocks
 
 MAX_BYTES = 32 << 20
@@ -30,6 +32,7 @@ class SpanRecorder:
 
     Args:
         running: the attempt.
+        watch: judges the spans as they come.
         max_bytes: of the file.
         clock: seconds on a clock that never jumps.
     """
@@ -37,6 +40,7 @@ class SpanRecorder:
     def __init__(
         self,
         running: RunningAttempt,
+        watch: SlowWatch,
         *,
         max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -45,6 +49,7 @@ class SpanRecorder:
         folder = attempt.log.attempt_path(attempt.number)
         self._board, self._ranks = running.board, attempt.ranks
         self._before, self._path = (folder / name for name in _NAMES)
+        self._watch = watch
         self._max_bytes = max_bytes
         self._clock = clock
         self._pending: list[bytes] = []
@@ -53,7 +58,8 @@ class SpanRecorder:
         self._is_writable = True
 
     def receive(self, event: Event) -> None:
-        """Do nothing: spans are no events."""
+        """Pass an event on to the watch."""
+        self._watch.receive(event)
 
     def collect(self, alive: Collection[int] = ()) -> None:
         """Take the spans since the last call."""
@@ -62,6 +68,8 @@ class SpanRecorder:
             self._pending.append(to_blocks(spans))
         if self._clock() >= self._next_write_s:
             self.write()
+        if alive:
+            self._watch.take(spans)
 
     def end(self) -> None:
         """Write what was collected last."""

@@ -44,6 +44,7 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.launcher.sending import SendingRanks
+from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.launcher.span_recorder import SpanRecorder
 from nblaunch.launcher.store import StoreHost
 from nblaunch.launcher.unread_queues import UnreadQueues
@@ -118,7 +119,7 @@ class Supervisor:
         self._memory_sampler = MemorySampler()
         self._collectives = collectives = CollectiveWatch(running, emit)
         self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
-        self._spans = SpanRecorder(running)
+        self._spans = SpanRecorder(running, SlowWatch(running, emit))
         self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit), self._spans)
 
     @property

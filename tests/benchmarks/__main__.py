@@ -32,6 +32,7 @@ TITLES = {
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
     "mismatches": "Mismatched collectives",
+    "slow_steps": "Causes of slow steps",
     "step_cost": "Cost of a step on the host",
     "gpu": "GPUs",
     "gpu_launches": "Launches from a kernel that has used its GPU",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from nblaunch.dashboard.fold import fold_readings
+from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.notices import STALLED_S, notices
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.text import render_text
@@ -284,3 +284,19 @@ def test_of_a_hang_that_was_stopped_only_the_culprit_failed() -> None:
         ("rank 1", "did not enter the collective")
     ]
     assert notices(view) == ()  # the exception has it
+
+
+def test_why_steps_are_slow_takes_the_place_of_the_comparison() -> None:
+    text = "batches of rank 2 are 1.8 times longer (1,800 against 1,000 elements)"
+    view = fold(at_rates([10, 10, 5.55, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
+    (notice,) = notices(view)
+    assert (notice.kind, notice.ranks, notice.text) == ("slow", (2,), text)
+    assert render_text(view).count(text) == 1
+
+
+def test_what_slows_all_ranks_is_shown_until_it_is_over() -> None:
+    text = "62 % of each step waits for data on all ranks (num_workers=0)"
+    view = fold(at_rates([10, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
+    assert texts(view) == [text]
+    assert texts(fold(view, Note(-1, START_S + 20, text="", kind="slow"))) == []
+    assert texts(fold(view, *started(2))) == []

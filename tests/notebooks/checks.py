@@ -52,6 +52,11 @@ assert not session.is_running
 assert "batch.shape" in comparison.differing, comparison
 assert loss < 0.1, loss
 """,
+    "11_slow_and_wrong": """
+assert all(parts["data"] > 0.3 * sum(parts.values()) for parts in seconds.values()), seconds
+assert slow_steps > 0 and fast_steps > 0
+assert "float32[3]" in str(error) and "float32[4]" in str(error), error
+""",
 }
 """Name -> code that raises AssertionError where the notebook did not do what it says."""
 

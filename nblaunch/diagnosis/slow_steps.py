@@ -1,0 +1,434 @@
+"""Why steps are slow: what the ranks spent their time on, judged. No clock, no file and no process is looked at here.
+
+    spans of a rank ──> step_times ──> StepTimes ┐
+    threads, processors, other processes ────────┴──> find_cause ──> Cause, or None
+
+A cause is a fact that a user can change, and that costs a good part of each step. What a busy machine does to all ranks
+alike is none. Where ranks differ and nothing here explains it, the dashboards compare their rates all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+
+from nblaunch import formatting
+from nblaunch.wire.collective_calls import COLLECTIVES
+from nblaunch.wire.spans import Span, SpanKind
+
+MIN_STEPS = 5
+"""Steps of which a rank is judged."""
+
+MIN_PERIOD_S = 3.0
+"""Seconds that these must take together."""
+
+_MIN_STEP_S = 2e-3  # shorter steps are of toys: whatever surrounds them takes most of their time
+_MIN_LOST_S = 5e-3  # of a step
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a rank spent some steps on.
+
+    Args:
+        num_steps: how many.
+        period_s: seconds of all of them.
+        seconds: by kind, without the kinds that lie inside.
+        counts: how often, by kind.
+        evaluated_s: seconds of evaluations, with what lies inside.
+        num_workers: worker processes of the loader that was read last.
+        elements: mean size of a batch; 0 if it was not measured.
+        saved_bytes: in all.
+        batches: of evaluations.
+        collective: the most frequent one.
+    """
+
+    num_steps: int
+    period_s: float
+    seconds: Mapping[SpanKind, float] = field(default_factory=dict)
+    counts: Mapping[SpanKind, int] = field(default_factory=dict)
+    evaluated_s: float = 0.0
+    num_workers: int = 0
+    elements: float = 0.0
+    saved_bytes: float = 0.0
+    batches: float = 0.0
+    collective: str = "collective"
+
+    def share(self, kind: SpanKind) -> float:
+        """Return the fraction of the time, 0 to 1."""
+        return self.seconds.get(kind, 0.0) / self.period_s
+
+    def per_step_s(self, kind: SpanKind) -> float:
+        """Return the mean seconds of a step."""
+        return self.seconds.get(kind, 0.0) / self.num_steps
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a step in the user's code and the forward pass, in which a rank waits for no other."""
+        return (self.period_s - sum(self.seconds.values())) / self.num_steps
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A process that is not of the job, on a rank's processor.
+
+    Args:
+        pid: its number.
+        name: of its program.
+        use: processors that it takes, 0 to 1.
+        is_pinned: it or the rank may run on this processor alone.
+    """
+
+    pid: int
+    name: str
+    use: float
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True)
+class Processors:
+    """How a rank's process gets processors.
+
+    Args:
+        wait_share: fraction of the time that its main thread waited for one.
+        num_threads: threads that ran about as long as the busiest one.
+        run_s: seconds of all threads together.
+        wait_s: and that they waited.
+        neighbour: the other process that takes most of the rank's processor; None if there is none.
+        device_use: of its device, 0 to 1; None: the rank computes on processors.
+    """
+
+    wait_share: float = 0.0
+    num_threads: int = 1
+    run_s: float = 0.0
+    wait_s: float = 0.0
+    neighbour: Neighbour | None = None
+    device_use: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is alike for all ranks of a machine.
+
+    Args:
+        num_processors: that they may use.
+        stolen_share: fraction of the processors that the host of a virtual machine gives to others.
+        throttled_share: fraction of the time that a limit stops the ranks.
+    """
+
+    num_processors: int = 1
+    stolen_share: float = 0.0
+    throttled_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why steps are slow.
+
+    Args:
+        kind: its name.
+        ranks: the ranks concerned; empty: all.
+        text: a sentence without its full stop: what happens, and what to do.
+        is_fixed: it does not come and go by itself, so that it is certain soon.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    is_fixed: bool = True
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What is equal where the cause is the same, though its numbers differ."""
+        return self.kind, self.ranks
+
+
+def step_times(spans: Sequence[Span]) -> StepTimes | None:
+    """Return what a rank spent its steps on; None of too few steps.
+
+    Args:
+        spans: of the rank.
+    """
+    counted = (
+        SpanKind.OPTIMIZER if any(one.kind == SpanKind.OPTIMIZER for one in spans) else SpanKind.BACKWARD
+    )
+    ends = sorted(one.ended_s for one in spans if one.kind == counted)
+    if len(ends) <= MIN_STEPS or ends[-1] - ends[0] < MIN_PERIOD_S:
+        return None
+    inside = [one for one in spans if one.began_s >= ends[0] and one.ended_s <= ends[-1]]
+    seconds: Counter[SpanKind] = Counter()
+    counts: Counter[SpanKind] = Counter()
+    evaluated_s = 0.0
+    around: list[Span] = []
+    for span in sorted(inside, key=lambda one: (one.began_s, -one.ended_s)):
+        kind, duration_s = SpanKind(span.kind), span.ended_s - span.began_s
+        while around and around[-1].ended_s <= span.began_s:
+            around.pop()
+        seconds[kind] += duration_s  # type: ignore[assignment]
+        if around:
+            seconds[SpanKind(around[-1].kind)] -= duration_s  # type: ignore[assignment]
+        if not around or around[-1].kind != kind:
+            counts[kind] += 1
+            evaluated_s += duration_s if kind is SpanKind.EVALUATION else 0.0
+        around.append(span)
+    by_kind = {kind: [one for one in inside if one.kind == kind] for kind in SpanKind}
+    data, collectives = by_kind[SpanKind.DATA], by_kind[SpanKind.COLLECTIVE]
+    names = Counter(one.detail for one in collectives if 0 <= one.detail < len(COLLECTIVES))
+    return StepTimes(
+        len(ends) - 1, ends[-1] - ends[0], seconds, counts, evaluated_s,
+        num_workers=data[-1].detail if data else 0,
+        elements=mean(sizes) if (sizes := [one.value for one in data if one.value]) else 0.0,
+        saved_bytes=sum(one.value for one in by_kind[SpanKind.SAVE]),
+        batches=sum(one.value for one in by_kind[SpanKind.EVALUATION]),
+        collective=COLLECTIVES[names.most_common(1)[0][0]] if names else "collective",
+    )  # fmt: skip
+
+
+Times = Mapping[int, StepTimes]
+Uses = Mapping[int, Processors]
+
+
+def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
+    """Return the cause that explains most; None if steps are as fast as they can be, as far as this is known.
+
+    Args:
+        times: rank -> what it spent its steps on, over about the same time.
+        uses: rank -> how it got processors meanwhile.
+        machine: of these ranks.
+    """
+    if not times or any(own.period_s / own.num_steps < _MIN_STEP_S for own in times.values()):
+        return None
+    # What slows all else down comes first: under it, data and batches look slow, too.
+    for judge in (_threads, _shared_processor, _limits):
+        if (cause := judge(uses, machine)) is not None:
+            return cause
+    for look in _LOOKS:
+        if (cause := look(times, uses)) is not None:
+            return cause
+    return None
+
+
+# --- processors ------------------------------------------------------------------------------------------------------
+
+_MANY_THREADS = 4  # gloo and autograd have threads of their own, which may be as busy
+_MIN_WAIT = 0.25  # fraction of the time
+_MIN_USE = 0.25  # of a processor
+_MIN_LIMITED = 0.2
+
+
+def _threads(uses: Uses, machine: Machine) -> Cause | None:
+    """Find more threads than processors, which wait for each other."""
+    if not uses:
+        return None
+    number = round(median(use.num_threads for use in uses.values()))
+    total = sum(use.num_threads for use in uses.values())
+    run_s, wait_s = sum(use.run_s for use in uses.values()), sum(use.wait_s for use in uses.values())
+    if number < _MANY_THREADS or total < 2 * machine.num_processors or wait_s < run_s:
+        return None
+    fitting = max(machine.num_processors // len(uses), 1)
+    return Cause(
+        "threads", (),
+        f"{number} threads per process on {formatting.count(machine.num_processors, 'core')} wait for each other: "
+        f"torch.set_num_threads({fitting})",
+    )  # fmt: skip
+
+
+def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
+    """Find a rank whose processor another process takes, while other ranks have theirs for themselves."""
+    slow = {
+        rank: use for rank, use in uses.items()
+        if use.wait_share >= _MIN_WAIT and use.neighbour is not None and use.neighbour.use >= _MIN_USE
+    }  # fmt: skip
+    others = [use.wait_share for rank, use in uses.items() if rank not in slow]
+    if not slow or not others or max(others) > min(use.wait_share for use in slow.values()) / 2:
+        return None
+    neighbours = [use.neighbour for use in slow.values() if use.neighbour is not None]
+    named = ", ".join(dict.fromkeys(f"{one.name}, pid {one.pid}" for one in neighbours))
+    whose = (
+        f"{formatting.ranks(slow)}'s core is"
+        if len(slow) == 1
+        else f"the cores of {formatting.ranks(slow)} are"
+    )
+    share = _percent(median(use.wait_share for use in slow.values()))
+    return Cause(
+        "shared core", tuple(slow),
+        f"{whose} shared with another process ({named}): {_it(slow)} waits {share} of the time for the core",
+        is_fixed=all(one.is_pinned for one in neighbours),
+    )  # fmt: skip
+
+
+def _limits(uses: Uses, machine: Machine) -> Cause | None:
+    """Find limits of processor time, set from outside."""
+    if machine.throttled_share >= _MIN_LIMITED:
+        return Cause(
+            "throttled", (),
+            f"the limit of the control group stops the ranks {_percent(machine.throttled_share)} of the time: give the "
+            "container more processors, or launch fewer processes",
+        )  # fmt: skip
+    if machine.stolen_share >= _MIN_LIMITED:
+        return Cause(
+            "stolen", (),
+            f"the host of this virtual machine gives {_percent(machine.stolen_share)} of its processors to others",
+        )  # fmt: skip
+    return None
+
+
+def _it(ranks: Mapping[int, object]) -> str:
+    return "it" if len(ranks) == 1 else "each"
+
+
+# --- phases of a step ------------------------------------------------------------------------------------------------
+
+
+def _saves(times: Times, uses: Uses) -> Cause | None:
+    slow = _ranks_with(times, SpanKind.SAVE, share=0.2, count=3)
+    if not slow:
+        return None
+    own = max((times[rank] for rank in slow), key=lambda one: one.share(SpanKind.SAVE))
+    number = own.counts[SpanKind.SAVE]
+    steps = max(round(own.num_steps / number), 1)
+    saved = own.saved_bytes / own.num_steps * steps
+    what = f"saves {formatting.size(saved)}" if saved else "saves"
+    who = f"each step {what}" if steps == 1 else f"each {steps} steps, a rank {what}"
+    share = _percent(own.share(SpanKind.SAVE))
+    return Cause(
+        "saves", _named(slow, times), f"{who}, {share} of the time {_on(slow, times)}: save less often"
+    )
+
+
+def _evaluations(times: Times, uses: Uses) -> Cause | None:
+    shares = [own.evaluated_s / own.period_s for own in times.values()]
+    numbers = [own.counts.get(SpanKind.EVALUATION, 0) for own in times.values()]
+    if min(shares) < 0.5 or min(numbers) < 3:
+        return None
+    own = next(iter(times.values()))
+    number = own.counts[SpanKind.EVALUATION]
+    return Cause(
+        "evaluations", (),
+        f"evaluation takes {_percent(median(shares))} of the time: {own.batches / number:.0f} batches after every "
+        f"{max(own.num_steps / number, 1):.0f} steps",
+    )  # fmt: skip
+
+
+def _garbage(times: Times, uses: Uses) -> Cause | None:
+    slow = _ranks_with(times, SpanKind.GARBAGE, share=0.15, count=3)
+    if not slow:
+        return None
+    share = _percent(median(times[rank].share(SpanKind.GARBAGE) for rank in slow))
+    return Cause(
+        "garbage", _named(slow, times),
+        f"garbage collection takes {share} of each step {_on(slow, times)}: call gc.collect() less often, and "
+        "gc.freeze() after setting up",
+    )  # fmt: skip
+
+
+def _data_of_some(times: Times, uses: Uses) -> Cause | None:
+    slow = [rank for rank in _ranks_with(times, SpanKind.DATA, share=0.3) if _may_wait(uses.get(rank))]
+    others = [own.share(SpanKind.DATA) for rank, own in times.items() if rank not in slow]
+    if not slow or not others or len(slow) > len(times) // 2:
+        return None
+    share, usual = median(times[rank].share(SpanKind.DATA) for rank in slow), median(others)
+    if share < 2.5 * usual:
+        return None
+    return Cause(
+        "data", tuple(slow),
+        f"{formatting.ranks(slow)} {'waits' if len(slow) == 1 else 'wait'} {_percent(share)} of each step for data, "
+        f"the others {_percent(usual)} ({_workers(times[slow[0]])})",
+    )  # fmt: skip
+
+
+def _long_batches(times: Times, uses: Uses) -> Cause | None:
+    sizes = {rank: own.elements for rank, own in times.items()}
+    if len(sizes) < 2 or not all(sizes.values()):
+        return None
+    slow = [
+        rank for rank, size in sizes.items()
+        if size >= 1.5 * median(other for key, other in sizes.items() if key != rank)
+    ]  # fmt: skip
+    others = [rank for rank in times if rank not in slow]
+    if not slow or not others or len(slow) > len(times) // 2:
+        return None
+    usual_s = median(times[rank].own_s for rank in others)
+    own_s = min(times[rank].own_s for rank in slow)
+    if own_s < 1.2 * usual_s or own_s - usual_s < _MIN_STEP_S:
+        return None
+    size, usual = median(sizes[rank] for rank in slow), median(sizes[rank] for rank in others)
+    return Cause(
+        "batches", tuple(slow),
+        f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} against {usual:,.0f} "
+        "elements), so that the others wait: deal samples out by their length",
+    )  # fmt: skip
+
+
+def _data_of_all(times: Times, uses: Uses) -> Cause | None:
+    slow = [rank for rank in _ranks_with(times, SpanKind.DATA, share=0.35) if _may_wait(uses.get(rank))]
+    if len(slow) < len(times):
+        return None
+    share = _percent(median(own.share(SpanKind.DATA) for own in times.values()))
+    own = next(iter(times.values()))
+    return Cause("data", (), f"{share} of each step waits for data {_on(slow, times)} ({_workers(own)})")
+
+
+def _collectives(times: Times, uses: Uses) -> Cause | None:
+    slow = _ranks_with(times, SpanKind.COLLECTIVE, share=0.3)
+    own = next(iter(times.values()))
+    number = own.counts.get(SpanKind.COLLECTIVE, 0) / own.num_steps
+    if len(slow) < len(times) or number < 8:
+        return None
+    share = _percent(median(one.share(SpanKind.COLLECTIVE) for one in times.values()))
+    return Cause(
+        "collectives", (),
+        f"{share} of each step waits in {number:.0f} collectives, most of them {own.collective}: exchange several "
+        "values at once, or less often",
+    )  # fmt: skip
+
+
+def _optimizers(times: Times, uses: Uses) -> Cause | None:
+    slow = _ranks_with(times, SpanKind.OPTIMIZER, share=0.5)
+    if len(slow) < len(times):
+        return None
+    share = _percent(median(own.share(SpanKind.OPTIMIZER) for own in times.values()))
+    return Cause(
+        "optimizer", (),
+        f"{share} of each step is the optimizer's {_on(slow, times)}: fused=True, larger batches or gradient "
+        "accumulation",
+    )  # fmt: skip
+
+
+_LOOKS: tuple[Callable[[Times, Uses], Cause | None], ...] = (
+    _saves, _evaluations, _garbage, _data_of_some, _long_batches, _data_of_all, _collectives, _optimizers,
+)  # fmt: skip
+
+
+def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -> list[int]:
+    """Return the ranks that spend a share of their time on a kind, and enough for that to matter."""
+    return [
+        rank
+        for rank, own in times.items()
+        if own.share(kind) >= share and own.per_step_s(kind) >= _MIN_LOST_S and own.counts[kind] >= count
+    ]
+
+
+def _may_wait(use: Processors | None) -> bool:
+    """Return whether a rank that waits makes its device wait; one that runs ahead of a busy device does not."""
+    return use is None or use.device_use is None or use.device_use < 0.5
+
+
+def _workers(own: StepTimes) -> str:
+    if own.num_workers:
+        return f"num_workers={own.num_workers} are too few"
+    return "num_workers=0: pass num_workers=2 or more to the DataLoader"
+
+
+def _named(slow: Sequence[int], times: Times) -> tuple[int, ...]:
+    return () if len(slow) == len(times) else tuple(slow)
+
+
+def _on(slow: Sequence[int], times: Times) -> str:
+    return "on all ranks" if len(slow) == len(times) > 1 else f"on {formatting.ranks(slow)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

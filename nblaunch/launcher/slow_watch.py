@@ -1,0 +1,220 @@
+"""Watches why steps are slow: takes the ranks' spans, reads how they get processors, and names a cause once it stays.
+
+    spans ──────────────────────────┐
+    /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
+
+A look takes at most a hundredth of the launcher's time. What holds for a moment only, as while a neighbour compiles, is
+not named; what has ended is taken back by a note without text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from nblaunch import env
+from nblaunch.diagnosis.slow_steps import (
+    Cause,
+    Machine,
+    Neighbour,
+    Processors,
+    StepTimes,
+    find_cause,
+    step_times,
+)
+from nblaunch.events import DeviceUse, Event, Note
+from nblaunch.host import scheduling
+from nblaunch.host.scheduling import ProcessUse, ThreadTimes
+from nblaunch.launcher.attempt import RunningAttempt
+from nblaunch.wire.spans import Span, unpack
+
+CHECK = "slow_steps"
+"""Name by which ``NBLAUNCH_CHECKS`` leaves it out."""
+
+_LOOK_S = 1.5
+_MAX_SHARE = 0.01  # of the launcher's time
+_WINDOW_S = 10.0
+_NUM_SPANS = 2000  # of a rank: so many are looked at
+_NUM_LOOKS = 3  # in a row
+_NUM_LOOKS_UNLESS_FIXED = 6
+_MAX_NOTES = 2  # times that a cause is named, which may come and go
+_BUSY_SHARE = 0.25  # of the time of the busiest thread: other threads of a process help out now and then
+_SUSPICIOUS_WAIT = (
+    0.2  # fraction of the time that a rank waits for a processor, from which its neighbours are read
+)
+
+
+class SlowWatch:
+    """Watches the ranks of this machine in an attempt.
+
+    Args:
+        running: the attempt.
+        emit: receives notes.
+        clock: the monotonic clock, of which the spans are.
+    """
+
+    def __init__(
+        self,
+        running: RunningAttempt,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._group = running.group
+        self._emit = emit
+        self._clock = clock
+        self._is_on = not {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
+        self._spans: dict[int, deque[Span]] = {
+            rank: deque(maxlen=_NUM_SPANS) for rank in running.attempt.ranks
+        }
+        self._has_device = running.attempt.plan.backend.name != "cpu"
+        self._device_uses: dict[int, float] = {}
+        self._readings = _Readings()
+        self._next_s = 0.0
+        self._candidate: Cause | None = None
+        self._num_seen = 0
+        self._current: Cause | None = None
+        self._num_gone = 0
+        self._num_notes: Counter[object] = Counter()
+
+    def receive(self, event: Event) -> None:
+        """Take the use of a rank's device; nothing else is of interest."""
+        if isinstance(event, DeviceUse):
+            self._device_uses[event.rank] = event.share
+
+    def take(self, spans: Mapping[int, bytes]) -> None:
+        """Take the new spans of ranks, and judge them if it is time."""
+        if not self._is_on:
+            return
+        for rank, data in spans.items():
+            self._spans[rank].extend(unpack(data))
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        self._judge(now_s)
+        self._next_s = max(now_s + _LOOK_S, self._clock() + (self._clock() - now_s) / _MAX_SHARE)
+
+    def _judge(self, now_s: float) -> None:
+        times = self._step_times(now_s)
+        if not times:  # ranks do not train at the moment: nothing is known
+            self._candidate, self._num_seen = None, 0
+            return
+        pids = {rank: pid for rank, pid in self._group.pids().items() if rank in times}
+        uses, machine = self._readings.read(pids, now_s)
+        if self._has_device:
+            uses = {rank: Processors(device_use=self._device_uses.get(rank, 1.0)) for rank in uses}
+        self._note(find_cause(times, uses, machine))
+
+    def _step_times(self, now_s: float) -> dict[int, StepTimes]:
+        """Return the times of all ranks; none unless all of them take steps."""
+        times = {}
+        for rank, spans in self._spans.items():
+            first = next((place for place, one in enumerate(spans) if one.ended_s >= now_s - _WINDOW_S), None)
+            own = None if first is None else step_times(list(islice(spans, first, None)))
+            if own is None and spans and now_s - spans[-1].ended_s < _WINDOW_S:
+                own = step_times(list(spans))  # long steps
+            if own is None:
+                return {}
+            times[rank] = own
+        return times
+
+    def _note(self, cause: Cause | None) -> None:
+        """Name a cause that was found several times in a row, and take it back when it is gone as long."""
+        if cause is None or self._candidate is None or cause.key != self._candidate.key:
+            self._num_seen = 0
+        self._candidate = cause
+        self._num_seen += cause is not None
+        if self._current is not None:
+            is_gone = cause is None or cause.key != self._current.key
+            self._num_gone = self._num_gone + 1 if is_gone else 0
+            if self._num_gone >= _NUM_LOOKS:
+                self._current = None
+                self._emit(Note.of_job("", "slow"))
+        if cause is None or (self._current is not None and cause.key == self._current.key):
+            return
+        needed = _NUM_LOOKS if cause.is_fixed else _NUM_LOOKS_UNLESS_FIXED
+        if self._num_seen >= needed and self._num_notes[cause.key] < _MAX_NOTES:
+            self._num_notes[cause.key] += 1
+            self._current, self._num_gone = cause, 0
+            self._emit(Note.of_job(cause.text, "slow"))
+
+
+class _Readings:
+    """The last reading of the system, with which the next one is compared."""
+
+    def __init__(self) -> None:
+        self._read_s = 0.0
+        self._threads: dict[int, dict[int, ThreadTimes]] = {}
+        self._processes: dict[int, ProcessUse] = {}
+        self._stolen_s = self._throttled_s = 0.0
+
+    def read(self, pids: Mapping[int, int], now_s: float) -> tuple[dict[int, Processors], Machine]:
+        """Return how the ranks in ``pids`` (rank -> process) got processors since the last call, and their machine."""
+        elapsed_s = max(now_s - self._read_s, 1e-3)
+        before, self._threads = (
+            self._threads,
+            {rank: scheduling.thread_times(pid) for rank, pid in pids.items()},
+        )
+        uses = {
+            rank: _use_of(pids[rank], before[rank], threads, elapsed_s)
+            for rank, threads in self._threads.items()
+            if rank in before
+        }
+        waiting = {rank: pids[rank] for rank, use in uses.items() if use.wait_share >= _SUSPICIOUS_WAIT}
+        neighbours = self._neighbours(waiting, set(pids.values()), elapsed_s)
+        allowed = set().union(*(scheduling.allowed_processors(pid) for pid in pids.values()))
+        stolen_s, throttled_s = scheduling.stolen_seconds(), scheduling.throttled_seconds()
+        is_first = not self._read_s
+        machine = Machine(
+            max(len(allowed), 1),
+            0.0 if is_first else (stolen_s - self._stolen_s) / elapsed_s / max(len(allowed), 1),
+            0.0 if is_first else min((throttled_s - self._throttled_s) / elapsed_s, 1.0),
+        )
+        self._read_s, self._stolen_s, self._throttled_s = now_s, stolen_s, throttled_s
+        return {rank: _with(use, neighbours.get(rank)) for rank, use in uses.items()}, machine
+
+    def _neighbours(
+        self, waiting: Mapping[int, int], own: set[int], elapsed_s: float
+    ) -> dict[int, Neighbour]:
+        """Return the process that takes most of each waiting rank's processor."""
+        before, self._processes = self._processes, scheduling.processes() if waiting else {}
+        found: dict[int, Neighbour] = {}
+        for rank, pid in waiting.items():
+            rank_use = self._processes.get(pid)
+            for other in self._processes.values():
+                last = before.get(other.pid)
+                is_foreign = other.pid not in own and other.posix_session not in own
+                if (
+                    rank_use is None
+                    or last is None
+                    or not is_foreign
+                    or other.processor != rank_use.processor
+                ):
+                    continue
+                use = (other.cpu_s - last.cpu_s) / elapsed_s
+                if use > (found[rank].use if rank in found else 0.0):
+                    limits = scheduling.allowed_processors(pid), scheduling.allowed_processors(other.pid)
+                    found[rank] = Neighbour(other.pid, other.name, use, any(len(one) == 1 for one in limits))
+        return found
+
+
+def _use_of(
+    pid: int, before: Mapping[int, ThreadTimes], now: Mapping[int, ThreadTimes], elapsed_s: float
+) -> Processors:
+    """Return how a process got processors between two readings of its threads."""
+    nothing = ThreadTimes()
+    run_s = {thread: times.run_s - before.get(thread, nothing).run_s for thread, times in now.items()}
+    wait_s = {thread: times.wait_s - before.get(thread, nothing).wait_s for thread, times in now.items()}
+    busiest_s = max(run_s.values(), default=0.0)
+    busy = [thread for thread in now if run_s[thread] >= _BUSY_SHARE * busiest_s > 0.0]
+    return Processors(
+        wait_share=wait_s.get(pid, 0.0) / elapsed_s,
+        num_threads=len(busy),
+        run_s=sum(run_s[thread] for thread in busy),
+        wait_s=sum(wait_s[thread] for thread in busy),
+    )
+
+
+def _with(use: Processors, neighbour: Neighbour | None) -> Processors:
+    return Processors(use.wait_share, use.num_threads, use.run_s, use.wait_s, neighbour)

@@ -1,0 +1,259 @@
+"""Why steps are slow: each cause by its facts, none where steps are as fast as they can be, and real jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.diagnosis.slow_steps import (
+    Cause,
+    Machine,
+    Neighbour,
+    Processors,
+    StepTimes,
+    find_cause,
+    step_times,
+)
+from nblaunch.events import Event, Note
+from nblaunch.launcher.plan import plan_launch
+from nblaunch.launcher.runner import JobRunner
+from nblaunch.spec import LaunchSpec
+from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import COLLECTIVES
+from nblaunch.wire.spans import Span, SpanKind
+from tests.diagnosis import slow_programs
+
+NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms a step
+QUIET = Processors(wait_share=0.02, num_threads=1, run_s=8.0, wait_s=0.2)
+BUSY = Processors(wait_share=0.6, num_threads=1, run_s=3.0, wait_s=6.0)
+HOG = Neighbour(812, "python", 0.5, is_pinned=True)
+MACHINE = Machine(2)
+
+
+def times(
+    shares: Mapping[SpanKind, float], counts: Mapping[SpanKind, int] | None = None, **others: Any
+) -> StepTimes:
+    """Return what a rank spent 100 steps on: shares of the time, by kind."""
+    seconds = {kind: share * PERIOD_S for kind, share in shares.items()}
+    numbers = {**dict.fromkeys(shares, NUM_STEPS), **(counts or {})}
+    return StepTimes(NUM_STEPS, PERIOD_S, seconds, numbers, **others)
+
+
+CLEAN = times({SpanKind.DATA: 0.05, SpanKind.BACKWARD: 0.5, SpanKind.OPTIMIZER: 0.1}, elements=1000.0)
+WAITING = times({SpanKind.DATA: 0.05, SpanKind.BACKWARD: 0.8, SpanKind.OPTIMIZER: 0.1}, elements=1000.0)
+
+
+def judged(*ranks: StepTimes, uses: Sequence[Processors] = (), machine: Machine = MACHINE) -> Cause | None:
+    chosen = uses or [QUIET] * len(ranks)
+    return find_cause(dict(enumerate(ranks)), dict(enumerate(chosen)), machine)
+
+
+def all_alike(shares: Mapping[SpanKind, float], **others: Any) -> Cause | None:
+    return judged(times(shares, **others), times(shares, **others))
+
+
+CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] = {
+    "data on all ranks": (
+        lambda: all_alike({SpanKind.DATA: 0.62, SpanKind.BACKWARD: 0.3}),
+        "data", (), "62 % of each step waits for data on all ranks (num_workers=0",
+    ),
+    "too few workers": (
+        lambda: all_alike({SpanKind.DATA: 0.62}, num_workers=2), "data", (), "num_workers=2 are too few",
+    ),
+    "data on one rank": (
+        lambda: judged(WAITING, times({SpanKind.DATA: 0.5, SpanKind.BACKWARD: 0.3})),
+        "data", (1,), "rank 1 waits 50 % of each step for data, the others 5 %",
+    ),
+    "long batches": (
+        lambda: judged(WAITING, WAITING, times({SpanKind.BACKWARD: 0.4}, elements=3000.0)),
+        "batches", (2,), "batches of rank 2 are 3.0 times longer (3,000 against 1,000 elements)",
+    ),
+    "saves": (
+        lambda: judged(times({SpanKind.SAVE: 0.4}, saved_bytes=NUM_STEPS * 1.2e9), WAITING),
+        "saves", (0,), "each step saves 1.20 GB, 40 % of the time on rank 0",
+    ),
+    "garbage": (
+        lambda: all_alike({SpanKind.GARBAGE: 0.3}), "garbage", (), "garbage collection takes 30 % of each step",
+    ),
+    "evaluations": (
+        lambda: all_alike({}, counts={SpanKind.EVALUATION: 20}, evaluated_s=7.0, batches=400.0),
+        "evaluations", (), "evaluation takes 70 % of the time: 20 batches after every 5 steps",
+    ),
+    "collectives": (
+        lambda: all_alike({SpanKind.COLLECTIVE: 0.5}, counts={SpanKind.COLLECTIVE: 2000}, collective="all_reduce"),
+        "collectives", (), "50 % of each step waits in 20 collectives, most of them all_reduce",
+    ),
+    "optimizer": (
+        lambda: all_alike({SpanKind.OPTIMIZER: 0.7}), "optimizer", (), "70 % of each step is the optimizer's",
+    ),
+    "shared core": (
+        lambda: judged(
+            WAITING, CLEAN, uses=[QUIET, Processors(0.5, 1, 5.0, 5.0, HOG)]
+        ),
+        "shared core", (1,), "rank 1's core is shared with another process (python, pid 812)",
+    ),
+    "threads": (
+        lambda: judged(CLEAN, CLEAN, uses=[Processors(0.4, 8, 10.0, 60.0)] * 2),
+        "threads", (), "8 threads per process on 2 cores",
+    ),
+    "a limit": (
+        lambda: judged(CLEAN, CLEAN, machine=Machine(2, throttled_share=0.4)),
+        "throttled", (), "the limit of the control group stops the ranks 40 % of the time",
+    ),
+    "stolen": (
+        lambda: judged(CLEAN, CLEAN, machine=Machine(2, stolen_share=0.3)),
+        "stolen", (), "the host of this virtual machine gives 30 %",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named_with_ranks_and_numbers(name: str) -> None:
+    judge, kind, ranks, text = CAUSES[name]
+    cause = judge()
+    assert cause is not None
+    assert (cause.kind, cause.ranks) == (kind, ranks)
+    assert text in cause.text
+
+
+NO_CAUSES: dict[str, Callable[[], Cause | None]] = {
+    "clean": lambda: judged(CLEAN, CLEAN),
+    "one rank": lambda: judged(CLEAN),
+    "all wait for processors": lambda: judged(CLEAN, CLEAN, uses=[BUSY, BUSY]),
+    "all share theirs": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.5, 1, 5.0, 5.0, HOG)] * 2),
+    "one waits, for reasons unknown": lambda: judged(CLEAN, CLEAN, uses=[QUIET, BUSY]),
+    "threads of gloo on a busy machine": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.6, 3, 3.0, 9.0)] * 2),
+    "several threads that do not wait": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.1, 4, 30.0, 2.0)] * 2),
+    "one rank is slow for its own reason": lambda: judged(WAITING, times({SpanKind.BACKWARD: 0.3})),
+    "longer batches that cost nothing": lambda: judged(
+        CLEAN, times({SpanKind.DATA: 0.05, SpanKind.BACKWARD: 0.55, SpanKind.OPTIMIZER: 0.1}, elements=3000.0)
+    ),
+    "one evaluation": lambda: all_alike({}, counts={SpanKind.EVALUATION: 1}, evaluated_s=8.0, batches=400.0),
+    "a save now and then": lambda: all_alike({SpanKind.SAVE: 0.3}, counts={SpanKind.SAVE: 1}),
+    "a device that never waits": lambda: find_cause(
+        {0: times({SpanKind.DATA: 0.6})}, {0: Processors(device_use=0.95)}, MACHINE
+    ),
+    "steps of a toy": lambda: find_cause(
+        {0: StepTimes(10_000, 10.0, {SpanKind.DATA: 6.0}, {SpanKind.DATA: 10_000})}, {0: QUIET}, MACHINE
+    ),
+    "nothing known": lambda: find_cause({}, {}, MACHINE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_CAUSES)
+def test_nothing_is_named_where_nothing_can_be_changed(name: str) -> None:
+    assert NO_CAUSES[name]() is None
+
+
+def _spans() -> list[Span]:
+    """Return ten steps of a second: 0.2 s of data, a pass with 0.1 s of garbage in it, an optimizer, a collective."""
+    place = COLLECTIVES.index("broadcast")
+    spans: list[Span] = []
+    for step in range(10):
+        parts = [
+            (SpanKind.DATA, 2, 500.0, 0.0, 0.2), (SpanKind.GARBAGE, 0, 0.0, 0.5, 0.6),
+            (SpanKind.BACKWARD, 0, 0.0, 0.4, 0.7), (SpanKind.COLLECTIVE, place, 0.0, 0.7, 0.75),
+            (SpanKind.OPTIMIZER, 0, 0.0, 0.8, 0.9),
+        ]  # fmt: skip
+        for kind, detail, value, began_s, ended_s in parts:
+            spans.append(Span(kind, detail, value, step + began_s, step + ended_s, len(spans) + 1))
+    return spans
+
+
+def test_what_lies_inside_is_counted_once() -> None:
+    own = step_times(_spans())
+    assert own is not None
+    assert own.num_steps == 9
+    assert own.period_s == pytest.approx(9.0)
+    wanted = {"DATA": 0.2, "BACKWARD": 0.2, "GARBAGE": 0.1, "COLLECTIVE": 0.05, "OPTIMIZER": 0.1}
+    assert {kind.name: own.per_step_s(kind) for kind in own.seconds} == pytest.approx(wanted)
+    assert own.own_s == pytest.approx(0.35)
+    assert (own.num_workers, own.elements, own.collective) == (2, 500.0, "broadcast")
+
+
+def test_few_steps_are_not_judged() -> None:
+    assert step_times(_spans()[:20]) is None
+    assert step_times([]) is None
+
+
+# --- real jobs -------------------------------------------------------------------------------------------------------
+
+
+class Notices:
+    """A listener that keeps the notes about slow steps."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.is_named = threading.Event()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Note) and event.kind == "slow":
+            self.texts.append(event.text)
+            self.is_named.set()
+
+    def on_readings(self, readings: Sequence[SlotReading]) -> None:
+        """Do nothing with them."""
+
+    def close(self) -> None:
+        """Wait no longer."""
+        self.is_named.set()
+
+
+def notices_of(function: Callable[[Any], None], seconds: float) -> list[str]:
+    """Run a loop until there is a notice about it, or for some seconds; return the notices."""
+    listener = Notices()
+    spec = LaunchSpec(slow_programs.run, (function,), 2, backend="cpu")
+    runner = JobRunner(spec, plan_launch(spec), [listener])
+
+    def stop() -> None:
+        listener.is_named.wait(seconds)
+        runner.stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        runner.run()
+    finally:
+        listener.is_named.set()
+        thread.join()
+    assert runner.outcome is not None
+    assert runner.outcome.error is None
+    return listener.texts
+
+
+# Those whose share of the time does not depend on how busy the machine is; all are in tests/benchmarks/slow_steps.py.
+STEADY = (
+    slow_programs.data_on_all_ranks,
+    slow_programs.saves,
+    slow_programs.evaluations,
+    slow_programs.garbage,
+)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("first_store")
+@pytest.mark.parametrize("function", STEADY, ids=lambda one: str(one.__name__))
+def test_a_real_job_gets_the_cause(
+    function: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW_FOLDER", str(tmp_path))
+    texts = notices_of(function, slow_programs.MAX_S)
+    assert texts
+    assert slow_programs.SLOW[function] in texts[0]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("first_store")
+def test_a_clean_job_gets_no_notice() -> None:
+    assert notices_of(slow_programs.plain, 15.0) == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("first_store")
+def test_the_check_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "-slow_steps")
+    assert notices_of(slow_programs.data_on_all_ranks, 15.0) == []
