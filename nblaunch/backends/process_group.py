@@ -139,8 +139,9 @@ def keep_groups() -> None:
     A ``DistributedDataParallel`` that dies after ``destroy_process_group()``, as at the return of most functions, would
     take the group with it, and wait for these threads with the lock held (torch 2.13, gloo; pytorch/pytorch#56297).
     """
-    groups = _groups()
-    if groups and not groups <= _kept:
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = c10d and c10d._world.pg_map
+    if groups and not groups.keys() <= _kept:  # most steps end here
         _kept.clear()
         _kept.update(groups)
 

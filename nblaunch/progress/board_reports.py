@@ -69,7 +69,7 @@ class LoopStack:
 
     ``epoch`` is the number of the current or last epoch, from 1, also shown with loops that do not train.
     ``last_training`` is the training loop that began last. ``plan`` is the information of the framework whose training
-    runs, or None.
+    runs, or None. ``running`` is the innermost loop that runs, or None.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -83,6 +83,7 @@ class LoopStack:
         self._advance_to = slot.advance_to
         self._samples = 0
         self._stack: list[Loop] = []
+        self.running: Loop | None = None
         self._shown: Loop | None = None
         self._outside = WorkerState.RUNNING
 
@@ -110,6 +111,7 @@ class LoopStack:
             planned = self._planned_epochs(epoch) if num_epochs is None else (epoch, num_epochs)
             self.epoch, self._num_epochs = begun.epoch, begun.num_epochs = planned
         self._stack.append(begun)
+        self.running = begun
         self._show(begun)
         return begun
 
@@ -119,7 +121,7 @@ class LoopStack:
         self._samples = total = self._samples + samples
         if self._shown is loop:
             self._advance_to(step, total)
-        elif self._stack and self._stack[-1] is loop:
+        elif self.running is loop:
             self._show(loop)
             if not loop.is_over_epochs:
                 self._slot.count_step()
@@ -127,22 +129,18 @@ class LoopStack:
             if not self._stack:
                 self._outside = self._slot.state
             self._stack.append(loop)
+            self.running = loop
             self._show(loop)
 
     def begin_anew(self) -> None:
         """Forget all loops: they are of an earlier command, and tracebacks or variables keep them in their middle."""
-        self._stack, self._shown, self.plan = [], None, None
+        self._stack, self.running, self._shown, self.plan = [], None, None, None
         self.num_commands += 1
 
     @property
     def is_empty(self) -> bool:
         """Whether no loop runs."""
         return not self._stack
-
-    @property
-    def running(self) -> Loop | None:
-        """The innermost loop that runs."""
-        return self._stack[-1] if self._stack else None
 
     def move_to(self, loop: Loop, step: int) -> None:
         """Set how many steps of ``loop`` are done."""
@@ -170,6 +168,7 @@ class LoopStack:
         if loop not in self._stack:
             return False
         self._stack.remove(loop)
+        self.running = self._stack[-1] if self._stack else None
         if loop.state is WorkerState.EVALUATING and self._slot.spans is not None:
             self._slot.spans.put(SpanKind.EVALUATION, loop.began_s, monotonic(), value=loop.step)
         is_shown = self._shown is loop
@@ -181,7 +180,7 @@ class LoopStack:
         if is_shown:
             self._shown = None
             # The finished bar stays on the board until something else moves; only what the worker does changes.
-            self._slot.set_state(self._stack[-1].state if self._stack else self._outside)
+            self._slot.set_state(self._outside if self.running is None else self.running.state)
         return True
 
     def _show(self, loop: Loop) -> None:
@@ -210,13 +209,17 @@ class LoopStack:
         return epoch, epoch - 1 + left if left else 0
 
 
+_BUSY_INTERVAL_S = 0.005
+
+
 class BusyTime:
-    """Measures busy time and adds it up on the board."""
+    """Measures busy time and adds it up on the board, which it writes at most 200 times a second."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._spans = slot.spans
         self._since = self._began_s = 0.0
+        self._sum_s, self._num_steps, self._next_s = 0.0, 0, 0.0  # not on the board yet; when it is due
         self.is_in_backward = False
 
     def begin_backward(self) -> None:
@@ -224,7 +227,11 @@ class BusyTime:
         self.is_in_backward = True
         self._began_s = now_s = monotonic()
         if self._since:
-            self._slot.add_busy_time(now_s - self._since)
+            self._sum_s += now_s - self._since
+            self._num_steps += 1
+            if now_s >= self._next_s:
+                self._next_s = now_s + _BUSY_INTERVAL_S
+                self._show()
 
     def end_backward(self) -> float:
         """Start measuring: from here on the rank is by itself. Return what time it is."""
@@ -237,6 +244,12 @@ class BusyTime:
     def pause(self) -> None:
         """Stop measuring: a loop has ended, so the following time is not part of a step."""
         self._since = 0.0
+        self._show()
+
+    def _show(self) -> None:
+        if self._num_steps:
+            self._slot.add_busy_time(self._sum_s, self._num_steps)
+            self._sum_s, self._num_steps = 0.0, 0
 
 
 _LOSS_INTERVAL_S = 0.5

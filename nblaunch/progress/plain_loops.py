@@ -136,7 +136,9 @@ def _watch_optimizers(module: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
         try:
-            plain_loops().show_losses()  # of a closure
+            plain = plain_loops()
+            if plain._held:  # by a closure
+                plain.show_losses()
         except Exception as error:
             give_up(error)
 
@@ -180,11 +182,13 @@ class PlainLoops:
     """The plain loops of this process. Only loops of its main thread are shown.
 
     Args:
+        home: the context of this process, which an inline launch drops at its end.
         reports: of this process.
         number: number of the session's command that they are of.
         sums_losses: the losses of an optimizer step are parts of one, and are added up; else each is a loss.
     """
 
+    home: weakref.ref[context.ProcessContext]
     reports: Any
     number: int = 0
     sums_losses: bool = False
@@ -388,10 +392,11 @@ class PlainLoops:
         num_trained = len(self._held)
         if num_trained:
             self.show_losses()
-        for reading in [one for one in self._readings if one.num_late]:
-            reading.num_late -= num_trained
-            if reading.num_late <= 0:
-                self._end(reading)
+        if self._readings:
+            for reading in [one for one in self._readings if one.num_late]:
+                reading.num_late -= num_trained
+                if reading.num_late <= 0:
+                    self._end(reading)
 
     def _count_round(self, loop: Any, frame: FrameType | None) -> None:
         now_s = monotonic()
@@ -442,9 +447,11 @@ class PlainLoops:
 
 def plain_loops() -> PlainLoops:
     """Return the plain loops of this process; new ones for each command of a session. Called several times a step."""
-    reports = context.current().reports
-    if _made and _made[-1].reports is reports and _made[-1].number == reports.loops.num_commands:
-        return _made[-1]
+    if _made:
+        last = _made[-1]
+        here = last.home()
+        if here is not None and here.is_current and last.number == last.reports.loops.num_commands:
+            return last
     return _make()
 
 
@@ -452,7 +459,7 @@ def _make() -> PlainLoops:
     from nblaunch.progress.reports import get_reports  # imports torch
 
     reports = get_reports()
-    _made[:] = [PlainLoops(reports, reports.loops.num_commands)]
+    _made[:] = [PlainLoops(weakref.ref(context.current()), reports, reports.loops.num_commands)]
     reports.at_end[:] = [_made[-1].finish]
     return _made[-1]
 

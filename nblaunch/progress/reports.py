@@ -47,6 +47,7 @@ class Reports:
         """Show the losses and the memory of the device as they are at the end of the function."""
         for finish in self.at_end:
             finish()
+        self.busy_time.pause()
         self.losses.show_last()
 
 

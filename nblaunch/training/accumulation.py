@@ -97,8 +97,12 @@ class Window:
 
     def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
         """Return whether it is of just these models."""
-        own = [reference() for reference in self._modules]
-        return own == list(modules)  # modules are equal where they are identical
+        references = self._modules
+        if len(references) != len(modules):
+            return False
+        if len(references) == 1:  # as at most steps
+            return references[0]() is modules[0]
+        return all(reference() is module for reference, module in zip(references, modules, strict=True))
 
     def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
         """Go on as the window of these models."""
@@ -172,15 +176,11 @@ class AccumulationState:
         """Return whether the window is of the process that reads these loaders."""
         return self._stack is loaders
 
-    def enter(self, modules: Sequence[torch.nn.Module]) -> Window | None:
-        """Begin one more micro-step of ``modules``: decide whether it ends in an optimizer step.
+    def enter(self, window: Window) -> Window | None:
+        """Begin one more micro-step of ``window``: decide whether it ends in an optimizer step.
 
         Returns the window around it, for :meth:`leave`; None outside of any.
-
-        Raises:
-            RuntimeError: some of the models, together with others or without, are in the middle of a window.
         """
-        window = self.current if self.current.is_of(modules) else self._window_of(modules)
         self._advance(window)
         outer, self._entered = self._entered, window
         self.current = window
@@ -206,8 +206,14 @@ class AccumulationState:
             window.sync_gradients = window.sync_gradients or not self._ends_alone
         window.is_short = window.sync_gradients and window.size < plugin.num_steps
 
-    def _window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
-        """Return the window of just these models; a new one where there is none."""
+    def window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
+        """Return the window of just these models; a new one where there is none.
+
+        Raises:
+            RuntimeError: some of the models, together with others or without, are in the middle of a window.
+        """
+        if self.current.is_of(modules):
+            return self.current
         self._windows = [window for window in self._windows if window.modules or window is self.current]
         for window in self._windows:
             if window.is_of(modules):

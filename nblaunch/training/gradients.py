@@ -84,11 +84,10 @@ class MicroStep(ContextDecorator):
     def __enter__(self) -> None:
         preparer = self._preparer
         accumulation = self._accumulation = preparer.shared.accumulation = preparer.accumulation
-        modules = self._models
-        if not accumulation.current.is_of(modules):
-            modules = [bare_module(model) for model in modules]
-        self._outer = accumulation.enter(modules)
         window = accumulation.current
+        if not window.is_of(self._models):
+            window = accumulation.window_of([bare_module(model) for model in self._models])
+        self._outer = accumulation.enter(window)
         try:
             if window.is_short and not accumulation.has_named_short_window:
                 _name_short_window(accumulation, preparer.shared.process.topology.rank)

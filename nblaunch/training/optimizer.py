@@ -120,7 +120,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             optimizer.zero_grad()
         else:
             optimizer.zero_grad(set_to_none=set_to_none is not False)
-        self._precision.forget_gradients(optimizer)
+        if self._precision.scales_gradients:
+            self._precision.forget_gradients(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
@@ -130,7 +131,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if backend.reduces_gradients_at_step or accumulation.plugin.divide_by_actual:
             self.reduce_gradients()
         self._is_reduced = accumulation.are_gradients_reduced = False
-        if not self.steps_in_backward:
+        if self.steps_in_backward:
+            pass
+        elif closure is None and not self._precision.scales_gradients:
+            self.optimizer.step()
+        else:
             self._is_overflow = self._precision.step(self.optimizer, closure)
         if backend.is_lazy:
             backend.step_boundary()

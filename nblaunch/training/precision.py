@@ -42,6 +42,8 @@ class Precision:
 
     name = "no"
     dtype: torch.dtype | None = None
+    scales_gradients = False
+    """Whether steps and cleared gradients concern it; else an optimizer steps without it."""
 
     def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         self._backend = backend
@@ -142,6 +144,7 @@ class Fp16Precision(Precision):
 
     name = "fp16"
     dtype = torch.float16
+    scales_gradients = True
 
     def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         super().__init__(backend, handlers)

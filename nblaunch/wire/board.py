@@ -342,10 +342,10 @@ class Slot:
         """Count a SIGINT."""
         self._ints[_INTERRUPTS] += 1
 
-    def add_busy_time(self, seconds: float) -> None:
-        """Add the time from one backward to the next, without waiting for other ranks."""
+    def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
+        """Add the time of steps, each from one backward to the next, without waiting for other ranks."""
         self._doubles[_BUSY_TIME] += seconds
-        self._ints[_BUSY_STEPS] += 1
+        self._ints[_BUSY_STEPS] += num_steps
 
     def note_progress(self) -> None:
         """Count a sign of progress other than a step: a collective has ended, a bar has advanced."""

@@ -36,8 +36,11 @@ BOUNDARY_S = 1.0
 def should_stop(slot: Ballot) -> bool:
     """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""
     count, proposal = slot.begin_check()
-    if proposal == 0:
-        return False
+    return proposal != 0 and holds(slot, count, proposal)
+
+
+def holds(slot: Ballot, count: int, proposal: int) -> bool:
+    """Reply to a proposal at check number ``count``; return whether every rank stops there."""
     if slot.stop_decision == proposal:
         return count >= proposal
     if count > proposal:

@@ -58,11 +58,15 @@ class CollectiveRecorder:
 
     Args:
         writer: of its region.
+
+    Attributes:
+        is_active: whether this process is in a process group that it has used.
     """
 
     def __init__(self, writer: CallWriter) -> None:
         self._writer = writer
         self._groups: dict[int, OpenGroup] = {}
+        self.is_active = False
         self._seen_groups: dict[tuple[int, ...], int] = {}
         self._forms: dict[tuple[Any, Any], Form] = {}
         self._codes: dict[str, int] = {}
@@ -70,11 +74,6 @@ class CollectiveRecorder:
         self._last_place = ("", 0)
         self.last_kind = ""
         """What was recorded last."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this process has used a process group."""
-        return bool(self._groups)
 
     def record(
         self,
@@ -225,6 +224,7 @@ class CollectiveRecorder:
         ranks = tuple(sorted(members, key=members.__getitem__))
         number = self._seen_groups[ranks] = self._seen_groups.get(ranks, -1) + 1
         handle = self._writer.add_group(Group(ranks, number, is_default))
+        self.is_active = True
         return OpenGroup(handle, ranks, weakref.ref(pg, self._forgetter(id(pg))))
 
     def _forgetter(self, key: int) -> Callable[[Any], None]:
@@ -232,6 +232,7 @@ class CollectiveRecorder:
             known = self._groups.get(key)
             if known is not None and known.reference is reference:
                 del self._groups[key]
+                self.is_active = bool(self._groups)
 
         return forget
 

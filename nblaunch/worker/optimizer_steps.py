@@ -63,7 +63,8 @@ class OptimizerSteps:
                 self._active is not None and self._is_nested(optimizer)
             ):
                 return
-            if stop_agreement.should_stop(slot.boundaries):
+            number, proposal = slot.boundaries.begin_check()
+            if proposal and stop_agreement.holds(slot.boundaries, number, proposal):
                 self._stop_here()
             self._active = optimizer
             self._began_s = time.monotonic()
@@ -78,7 +79,12 @@ class OptimizerSteps:
             if self._active is optimizer:
                 if slot.spans is not None:
                     slot.spans.put(SpanKind.OPTIMIZER, self._began_s, time.monotonic())
-                self._end()
+                self._active = None
+                self.num_done += 1
+                self.is_cut = False
+                if self._held_since_s is not None:
+                    self._held_since_s = None
+                    self.raise_interrupt()
 
         module.register_optimizer_step_pre_hook(begin)
         module.register_optimizer_step_post_hook(end)
@@ -94,14 +100,6 @@ class OptimizerSteps:
         self._num_sent += 1
         os.killpg(os.getpgrp(), signal.SIGINT)
         self.raise_interrupt()
-
-    def _end(self) -> None:
-        self._active = None
-        self.num_done += 1
-        self.is_cut = False
-        if self._held_since_s is not None:
-            self._held_since_s = None
-            self.raise_interrupt()
 
     # --- the handler of SIGINT ---------------------------------------------------------------------------------------
 

@@ -209,7 +209,8 @@ def _put_off_reports() -> None:
     """Leave out what is done a few times a second: by callgrind's clock, that would be at every few steps."""
     from nblaunch.progress import board_reports, plain_loops
 
-    board_reports._LOSS_INTERVAL_S = board_reports._MEMORY_INTERVAL_S = plain_loops._PLACE_S = 1e9
+    board_reports._LOSS_INTERVAL_S = board_reports._MEMORY_INTERVAL_S = 1e9
+    board_reports._BUSY_INTERVAL_S = plain_loops._PLACE_S = 1e9
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from nblaunch.spec import LaunchSpec
 SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
 # Calls of Python functions that a step may add, in a process without a launcher.
-MAX_CALLS = {"fixed batch": 18, "accumulate": 31, "loader": 22, "loader, accumulate": 35}
-MAX_CALLS_OF_HOOKS = 45  # and that the hooks of a worker may add
+MAX_CALLS = {"fixed batch": 16, "accumulate": 27, "loader": 20, "loader, accumulate": 31}
+MAX_CALLS_OF_HOOKS = 30  # and that the hooks of a worker may add
 Lap = Callable[[], object]
 
 
@@ -117,6 +117,7 @@ def _added_calls() -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nblaunch.progress.board_reports._LOSS_INTERVAL_S", 1e9)
         patch.setattr("nblaunch.progress.board_reports._MEMORY_INTERVAL_S", 1e9)
+        patch.setattr("nblaunch.progress.board_reports._BUSY_INTERVAL_S", 1e9)
         patch.setattr("nblaunch.progress.plain_loops._PLACE_S", 1e9)
         ours = {
             name: _per_step(_calls, _accelerated, *kind) - 1 for name, kind in kinds.items()
