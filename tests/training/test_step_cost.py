@@ -27,7 +27,7 @@ SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
 # Calls of Python functions that a step may add, in a process without a launcher.
 MAX_CALLS = {"fixed batch": 16, "accumulate": 27, "loader": 20, "loader, accumulate": 31}
-MAX_CALLS_OF_HOOKS = 30  # and that the hooks of a worker may add
+MAX_CALLS_OF_HOOKS = 33  # and that the hooks of a worker may add
 Lap = Callable[[], object]
 
 
