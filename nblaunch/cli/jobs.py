@@ -13,7 +13,7 @@ from nblaunch.detached import jobs
 from nblaunch.detached.folder import JobFolder, Unusable
 from nblaunch.detached.follower import follow
 from nblaunch.detached.listing import find
-from nblaunch.detached.requests import Endpoint, RemoteRequests
+from nblaunch.detached.requests import TAKEN, Endpoint
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
@@ -147,20 +147,17 @@ def _stop(arguments: argparse.Namespace) -> int:
     endpoint = _endpoint(folder)
     if not endpoint.is_served():
         raise UsageError(f"{folder.id} is no longer running, or runs on another machine")
-    requests = RemoteRequests(endpoint)
-    if arguments.kill:
-        requests.cancel()
-    elif arguments.interrupt:
-        requests.interrupt()
-    else:
-        requests.stop()
+    request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
+    reply = endpoint.ask(request)
+    if reply != TAKEN:
+        raise UsageError(f"{folder.id} did not take the request: {reply or 'its process does not answer'}")
     print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
     return 0
 
 
 def _endpoint(folder: JobFolder) -> Endpoint:
-    """Return the address for requests to a job; if its record can't be read, the socket in its folder."""
+    """Return the address for requests to a job; if its record is damaged, the socket in its folder."""
     try:
         return Endpoint(folder.path, folder.load_record().address)
-    except Unusable:
-        return Endpoint(folder.path)
+    except Unusable as error:
+        return Endpoint(folder.path, error.head.address)

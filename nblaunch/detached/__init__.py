@@ -12,6 +12,7 @@ recorder.py             writes the folder of the job, and waits if the disk has 
 home.py                 where the folders of jobs are; the key of their user
 folder.py               what is in the folder of a job; private to the user
 record.py               facts about a job that need no pickle
+layout.py               which pickles of a folder this version can read
 listing.py              lists jobs, from folders and from processes whose folders are gone
 requests.py             requests to a running job, on its Unix sockets
 reader.py               reads the folder from the beginning on

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nblaunch.detached import home, record
-from nblaunch.detached.record import End, OtherFormat, Record
+from nblaunch.detached.record import End, Head, OtherFormat, Record
 from nblaunch.detached.requests import Endpoint
 from nblaunch.events import Event, Failed
 from nblaunch.host import descriptors, files
@@ -102,12 +103,14 @@ class Unusable(LookupError):
         status: status of the job in the list.
         reason: why, in a few words.
         message: the whole message.
+        head: what can be read of the record of another version.
     """
 
-    def __init__(self, status: str, reason: str, message: str) -> None:
+    def __init__(self, status: str, reason: str, message: str, head: Head | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.head = head or Head()
 
 
 class JobFolder(LogFolder):
@@ -224,7 +227,7 @@ class JobFolder(LogFolder):
             if not isinstance(value, cls) or not all(hasattr(value, field.name) for field in fields(cls)):
                 raise TypeError(f"{type(value).__name__} is not the expected {cls.__name__}")
         except Exception as error:  # this version has no such module, class, or member of an enum
-            raise self._of_another_version(f"{name}: {type(error).__name__}: {error}") from None
+            raise self.of_another_version(Head(), f"{name}: {type(error).__name__}: {error}") from None
         return value
 
     def load_payload(self, name: str) -> Any:
@@ -245,11 +248,13 @@ class JobFolder(LogFolder):
         finally:
             os.close(fd)
 
-    def process_state(self, known: Record) -> ProcessState:
+    def process_state(self, known: Record | Head) -> ProcessState:
         """Return the state of the process that runs the job. If it has ended, its files are complete."""
-        written = [self.modified(name) for name in (RECORD, EVENTS, _NAMES[Snapshot])]
-        last_ns = max((time_ns for _, time_ns in filter(None, written)), default=0)
-        state = known.process.state(last_ns / 1e9)
+        state = ProcessState.HIDDEN
+        if known.process is not None:
+            written = [self.modified(name) for name in (RECORD, EVENTS, _NAMES[Snapshot])]
+            last_ns = max((time_ns for _, time_ns in filter(None, written)), default=0)
+            state = known.process.state(last_ns / 1e9)
         if state is not ProcessState.HIDDEN:
             return state
         is_served = Endpoint(self.path, known.address).is_served()
@@ -279,7 +284,7 @@ class JobFolder(LogFolder):
         try:
             return record.load(cls, text)
         except OtherFormat as error:
-            raise self._of_another_version(f"{name}: {error}") from None
+            raise self.of_another_version(error.head, f"{name}: {error}") from None
         except ValueError as error:
             raise self._damaged(name, str(error)) from None
 
@@ -287,12 +292,15 @@ class JobFolder(LogFolder):
         reason = f"{name} can't be read: {what}"
         return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
 
-    def _of_another_version(self, reason: str) -> Unusable:
+    def of_another_version(self, head: Head, reason: str) -> Unusable:
+        """Return the refusal to attach to a job of another version, with what works all the same."""
+        its, own = head.launcher, sys.modules["nblaunch"].__version__
         text = (
-            f"{self.id} was launched by another version of nblaunch. Use that version to attach to it; this "
-            f"version can only end it: `nblaunch stop {self.id}`. Logs: {self.path} ({reason})"
+            f"{self.id} was launched by {its}, and nblaunch {own} can't read its files ({reason}). Attach to it with "
+            f"{its}. Here, `nblaunch logs {self.id}` prints its output, and `nblaunch stop {self.id}` ends it. Its "
+            f"files are in {self.path}"
         )
-        return Unusable("other version", reason, text)
+        return Unusable("other version", reason, text, head)
 
     # --- writing: the job process alone ------------------------------------------------------------------------
 

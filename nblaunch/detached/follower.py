@@ -22,7 +22,8 @@ from typing import Any
 
 from nblaunch import backends, env
 from nblaunch.detached.folder import END, RECORD, RESULT, WEIGHTS, JobError, JobFolder, Launch, Unusable
-from nblaunch.detached.listing import ask
+from nblaunch.detached.layout import own_layout
+from nblaunch.detached.listing import OTHER_LAYOUT, ask
 from nblaunch.detached.reader import JobReader
 from nblaunch.detached.record import End, Record
 from nblaunch.detached.requests import Endpoint, RemoteRequests
@@ -89,6 +90,8 @@ class JobFollower(Job):
             raise Unusable(
                 f"on {name}", "", f"{folder.id} was launched on another machine, {name}: attach to it there"
             )
+        if self._record.layout != own_layout():
+            raise folder.of_another_version(self._record.head, OTHER_LAYOUT)
         launch = folder.load(Launch)
         if launch is None:
             raise Unusable("damaged", "", f"{folder.id} is damaged: {folder.path / 'launch'} is missing")

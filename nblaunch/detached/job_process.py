@@ -24,6 +24,7 @@ from nblaunch.detached import record
 from nblaunch.detached.folder import JobFolder, Launch
 from nblaunch.detached.follower import JobFollower, follow
 from nblaunch.detached.home import open_home
+from nblaunch.detached.layout import own_layout
 from nblaunch.detached.listing import Served
 from nblaunch.detached.record import Record
 from nblaunch.detached.recorder import Recorder
@@ -181,7 +182,8 @@ class _DetachedJob:
         self._runner: JobRunner | None = None
         spec, plan = task.launch.spec, task.launch.plan
         self._record = Record(
-            record.FORMAT, task.job_id, spec.function_name, plan["num_processes"], task.backend,
+            record.FORMAT, sys.modules["nblaunch"].__version__, own_layout(), task.job_id,
+            spec.function_name, plan["num_processes"], task.backend,
             ProcessMark.own(), new_address(), time.time(),
         )  # fmt: skip
         folder = JobFolder(self._log.path)

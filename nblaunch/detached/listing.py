@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nblaunch import formatting
 from nblaunch.detached.folder import JobFolder, Unusable
 from nblaunch.detached.home import present_homes, private_problem
-from nblaunch.detached.record import End, Record
+from nblaunch.detached.layout import own_layout
+from nblaunch.detached.record import End, Head, Record
 from nblaunch.detached.requests import Endpoint, served_addresses
 from nblaunch.host import files
 from nblaunch.host.machine import ProcessState
@@ -21,7 +22,7 @@ from nblaunch.wire import schema
 _PATIENCE_S = 0.5
 """For the answer of a job process, which may be busy, or stopped: the list does not wait long for it."""
 
-_UNUSABLE = ("damaged", "other version")
+OTHER_LAYOUT = "its events have other fields"
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,16 @@ class JobSummary:
         id: short name, for :func:`nblaunch.attach`.
         function_name: name of the user's function.
         status: as of :class:`nblaunch.Job`; ``"on NAME"`` if it runs on another machine that shares the folder;
-            ``"damaged"`` if its files can't be read; ``"other version"`` if another version of nblaunch launched it,
-            whose files this version can't read.
+            ``"damaged"`` if its files can't be read; ``"other version"`` if it has ended, and was launched by another
+            version of nblaunch whose record this version can't read.
         num_processes: number of ranks; 0 = unknown.
         backend: device family.
         started_s: ``time.time()`` of the launch.
         duration_s: seconds that it ran, or has run so far.
         log_dir: folder with its logs.
-        problem: what is wrong with a damaged job, or what a job waits for; empty = nothing.
+        problem: what is wrong with a damaged job, which version launched it if this one can't attach, or what a job
+            waits for; empty = nothing.
+        can_attach: whether :func:`nblaunch.attach` can follow it from here.
     """
 
     id: str
@@ -68,6 +71,7 @@ class JobSummary:
     duration_s: float
     log_dir: Path
     problem: str = ""
+    can_attach: bool = True
 
     def __repr__(self) -> str:
         ranks = f" on {formatting.count(self.num_processes, f'{self.backend} worker')}" * bool(
@@ -114,7 +118,7 @@ def find(job_id: str | None) -> JobFolder:
     """
     known = jobs()
     if job_id is None:
-        usable = [one for one in known if one.status not in _UNUSABLE and not one.status.startswith("on ")]
+        usable = [one for one in known if one.can_attach]
         chosen, begun = (usable or known)[-1:], known
     else:
         begun = [one for one in known if one.id.startswith(job_id)]
@@ -166,7 +170,8 @@ def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
         state = folder.process_state(record)  # first: what it writes at its end is there when it has gone
         return _line_of(folder, record, state, folder.load_end()), record
     except Unusable as error:
-        return _unusable_line(folder, error.status, error.reason), record
+        status, reason = _of_unreadable(folder, error)
+        return _unusable_line(folder, status, reason), record
     except LookupError:
         return None, None  # it is not a job's
     except FileNotFoundError:
@@ -175,9 +180,21 @@ def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
         return _unusable_line(folder, "damaged", str(error)), record
 
 
+def _of_unreadable(folder: JobFolder, error: Unusable) -> tuple[str, str]:
+    """Return the status of a job whose record can't be read, and its problem."""
+    if error.status != "other version":
+        return error.status, error.reason
+    runs = folder.process_state(error.head) is ProcessState.RUNS
+    return "running" if runs else error.status, _only_by(error.head, error.reason)
+
+
+def _only_by(head: Head, reason: str) -> str:
+    return f"launched by {head.launcher}, which can attach to it: {reason}"
+
+
 def _unusable_line(folder: JobFolder, status: str, problem: str) -> JobSummary:
     name, launched_s = folder.id.rpartition("-")[0], folder.path.stat().st_ctime
-    return JobSummary(folder.id, name, status, 0, "", launched_s, 0.0, folder.path, problem)
+    return JobSummary(folder.id, name, status, 0, "", launched_s, 0.0, folder.path, problem, False)
 
 
 def _line_of(folder: JobFolder, record: Record, state: ProcessState, end: End | None) -> JobSummary:
@@ -194,7 +211,11 @@ def _line_of(folder: JobFolder, record: Record, state: ProcessState, end: End | 
     else:
         status = "lost"
         until_s = record.started_s if snapshot is None else snapshot[1] / 1e9
-    return _summary(folder.path, record, status, until_s, problem)
+    can_attach = state is not ProcessState.ELSEWHERE or end is not None
+    if record.layout != own_layout():
+        problem = "; ".join(filter(None, (problem, _only_by(record.head, OTHER_LAYOUT))))
+        can_attach = False
+    return replace(_summary(folder.path, record, status, until_s, problem), can_attach=can_attach)
 
 
 def _summary(path: Path, record: Record, status: str, until_s: float, problem: str) -> JobSummary:

@@ -1,25 +1,60 @@
 """Facts about a detached job that need no pickle: its record and its end, as JSON.
 
-Any version of nblaunch can list the jobs of any other: if ``format`` differs, nothing else is read.
+Any version of nblaunch can list and end the jobs of any other. If ``format`` differs, only the fields of :class:`Head`
+are read: they keep their names and types for good.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nblaunch.events import JobEnded
 from nblaunch.host.machine import ProcessMark
 from nblaunch.wire import schema
 
-FORMAT = 1
-"""Format of these files and of the pickles beside them. Raise it with every change of :class:`Record` or
-:class:`End`."""
+FORMAT = 2
+"""Format of these files. Raise it with every change of :class:`Record` or :class:`End`. The pickles beside them are
+compared by their layout (``layout.py``)."""
 
 
 class OtherFormat(ValueError):
-    """A file comes from another version of nblaunch."""
+    """A file comes from another version of nblaunch.
+
+    Args:
+        head: what can be read of it.
+    """
+
+    def __init__(self, message: str, head: Head) -> None:
+        super().__init__(message)
+        self.head = head
+
+
+@dataclass(frozen=True)
+class Head:
+    """The part of a record that any version can read.
+
+    Args:
+        version: version of nblaunch that wrote it; empty = unknown.
+        process: the process that runs the job; None = unknown.
+        address: as in :class:`Record`; empty = unknown.
+    """
+
+    version: str = ""
+    process: ProcessMark | None = None
+    address: str = ""
+
+    @property
+    def launcher(self) -> str:
+        """The version of nblaunch that launched the job, for display."""
+        if not self.version:
+            return "another version of nblaunch"
+        is_own = self.version == sys.modules["nblaunch"].__version__
+        return f"another build of nblaunch {self.version}" if is_own else f"nblaunch {self.version}"
 
 
 @dataclass(frozen=True)
@@ -28,6 +63,8 @@ class Record:
 
     Args:
         format: :data:`FORMAT`.
+        version: version of nblaunch that launched the job.
+        layout: layout of the pickles beside the record.
         id: short name of the job.
         function_name: name of the user's function.
         num_processes: number of ranks.
@@ -38,6 +75,8 @@ class Record:
     """
 
     format: int
+    version: str
+    layout: str
     id: str
     function_name: str
     num_processes: int
@@ -45,6 +84,11 @@ class Record:
     process: ProcessMark
     address: str
     started_s: float
+
+    @property
+    def head(self) -> Head:
+        """The part that any version can read."""
+        return Head(self.version, self.process, self.address)
 
 
 @dataclass(frozen=True)
@@ -93,5 +137,15 @@ def load(cls: type[_Stored], text: bytes) -> _Stored:
         raise ValueError(f"it is not JSON: {error}") from None
     written = plain.get("format") if isinstance(plain, dict) else None
     if isinstance(written, int) and written != FORMAT:
-        raise OtherFormat(f"it has the format {written}; this version of nblaunch reads {FORMAT}")
+        raise OtherFormat(f"it has the format {written}, and this version reads {FORMAT}", _head_of(plain))
     return schema.load(cls, text)
+
+
+def _head_of(plain: Mapping[str, Any]) -> Head:
+    version, address, process = (plain.get(name) for name in ("version", "address", "process"))
+    mark = None
+    with suppress(ValueError):
+        mark = schema.load(ProcessMark, json.dumps(process).encode())
+    return Head(
+        version if isinstance(version, str) else "", mark, address if isinstance(address, str) else ""
+    )

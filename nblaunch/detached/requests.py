@@ -26,6 +26,9 @@ from pathlib import Path
 from nblaunch.host import descriptors, files, proc
 from nblaunch.launcher.requests import JobRequests
 
+TAKEN = "ok"
+"""The reply to a request to end the job. It is the same in all versions of nblaunch, as these requests are."""
+
 _SOCKET_NAME = "socket"
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end. Source: unix(7), SO_PEERCRED."""
@@ -209,7 +212,7 @@ class RequestServer:
                 return
             if request in ("stop", "interrupt", "cancel"):
                 getattr(self._requests, request)()
-                connection.sendall(b"ok")
+                connection.sendall(TAKEN.encode())
             elif request in self._questions:
                 connection.sendall(self._questions[request]().encode())
             elif request:

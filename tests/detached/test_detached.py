@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,6 +188,42 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
     assert desk.command("stop", job_id).returncode == 2  # it has ended
     assert kernel.run("job.result(60)").value == "stopped"
+
+
+OTHER_VERSIONS = {
+    "events with other fields": {"version": "9.1.0", "layout": "other"},
+    "a record with other fields": {"version": "9.1.0", "format": 1 << 10, "num_ranks": 2},
+    "a record without a version": {"version": None, "format": 1},
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", OTHER_VERSIONS)
+def test_a_job_of_another_version_is_listed_and_can_be_read_and_stopped(desk: Desk, what: str) -> None:
+    kernel = desk.kernel()
+    job_id = kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120).value
+    waiting = "all('waiting' in job.logs(rank) for rank in range(2))"
+    kernel.wait_until(lambda: kernel.run(waiting).value, 60, "the ranks to wait")
+    path = desk.folder / "detached" / job_id / "record.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **OTHER_VERSIONS[what]}))
+    launcher = "nblaunch 9.1.0" if OTHER_VERSIONS[what]["version"] else "another version of nblaunch"
+
+    listed = desk.command("jobs").stdout
+    assert re.search(rf"^{job_id} +running ", listed, re.MULTILINE), listed
+    assert f"{job_id}: launched by {launcher}, which can attach" in listed
+    refused = desk.command("attach", job_id)
+    assert refused.returncode == 2
+    assert f"launched by {launcher}" in refused.stderr
+    assert f"nblaunch stop {job_id}" in refused.stderr
+    assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
+
+    assert desk.command("stop", job_id).returncode == 0
+    assert kernel.run("job.result(60)").value == "stopped"  # this kernel has attached before
+    ended = "done" if what == "events with other fields" else "other version"
+    assert re.search(rf"^{job_id} +{ended} ", desk.command("jobs").stdout, re.MULTILINE)
+    assert desk.command("attach", job_id).returncode == 2
+    assert desk.command("stop", job_id).returncode == 2  # it has ended
+    assert desk.command("logs", job_id).stdout == "waiting\n"
 
 
 ATTACH_WITH_SIGNAL_TO_A_THREAD = """

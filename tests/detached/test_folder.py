@@ -26,6 +26,7 @@ from nblaunch.dashboard.view import JobView
 from nblaunch.detached import follower, requests
 from nblaunch.detached.folder import JobFolder, Launch, Snapshot
 from nblaunch.detached.home import open_home
+from nblaunch.detached.layout import own_layout
 from nblaunch.detached.record import FORMAT, Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint
@@ -46,7 +47,8 @@ from tests.no_descriptors import no_descriptor_left
 
 def _record(job_id: str = "train-3f9a2c", **changes: Any) -> Record:
     settings = {
-        "format": FORMAT, "id": job_id, "function_name": "train", "num_processes": 1, "backend": "cpu",
+        "format": FORMAT, "version": "0.1.0", "layout": own_layout(), "id": job_id,
+        "function_name": "train", "num_processes": 1, "backend": "cpu",
         "process": ProcessMark.own(), "address": "", "started_s": 1.0,
     }  # fmt: skip
     return Record(**{**settings, **changes})
