@@ -35,6 +35,8 @@ In both:
 
     channel.py           sealed messages over pipes
     messages.py          the messages
+    agreements.py        the step at which ranks of all nodes end
+    collectives.py       what ranks of all nodes have recorded of their collectives
     shipping.py          the user's modules and variables; what nodes must have themselves
 """
 

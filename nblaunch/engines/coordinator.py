@@ -18,25 +18,28 @@ from contextlib import suppress
 from dataclasses import replace
 
 from nblaunch import env, formatting
-from nblaunch.diagnosis.disagreements import explain, explain_splits, find_disagreement
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.engines.agreements import NodesAgreement
+from nblaunch.engines.collectives import AllCalls
 from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import (
     AskLogs,
     AskStacks,
     AttemptOver,
+    CallMarks,
     DevicesUsed,
     EndRanks,
     Happened,
     LogPart,
     LogsSent,
     OutboxPart,
-    Proposal,
     Refused,
+    Replies,
     Request,
     Stacks,
     StartRanks,
     StoreOpened,
+    Subject,
     Terminate,
 )
 from nblaunch.engines.stacks import NodesStacks
@@ -58,25 +61,21 @@ from nblaunch.events import (
 )
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.collective_watch import CollectiveWatch
 from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.requests import JobRequests, Query
-from nblaunch.nodes.messages import Heartbeat, Node, StopState
+from nblaunch.nodes.messages import Heartbeat, Node
 from nblaunch.nodes.peer_states import PeerStates
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
 from nblaunch.wire import outbox
-from nblaunch.wire.board import Slot, SlotReading, create_memory_file, private_slot
-from nblaunch.wire.collective_calls import RankCalls
+from nblaunch.wire.board import SlotReading, create_memory_file
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.stop_agreement import StopAgreement
 
 _TICK_S = 0.1
 _INSPECTION_S = 0.25
 _LOST_S = 15.0
 """How long nodes may take to end their ranks once these have been killed."""
-
-_AHEAD_S, _PATIENCE_S = 2.0, 3.0
-"""Timing of an agreement on a last step, which nodes learn twice per second; as in ``nodes/peer_states.py``."""
 
 _LOST_ADVICE = (
     "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
@@ -130,25 +129,18 @@ class Coordinator:
         self._queries: list[NodesStacks] = []
         self._log_queries: list[tuple[Query, set[int]]] = []
         self._num_queries = 0
-        self._agreement: StopAgreement | None = None
-        self._copies: dict[int, Slot] = {}
-        self._proposed: StopState | None = None
+        self._agreements: dict[Subject, NodesAgreement] = {}
         self._interrupts_seen = self._terminations_seen = 0
+        self._interrupted_s: float | None = None
         self._ends_since: float | None = None
         self._kills_since: float | None = None
         self._next_tick = self._next_inspection = 0.0
         self._refusals: list[tuple[NodeLink, Refused]] = []
         self._store_port: int | None = None
         self._sent_before_start: list[object] = []
-        self._calls: dict[int, RankCalls] = {}  # as of the last stacks
-        self._hangs = HangWatch(
-            attempt,
-            self._readings,
-            requests,
-            emit,
-            self._ask_ranks,
-            lambda: dict(sorted(self._calls.items())),
-        )
+        self._calls = AllCalls(self._ask_calls, self._readings)
+        self._collectives = CollectiveWatch(self._calls, attempt, emit)
+        self._hangs = HangWatch(attempt, self._readings, requests, emit, self._ask_ranks, self._calls.last)
 
     # --- from the start to the end -------------------------------------------------------------------------------
 
@@ -220,7 +212,7 @@ class Coordinator:
         if time.monotonic() >= self._next_tick:
             self._tick()
         self._judge_hang()
-        self._poll_agreement()
+        self._poll_agreements()
         self._give_up_silent()
 
     def _wait(self) -> None:
@@ -261,9 +253,14 @@ class Coordinator:
             for rank, share in message.shares.items():
                 self._emit(DeviceUse(rank, time.time(), share=share))
         elif isinstance(message, Stacks):
-            self._calls.update(message.calls)
+            self._calls.take(link.calls_here(message.calls))
             for query in self._queries:
                 query.take(message, link)
+        elif isinstance(message, Replies):
+            self._begin_agreement(message.subject)  # of an interrupt at the end of a node's own grace, too
+            self._agreements[message.subject].take(message)
+        elif isinstance(message, CallMarks):
+            self._calls.take_marks(link, message)
         elif isinstance(message, LogsSent):
             self._answer_logs(message)
         elif isinstance(message, StoreOpened):
@@ -332,8 +329,7 @@ class Coordinator:
         report.unkillable |= over.unkillable
         report.evidence |= over.evidence
         report.hang = report.hang or over.hang
-        report.disagreement = report.disagreement or over.disagreement
-        self._calls.update(over.calls)
+        self._calls.take(link.calls_here(over.calls))
         report.last_readings += [link.reading_here(reading) for reading in over.last_readings]
         link.is_over = True
 
@@ -367,8 +363,8 @@ class Coordinator:
         while self._interrupts_seen < requests.interrupts:
             self._interrupts_seen += 1
             self._interrupt()
-        if requests.wants_stop and self._agreement is None:
-            self._begin_agreement()
+        if requests.wants_stop:
+            self._begin_agreement("check")
         for query in requests.take_queries():
             if query.subject == "logs":
                 self._ask_logs(query)
@@ -380,8 +376,11 @@ class Coordinator:
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
         is_decided = bool(has_failed or report.delivered.issuperset(self._owner))
         report.interrupted = report.interrupted or not is_decided
+        self._interrupted_s = self._interrupted_s or time.monotonic()
         if self._interrupts_seen > 1:
             self._kills_since = self._kills_since or time.monotonic()
+        elif report.interrupted:
+            self._begin_agreement("step")
         self._send_all(Request("interrupt"))
 
     def _send_all(self, message: object) -> None:
@@ -425,7 +424,9 @@ class Coordinator:
         self._emit_readings(readings)
         if now >= self._next_inspection:
             self._next_inspection = now + _INSPECTION_S
-            self._hangs.inspect(readings, self._active_pids())
+            active = self._active_pids()
+            self._hangs.inspect(readings, active)
+            self._collectives.compare(self._report, active, self._end_ranks)
 
     def _readings(self) -> list[SlotReading]:
         return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
@@ -449,11 +450,17 @@ class Coordinator:
         self._end_ranks()
 
     def _ask_ranks(self, pids: Mapping[int, int]) -> NodesStacks:
-        self._num_queries += 1
         by_link: dict[NodeLink, list[int]] = {}
         for rank in pids:
             by_link.setdefault(self._owner[rank], []).append(rank)
-        asked = {link: ranks for link, ranks in by_link.items() if not link.is_over}
+        return self._ask_nodes(by_link)
+
+    def _ask_calls(self) -> NodesStacks:
+        return self._ask_nodes({link: [] for link in self._links})
+
+    def _ask_nodes(self, ranks_of: Mapping[NodeLink, Sequence[int]]) -> NodesStacks:
+        self._num_queries += 1
+        asked = {link: ranks for link, ranks in ranks_of.items() if not link.is_over}
         for link, ranks in asked.items():
             link.channel.send(AskStacks(self._num_queries, tuple(ranks)))
         query = NodesStacks(self._num_queries, set(asked))
@@ -480,43 +487,18 @@ class Coordinator:
 
     # --- an agreed end -------------------------------------------------------------------------------------------
 
-    def _begin_agreement(self) -> None:
-        if self._proposed is None:
-            self._proposed = StopState(is_wanted=True)
-            self._send_all(Proposal(self._proposed))
-        answers = self._answers()
-        running = self._owner.keys() - self._report.returned.keys()
-        if not running <= answers.keys():
-            return  # a proposal has to be ahead of all ranks
-        self._copies = {rank: private_slot() for rank in running}
-        self._copy(answers)
-        self._agreement = StopAgreement(
-            self._copies, time.monotonic(), ahead_s=_AHEAD_S, patience_s=_PATIENCE_S
-        )
+    def _begin_agreement(self, subject: Subject) -> None:
+        if subject not in self._agreements:
+            grace_s = self._attempt.spec.interrupt_grace_s
+            self._agreements[subject] = NodesAgreement(subject, self._send_all, time.monotonic(), grace_s)
 
-    def _answers(self) -> dict[int, tuple[int, int]]:
-        return {
-            rank: one for state in self._peers.stop_states.values() for rank, one in state.answers.items()
-        }
-
-    def _copy(self, answers: Mapping[int, tuple[int, int]]) -> None:
-        for rank, (num_checks, reply) in answers.items():
-            if rank in self._copies:
-                self._copies[rank].num_checks, self._copies[rank].stop_reply = num_checks, reply
-
-    def _poll_agreement(self) -> None:
-        """Go on with agreeing on the step at which all ranks leave their loops."""
-        if self._agreement is None or self._agreement.is_settled:
-            return
-        self._copy(self._answers())
-        running = self._copies.keys() - self._report.returned.keys() - self._report.exits.keys()
-        self._agreement.poll(running, time.monotonic())
-        any_slot = next(iter(self._copies.values()))
-        state = StopState(True, any_slot.stop_proposal, any_slot.stop_decision)
-        if state != self._proposed:
-            self._proposed = state
-            self._send_all(Proposal(state))
-        self._report.stopped_early = self._agreement.is_settled
+    def _poll_agreements(self) -> None:
+        """Go on with agreeing on the step at which all ranks end."""
+        report = self._report
+        running = self._owner.keys() - report.returned.keys() - report.exits.keys() - report.failed.keys()
+        for agreement in self._agreements.values():
+            agreement.poll(running, time.monotonic())
+        report.stopped_early = "check" in self._agreements and self._agreements["check"].is_settled
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -531,19 +513,9 @@ class Coordinator:
         ended = {reading.rank: reading for reading in report.last_readings}
         report.last_readings = [ended.get(reading.rank, reading) for reading in self._readings()]
         self._emit_readings(report.last_readings)
-        self._compare_nodes()
-
-    def _compare_nodes(self) -> None:
-        """Compare the collectives of all ranks, now that none calls any more: nodes have compared their own alone."""
-        report = self._report
-        report.calls = dict(sorted(self._calls.items()))
-        is_over = report.is_success or report.interrupted or report.cancelled
-        if report.disagreement is None and not is_over:
-            steps = {reading.rank: reading.step for reading in report.last_readings}
-            found = find_disagreement(report.calls)
-            report.disagreement = (
-                explain_splits(report.calls) if found is None else explain(found, report.calls, steps)
-            )
+        self._collectives.conclude(report)
+        if self._interrupted_s is not None:
+            self._collectives.describe_wait(report, self._interrupted_s)
 
     def _raise_refusal(self) -> None:
         if self._refusals and not self._report.remote.lost and not self._requests.endings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nblaunch import packages
@@ -20,6 +20,7 @@ from nblaunch.events import Event
 from nblaunch.nodes.messages import Node
 from nblaunch.wire import schema
 from nblaunch.wire.board import SlotReading
+from nblaunch.wire.collective_calls import RankCalls
 
 _CLOSE_S = 3.0
 _MIN_SHIFT_S = 0.05
@@ -144,6 +145,16 @@ class NodeLink:
         if not self._monotonic_ahead_s or not reading.step_time_s:
             return reading
         return replace(reading, step_time_s=reading.step_time_s - self._monotonic_ahead_s)
+
+    def calls_here(self, calls: Mapping[int, RankCalls]) -> Mapping[int, RankCalls]:
+        """Return the collectives of ranks of this node with the clock of this process."""
+        ahead_s = self._monotonic_ahead_s
+        if not ahead_s:
+            return calls
+        return {
+            rank: replace(own, calls=tuple(replace(call, time_s=call.time_s - ahead_s) for call in own.calls))
+            for rank, own in calls.items()
+        }
 
     # --- its place -----------------------------------------------------------------------------------------------
 

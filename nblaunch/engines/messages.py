@@ -17,17 +17,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.hang import Check
 from nblaunch.diagnosis.report import Evidence, Hang
 from nblaunch.events import Event
-from nblaunch.nodes.messages import StopState
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.topology import Topology
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import RankCalls
+
+Subject = Literal["check", "step"]
 
 PART_BYTES = 1 << 20
 """Size of a part of something large."""
@@ -158,14 +159,24 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The coordinator's state of the agreement on a last step."""
+    """The coordinator's side of an agreement on the step at which all ranks end (``agreements.py``).
 
-    state: StopState
+    Args:
+        subject: what ranks count: checks of ``accelerator.should_stop``, or steps of optimizers.
+        number: number of the check that is proposed; 0 = none yet.
+        decision: the same once it holds for all ranks, negated once it is withdrawn.
+        is_last: no other proposal follows.
+    """
+
+    subject: Subject
+    number: int = 0
+    decision: int = 0
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
 class AskStacks:
-    """Asks where these ranks are."""
+    """Asks where these ranks are, and for the last collectives of all ranks of the node."""
 
     number: int
     ranks: tuple[int, ...]
@@ -242,6 +253,14 @@ class StoreOpened:
 
 
 @dataclass(frozen=True)
+class Replies:
+    """Replies of the ranks of this node to a :class:`Proposal`: rank -> checks so far, and the reply."""
+
+    subject: Subject
+    by_rank: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Happened:
     """Events of the ranks of this node."""
 
@@ -277,6 +296,19 @@ class Stacks:
 
 
 @dataclass(frozen=True)
+class CallMarks:
+    """Digests of some of the last collectives of ranks of this node (``collectives.py``).
+
+    Args:
+        digests: group and number -> digest; equal on all nodes.
+        differ: ranks of this node differ already.
+    """
+
+    digests: Mapping[tuple[int, int], float]
+    differ: bool = False
+
+
+@dataclass(frozen=True)
 class LogsSent:
     """Answers :class:`AskLogs`, behind all that it asks for."""
 
@@ -309,7 +341,6 @@ class AttemptOver:
         evidence: what this machine says of its failures.
         last_readings: of the ranks of this node.
         hang: which this node has found for certain, as a deadlock of threads.
-        disagreement: calls in which ranks of this node differ.
         calls: rank -> the last collectives that it has recorded.
     """
 
@@ -318,5 +349,4 @@ class AttemptOver:
     evidence: Mapping[int, Evidence]
     last_readings: tuple[SlotReading, ...]
     hang: Hang | None = None
-    disagreement: Explanation | None = None
     calls: Mapping[int, RankCalls] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from nblaunch.diagnosis.report import AttemptReport, Evidence
 from nblaunch.diagnosis.root_cause import RootCause
 from nblaunch.engines import shipping
 from nblaunch.engines.channel import Channel
+from nblaunch.engines.collectives import NodeCalls
 from nblaunch.engines.messages import (
     AskClock,
     AttemptOver,
@@ -191,12 +192,12 @@ class NodeProgram:
                 store=store,
                 key=order.key,
                 first_collected=order.first_collected,
+                compares_ranks=False,
             )
             uplink.begin(attempt)
             running = start_attempt(attempt)
             uplink.outboxes = {own.outbox_fd: own.rank for own in running.assignments}
-            board, ranks = running.board, running.attempt.ranks
-            uplink.read_calls = lambda: {rank: board.calls(rank).read() for rank in ranks}
+            uplink.calls = NodeCalls(running.board, running.attempt.ranks)
             supervisor = Supervisor(
                 running, requests, uplink.emit, lambda readings: None, read_outbox=uplink.send_outbox
             )
@@ -207,6 +208,7 @@ class NodeProgram:
         finally:
             self._requests = None
             requests.close()
+        uplink.calls = None  # the board is gone
         uplink.end([rank for rank, (status, _) in report.exits.items() if status.code])
         own = range(attempt.ranks.start, attempt.ranks.stop)
         self._channel.send(
@@ -216,7 +218,6 @@ class NodeProgram:
                 evidence=_evidence(report),
                 last_readings=tuple(one for one in report.last_readings if one.rank in own),
                 hang=report.hang,
-                disagreement=report.disagreement,
                 calls=report.calls,
             )
         )

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from nblaunch import env
-from nblaunch.diagnosis.report import AttemptReport, RemoteFailures
+from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines import messages
+from nblaunch.engines.agreements import NodeBallots
 from nblaunch.engines.channel import Channel
+from nblaunch.engines.collectives import NodeCalls
 from nblaunch.engines.messages import (
     AskClock,
     AskLogs,
@@ -34,6 +36,7 @@ from nblaunch.engines.messages import (
     Proposal,
     Request,
     Stacks,
+    Subject,
     Terminate,
 )
 from nblaunch.events import (
@@ -56,17 +59,13 @@ from nblaunch.launcher.hang_watch import LocalStacks
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes import network
 from nblaunch.nodes.messages import DONE, RUNNING, Heartbeat, StopState, Summary
-from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
-from nblaunch.wire.collective_calls import RankCalls
 from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
-_QUICK_HEARTBEAT_S = 0.05
-"""Seconds between heartbeats while all ranks agree on a last step."""
-
 _LOG_BYTES = 256 << 10
 """So much of the logs goes up at each of ten looks a second."""
 
@@ -77,7 +76,6 @@ file."""
 
 _STACKS_BYTES = 256 << 10
 _NUM_CURVES = 8
-_COORDINATOR = -1
 _URGENT = (Started, Returned, Failed, Exited, Interrupted, StateSent)
 
 
@@ -94,7 +92,7 @@ class Uplink:
     Attributes:
         must_end: the coordinator wants the ranks of this node to end.
         outboxes: descriptor of an outbox -> its rank.
-        read_calls: returns rank -> the last collectives that it has recorded.
+        calls: collectives of the ranks of this node; None until they have been started.
     """
 
     def __init__(self, channel: Channel, requests: JobRequests, id: str, host: str, address: str) -> None:
@@ -110,15 +108,15 @@ class Uplink:
         self._gone: set[int] = set()
         self._host_memory: dict[int, HostMemory] = {}
         self._device_use: dict[int, float] = {}
-        self._stop = StopState()
-        self._leader: dict[int, StopState] = {}
+        self._proposals: dict[Subject, Proposal] = {}
+        self._ballots: dict[Subject, NodeBallots] = {}
         self._readings: Sequence[SlotReading] = ()
         self._queries: list[tuple[int, LocalStacks]] = []
         self._num_heartbeats = 0
         self._next_heartbeat_s = 0.0
         self.must_end = False
         self.outboxes: dict[int, int] = {}
-        self.read_calls: Callable[[], Mapping[int, RankCalls]] = dict
+        self.calls: NodeCalls | None = None
 
     def begin(self, attempt: Attempt) -> None:
         """Prepare for the ranks of ``attempt``, which are about to start."""
@@ -151,9 +149,7 @@ class Uplink:
         elif isinstance(message, EndRanks):
             self.must_end = True
         elif isinstance(message, Proposal):
-            self._leader[_COORDINATOR] = message.state
-            if message.state.is_wanted and not self._requests.wants_stop:
-                self._requests.stop()
+            self._handle_proposal(message)
         elif isinstance(message, AskStacks):
             self._ask_stacks(message)
         elif isinstance(message, AskLogs):
@@ -163,11 +159,25 @@ class Uplink:
         elif isinstance(message, AskClock):
             self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
 
-    def agreement(self, slots: Mapping[int, Slot]) -> NodesStopAgreement:
+    def _handle_proposal(self, proposal: Proposal) -> None:
+        self._proposals[proposal.subject] = proposal
+        if proposal.subject in self._ballots:
+            self._ballots[proposal.subject].take(proposal)
+        if proposal.subject == "check" and not self._requests.wants_stop:
+            self._requests.stop()
+
+    def agreement(self, slots: Mapping[int, Slot]) -> NodeBallots:
         """Follow the coordinator, which leads the agreement on the last step."""
-        # It counts as a node with a lower rank than any here.
-        remote = RemoteFailures(labels={_COORDINATOR: "the coordinator"})
-        return NodesStopAgreement(slots, self._stop, self._leader, remote)
+        return self._follow("check", slots)
+
+    def boundary(self, slots: Mapping[int, Slot], now_s: float) -> NodeBallots:
+        """Follow the coordinator, which leads the agreement on the last step of optimizers."""
+        return self._follow("step", {rank: slot.boundaries for rank, slot in slots.items()})
+
+    def _follow(self, subject: Subject, ballots: Mapping[int, Ballot]) -> NodeBallots:
+        last = self._proposals.get(subject)
+        self._ballots[subject] = following = NodeBallots(subject, ballots, self._channel.send, last)
+        return following
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return environment variables of this node's ranks: the interface by which the others reach it."""
@@ -217,8 +227,6 @@ class Uplink:
         """Send the state of this node's ranks as often as is due; return their readings."""
         assert self._attempt is not None, "ranks run"
         self._send_events()
-        self._stop.answers = answers_of(running)
-        self._stop.is_wanted = self._requests.wants_stop
         self._readings = [reading for reading in readings if reading.rank in self._attempt.ranks]
         if time.monotonic() >= self._next_heartbeat_s:
             self._send_heartbeat(RUNNING)
@@ -228,13 +236,13 @@ class Uplink:
             query.poll()
             if query.is_done:
                 self._queries.remove((number, query))
-                self._channel.send(Stacks(number, query.checks(), self.read_calls()))
+                calls = {} if self.calls is None else self.calls.read()
+                self._channel.send(Stacks(number, query.checks(), calls))
         self._channel.flush()
         return self._readings
 
     def _send_heartbeat(self, state: str) -> None:
-        is_quick = self._stop.is_wanted
-        self._next_heartbeat_s = time.monotonic() + (_QUICK_HEARTBEAT_S if is_quick else _HEARTBEAT_S)
+        self._next_heartbeat_s = time.monotonic() + _HEARTBEAT_S
         if self._channel.is_full and state == RUNNING:
             return  # what is on its way is a sign of life
         assert self._attempt is not None, "ranks run"
@@ -246,10 +254,10 @@ class Uplink:
                 for reading in self._readings
             ),
             host_memory=tuple(self._host_memory.values()),
-            stop=StopState(
-                self._stop.is_wanted, self._stop.proposal, self._stop.decision, self._stop.answers
-            ),
+            stop=StopState(self._requests.wants_stop),
         )
+        if self.calls is not None and (marks := self.calls.new_marks()) is not None:
+            self._channel.send(marks)
         if self._device_use:
             self._channel.send(DevicesUsed(self._device_use))
             self._device_use = {}

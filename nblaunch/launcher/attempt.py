@@ -39,7 +39,7 @@ from nblaunch.wire import signing
 from nblaunch.wire.assignment import Assignment
 from nblaunch.wire.board import Board, Slot, SlotReading, create_memory_file
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.wire.stop_agreement import Agreement
+from nblaunch.wire.stop_agreement import Agreement, Boundary
 from nblaunch.wire.worker_commands import CommandConnection, connect
 
 
@@ -62,6 +62,9 @@ class Peers(Protocol):
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
         """Start an agreement with them on the step at which all ranks leave their loops."""
+
+    def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
+        """Start an agreement on the optimizer step at which an interrupt ends these ranks; None if there is none."""
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
@@ -89,6 +92,7 @@ class Attempt:
         store: listening socket of the workers' store, where it was opened before.
         key: for objects between ranks; b"" = a new one, on one machine.
         first_collected: rank that sends what all ranks have alike; None = the first of this machine.
+        compares_ranks: whether the collectives of these ranks are compared here; the coordinator compares all ranks.
     """
 
     spec: LaunchSpec
@@ -102,6 +106,7 @@ class Attempt:
     store: StoreHost | None = None
     key: bytes = field(default=b"", repr=False)
     first_collected: int | None = None
+    compares_ranks: bool = True
 
     @property
     def keeps_workers(self) -> bool:

@@ -3,7 +3,7 @@
     digests of the last calls, some times a second ── differ? ──> all that is kept ──> Disagreement, twice ──> report
 
 A look compares a few numbers per rank, and takes at most a hundredth of the launcher's time, however many ranks there
-are. What looks like a difference is read again at the next look, since ranks write meanwhile, and the ranks that have
+are. They are of this machine, or of all nodes of an engine (``engines/collectives.py``). What looks like a difference is read again at the next look, since ranks write meanwhile, and the ranks that have
 not come to the call yet get a moment to do so: the majority says who is at fault.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 from nblaunch import env
 from nblaunch.diagnosis.disagreements import (
@@ -24,8 +25,8 @@ from nblaunch.diagnosis.disagreements import (
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.events import Event, Note
-from nblaunch.launcher.attempt import RunningAttempt
-from nblaunch.wire.collective_calls import RankCalls
+from nblaunch.launcher.attempt import Attempt, RunningAttempt
+from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
 
 _NUM_CALLS = 16
 """Calls of a rank that a look compares."""
@@ -43,30 +44,91 @@ _PATIENCE_S = 0.5
 """For ranks that have not come to the call in which others differ."""
 
 
-class CollectiveWatch:
-    """Compares the ranks of this machine.
+class CallSource(Protocol):
+    """What ranks have recorded of their collectives."""
+
+    def may_differ(self) -> bool:
+        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
+
+    def read(self) -> Mapping[int, RankCalls] | None:
+        """Return the calls that each rank has recorded by now; None while they are on their way here."""
+
+    def last(self) -> Mapping[int, RankCalls]:
+        """Return the calls that are here."""
+
+    def steps(self) -> Mapping[int, int]:
+        """Return rank -> batches of its current loop over a prepared loader."""
+
+
+class BoardCalls:
+    """Calls of the ranks of this machine. Implements :class:`CallSource`.
 
     Args:
         running: the attempt.
+    """
+
+    def __init__(self, running: RunningAttempt) -> None:
+        self._board = running.board
+        self._ranks = running.attempt.ranks
+        self._num_looks = 0
+        self._num_calls: list[int] = []
+
+    def may_differ(self) -> bool:
+        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
+        readers = [self._board.calls(rank) for rank in self._ranks]
+        counts = [reader.num_calls for reader in readers]
+        if counts == self._num_calls:
+            return False
+        self._num_calls = counts
+        self._num_looks += 1
+        limit = NUM_CALLS if self._num_looks % _NUM_FULL == 0 else _NUM_CALLS
+        common: dict[tuple[int, int], float] = {}
+        for reader in readers:
+            for key, digest in reader.digests(limit).items():
+                if common.setdefault(key, digest) != digest:
+                    return True
+        return False
+
+    def read(self) -> dict[int, RankCalls]:
+        """Return the last calls of each rank."""
+        return {rank: self._board.calls(rank).read() for rank in self._ranks}
+
+    last = read
+
+    def steps(self) -> dict[int, int]:
+        """Return rank -> batches of its current loop over a prepared loader."""
+        return {reading.rank: reading.step for reading in self._board.read()}
+
+
+class CollectiveWatch:
+    """Compares ranks.
+
+    Args:
+        source: what they have recorded.
+        attempt: to which they belong.
         emit: receives notes, in a session: its commands go on.
         clock: seconds on a clock that never jumps.
+
+    Attributes:
+        calls: returns rank -> its last collectives, as far as they are here.
     """
 
     def __init__(
         self,
-        running: RunningAttempt,
+        source: CallSource,
+        attempt: Attempt,
         emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._board = running.board
-        self._ranks = running.attempt.ranks
-        self._is_session = running.attempt.spec.is_session
+        self._source = source
+        self.calls = source.last
+        self._is_session = attempt.spec.is_session
+        self._is_judge = attempt.compares_ranks
         self._left_out = env.read("NBLAUNCH_CHECKS")
         self._emit = emit
         self._clock = clock
         self._next_s = 0.0
-        self._num_looks = 0
-        self._num_calls: list[int] = []
+        self._is_reading = False
         self._found: tuple[Disagreement, float] | None = None
         self._known: set[tuple[object, int]] = set()
 
@@ -80,7 +142,7 @@ class CollectiveWatch:
         """
         now_s = self._clock()
         is_ending = report.disagreement or report.hang or report.interrupted or report.cancelled
-        if now_s < self._next_s or is_ending:
+        if now_s < self._next_s or is_ending or not self._is_judge:
             return
         found = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
@@ -94,21 +156,29 @@ class CollectiveWatch:
 
     def conclude(self, report: AttemptReport) -> None:
         """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""
-        report.calls = self.calls()
-        if report.disagreement is not None or self._is_session or report.interrupted or report.cancelled:
+        report.calls = dict(self._source.last())
+        is_over = report.disagreement is not None or report.interrupted or report.cancelled
+        if is_over or self._is_session or not self._is_judge:
             return
         found = self._explain(report.calls)
         # An attempt that has failed is explained in any case.
         if found is not None and not (report.is_success and self._is_left_out(found.check)):
             report.disagreement = found
 
-    def describe_wait(self, report: AttemptReport) -> None:
-        """Emit what ranks wait for if they have stood still for a while; called where the user interrupts the job."""
-        calls = self.calls()
-        last_s = max((own.last.time_s for own in calls.values() if own.last is not None), default=math.inf)
-        if self._clock() - last_s < _STANDS_STILL_S:
+    def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
+        """Emit what ranks waited for if they had stood still for a while when the user interrupted the job.
+
+        Args:
+            report: of the attempt.
+            interrupted_s: when that was, on the clock; None = now.
+        """
+        if not self._is_judge:
             return
-        standing = Standing(calls, report.returned.keys(), steps=self._steps())
+        calls = self._source.last()
+        last_s = max((own.last.time_s for own in calls.values() if own.last is not None), default=math.inf)
+        if (self._clock() if interrupted_s is None else interrupted_s) - last_s < _STANDS_STILL_S:
+            return
+        standing = Standing(calls, report.returned.keys(), steps=self._source.steps())
         found = self._explain(calls) or explain_standstill(standing)
         if found is not None:
             self._emit(Note.of_job(f"interrupted while ranks waited: {found.headline}", "warning"))
@@ -122,13 +192,13 @@ class CollectiveWatch:
     def _is_left_out(self, check: str) -> bool:
         return bool({"off", f"-{check}"} & self._left_out)
 
-    def _steps(self) -> dict[int, int]:
-        return {reading.rank: reading.step for reading in self._board.read()}
-
     def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
-        if self._found is None and not self._may_differ():
+        if self._found is None and not self._is_reading and not self._source.may_differ():
             return None
-        calls = self.calls()
+        calls = self._source.read()
+        self._is_reading = calls is None
+        if calls is None:
+            return None
         disagreement = find_disagreement(calls)
         if disagreement is None or self._key(disagreement) in self._known:
             self._found = None
@@ -141,31 +211,11 @@ class CollectiveWatch:
             return None
         return self._certain(disagreement, calls)
 
-    def calls(self) -> dict[int, RankCalls]:
-        """Return the last calls of each rank."""
-        return {rank: self._board.calls(rank).read() for rank in self._ranks}
-
     def _certain(self, disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Explanation:
         self._found = None
         self._known.add(self._key(disagreement))
-        return explain(disagreement, calls, self._steps())
+        return explain(disagreement, calls, self._source.steps())
 
     @staticmethod
     def _key(disagreement: Disagreement) -> tuple[object, int]:
         return (disagreement.group, disagreement.of_rates), disagreement.number
-
-    def _may_differ(self) -> bool:
-        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
-        readers = [self._board.calls(rank) for rank in self._ranks]
-        counts = [reader.num_calls for reader in readers]
-        if counts == self._num_calls:
-            return False
-        self._num_calls = counts
-        self._num_looks += 1
-        limit = 1 << 20 if self._num_looks % _NUM_FULL == 0 else _NUM_CALLS
-        common: dict[tuple[int, int], float] = {}
-        for reader in readers:
-            for key, digest in reader.digests(limit).items():
-                if common.setdefault(key, digest) != digest:
-                    return True
-        return False

@@ -81,12 +81,16 @@ class Escalation:
         steps = ((0.0, signal.SIGKILL),)
         return cls(now_s, steps, steps)
 
+    def begin_now(self, now_s: float) -> None:
+        """Send the first signal now instead of later."""
+        self.began_s = min(self.began_s, now_s - self.steps[0][0])
+
     def add_interrupt(self, now_s: float) -> None:
         """Add a user's interrupt while ranks are already being ended, for example after a failure.
 
         SIGINT is sent again to all ranks that have not yet got SIGTERM. Later signals are not delayed.
         """
-        self.began_s = min(self.began_s, now_s - self.steps[0][0])
+        self.begin_now(now_s)
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
     def postpone(self, now_s: float, ranks: Iterable[int]) -> None:

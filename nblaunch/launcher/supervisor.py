@@ -37,7 +37,7 @@ from nblaunch.events import (
 )
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
-from nblaunch.launcher.collective_watch import CollectiveWatch
+from nblaunch.launcher.collective_watch import BoardCalls, CollectiveWatch
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
 from nblaunch.launcher.hang_watch import HangWatch
@@ -52,7 +52,7 @@ from nblaunch.start_methods.worker_group import KILL_PATIENCE_S
 from nblaunch.wire import outbox
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.stop_agreement import BOUNDARY_S, Agreement, StopAgreement, on_boundary
+from nblaunch.wire.stop_agreement import Agreement, Boundary, StopAgreement, on_boundary
 
 TICK_S = 0.1
 _INSPECTION_S = 0.25
@@ -109,7 +109,7 @@ class Supervisor:
         self._sending = SendingRanks(running, self._report)
         self._next_tick = self._next_inspection = 0.0
         self._agreement: Agreement | None = None
-        self._boundary: StopAgreement | None = None
+        self._boundary: Boundary | None = None
         self._termination: Termination | None = None
         self._escalation: Escalation | None = None
         self._interrupts_seen = 0
@@ -117,7 +117,7 @@ class Supervisor:
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
-        self._collectives = collectives = CollectiveWatch(running, emit)
+        self._collectives = collectives = CollectiveWatch(BoardCalls(running), attempt, emit)
         self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
         self._spans = SpanRecorder(running, SlowWatch(running, emit))
         self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit), self._spans)
@@ -347,11 +347,8 @@ class Supervisor:
                 self._interrupt()
         if requests.wants_stop and self._agreement is None:
             slots = {rank: self._board.slot(rank) for rank in self._running.connections.receivers}
-            self._agreement = (
-                StopAgreement(slots, time.monotonic())
-                if self._peers is None
-                else self._peers.agreement(slots)
-            )
+            peers, now = self._peers, time.monotonic()
+            self._agreement = StopAgreement(slots, now) if peers is None else peers.agreement(slots)
         for query in requests.take_queries():
             if query.subject == "logs":
                 self._read_pipes()
@@ -377,9 +374,10 @@ class Supervisor:
             # One of a session comes this way while its workers start: no code of the user's runs, and none notices it.
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
-            self._boundary = on_boundary({rank: self._board.slot(rank) for rank in running}, now)
+            start = on_boundary if self._peers is None else self._peers.boundary
+            self._boundary = start({rank: self._board.slot(rank) for rank in running}, now)
             self._report.signalled |= dict.fromkeys(running, time.time())  # some may end at the boundary
-            patience_s = 0.0 if self._boundary is None else min(BOUNDARY_S, grace_s)
+            patience_s = 0.0 if self._boundary is None else min(self._boundary.limit_s, grace_s)
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:
@@ -490,6 +488,8 @@ class Supervisor:
             self._report.stopped_early = self._agreement.is_settled
         if self._boundary is not None:
             self._boundary.poll(self._alive - self._report.returned.keys(), time.monotonic())
+            if self._boundary.is_withdrawn and self._escalation:
+                self._escalation.begin_now(time.monotonic())
 
     def _active_pids(self) -> dict[int, int]:
         """Return rank -> process of the ranks whose function runs, or that still send states."""

@@ -41,6 +41,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
 from nblaunch.wire.outbox import RankResult
+from nblaunch.wire.stop_agreement import Boundary, on_boundary
 
 _TICK_S = 0.1
 _SUMMARY_S = 0.4
@@ -307,6 +308,10 @@ class NodeLink:
         """Start an agreement with the other nodes on the step at which all ranks leave their loops."""
         peers = self._peers
         return NodesStopAgreement(slots, self._stop, peers.stop_states, peers.failures)
+
+    def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
+        """Start an agreement of the ranks of this machine, whose launcher alone is interrupted."""
+        return on_boundary(slots, now_s)
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]

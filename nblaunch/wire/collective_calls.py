@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -80,6 +81,11 @@ class Group:
     ranks: tuple[int, ...] = ()
     number: int = 0
     is_default: bool = False
+
+    @cached_property
+    def digest(self) -> int:
+        """A number for it that is the same in all processes."""
+        return zlib.crc32(f"{self.ranks} {self.number} {self.is_default}".encode())
 
 
 @dataclass(frozen=True)
@@ -339,7 +345,7 @@ class CallReader:
     def digests(self, limit: int) -> dict[tuple[int, int], float]:
         """Return a digest for each of the last calls: a quick way to see whether ranks differ.
 
-        Digests of different ranks under the same key must be equal. Keys are of this process.
+        Digests of different ranks under the same key must be equal. Keys are the same in all processes.
 
         Args:
             limit: how many calls are looked at.
@@ -353,9 +359,9 @@ class CallReader:
             site = self._sites[entry[1]] if 0 <= entry[1] < len(self._sites) else None
             if entry[0] == wanted and isinstance(site, Site) and site.group is not None:
                 if site.kind in _CHAINED:
-                    digests[id(site.group), entry[2]] = entry[3]
+                    digests[site.group.digest, entry[2]] = entry[3]
                 elif site.kind == STEP:
-                    digests[id(site.group), -entry[2]] = entry[-1]
+                    digests[site.group.digest, -entry[2]] = entry[-1]
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:

@@ -67,6 +67,24 @@ class Agreement(Protocol):
         """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
 
 
+class Boundary(Agreement, Protocol):
+    """The launcher's side of an agreement on the optimizer step at which an interrupt ends all ranks.
+
+    Attributes:
+        limit_s: how long the interrupt waits for it.
+        is_withdrawn: the ranks have not agreed, and will not.
+    """
+
+    limit_s: float
+    is_withdrawn: bool
+
+    def has_stopped(self, rank: int) -> bool:
+        """Return whether a rank has come to the check that all have agreed on."""
+
+    def withdraw(self) -> None:
+        """Let ranks that wait at a proposed check go on, and make no more proposals."""
+
+
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
     """Propose that all ranks end before the next optimizer step; return None if some have not trained."""
     boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
@@ -89,6 +107,8 @@ class StopAgreement:
         after: number of a check that another launcher proposed before; 0 = none. New proposals are for later checks.
     """
 
+    limit_s = BOUNDARY_S
+
     def __init__(
         self,
         slots: Mapping[int, Ballot],
@@ -105,10 +125,10 @@ class StopAgreement:
         self._slots = dict(slots)
         self._began_s = now_s
         self._first_checks = {rank: slot.num_checks for rank, slot in slots.items()}
-        self._proposal = 0
+        self._proposal = self._proposed_at = 0
         self._margin = margin
         self._waiting_since: float | None = None
-        self.is_settled = False
+        self.is_settled = self.is_withdrawn = False
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
         """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
@@ -123,7 +143,9 @@ class StopAgreement:
             self.is_settled = True
         elif any(reply == -self._proposal for reply in replies) or self._is_patience_over(slots, now_s):
             self._decide(-self._proposal)
-            self._margin *= 2
+            # Checks that went by while the proposal and the refusal were under way, and as many more.
+            passed = max(slot.num_checks for slot in self._slots.values()) - self._proposed_at
+            self._margin = 2 * max(self._margin, passed)
             self._proposal = 0
 
     def has_stopped(self, rank: int) -> bool:
@@ -135,7 +157,7 @@ class StopAgreement:
         """Let ranks that wait at a proposed check go on, and make no more proposals."""
         if not self.is_settled:
             self._decide(-self._proposal)
-            self.is_settled = True
+            self.is_settled = self.is_withdrawn = True
 
     def _propose(self, now_s: float) -> None:
         """Propose a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
@@ -143,7 +165,8 @@ class StopAgreement:
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)
         # A number that was withdrawn must not return: ranks that replied to it may have gone on since.
-        self._proposal = max(self._after, *checks.values()) + max(self._margin, int(pace * self._ahead_s))
+        self._proposed_at = max(self._after, *checks.values())
+        self._proposal = self._proposed_at + max(self._margin, int(pace * self._ahead_s))
         self._waiting_since = None
         for slot in self._slots.values():
             slot.stop_proposal = self._proposal

@@ -96,6 +96,52 @@ def _load_slowly(notebook: Kernel, folder: Path) -> Cell:
     return cell
 
 
+def test_an_interrupt_ends_the_ranks_of_all_nodes_before_the_same_optimizer_step(
+    notebook: Kernel, tmp_path: Path
+) -> None:
+    notebook.run(f"""
+def train(number):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    steps = 0
+    try:
+        while True:
+            model(torch.ones(2, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps % 20 == 0:  # until then, the first node runs ahead
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.data, dist.ReduceOp.MAX)
+            if steps == 20:
+                print(f"rank {{rank()}} is under way", flush=True)
+            time.sleep(0.01 * (rank() // 2))
+    except KeyboardInterrupt:
+        torch.save({{"steps": steps, "weights": model.state_dict()}}, f"{tmp_path}/{{number}}_{{rank()}}.pt")
+        raise
+
+def train_with_time(number):
+    notebook_launcher(train, (number,), 4, num_nodes=2, engine="processes", interrupt_grace_s=20.0)
+
+def checkpoints(number):
+    saved = [torch.load(f"{tmp_path}/{{number}}_{{r}}.pt") for r in range(4)]
+    return ({{one["steps"] for one in saved}},
+            all(torch.equal(one["weights"]["weight"], saved[0]["weights"]["weight"]) for one in saved))
+""")
+    for number in range(3):
+        cell = notebook.submit(f"train_with_time({number})")
+        for rank in range(4):
+            cell.wait_for_text(f"rank {rank} is under way")
+        notebook.interrupt()
+        assert cell.wait().raised.name == "KeyboardInterrupt"
+        steps, are_equal = notebook.run(f"checkpoints({number})").value
+        assert len(steps) == 1
+        assert min(steps) >= 20
+        assert are_equal
+
+
 def test_weights_of_the_last_step_come_back_from_an_interrupt(notebook: Kernel) -> None:
     notebook.run("""
 model = nn.Linear(4, 2)

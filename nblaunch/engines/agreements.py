@@ -1,0 +1,174 @@
+"""Agreements of the ranks of all nodes on the step at which they end: at a stop, and at an interrupt.
+
+    coordinator: NodesAgreement                          each node: NodeBallots
+    a StopAgreement over copies of all ballots  ── Proposal ──>  writes it to the ballots of its ranks
+                                                <── Replies ──   checks and replies of its ranks, as they change
+
+The steps are checks of ``accelerator.should_stop`` or steps of optimizers (``wire/stop_agreement.py``). The coordinator
+alone proposes and decides: of a proposal that is withdrawn because a rank is past it, no rank holds the contrary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from nblaunch.engines.messages import Proposal, Replies, Subject
+from nblaunch.wire.board import Slot, private_slot
+from nblaunch.wire.stop_agreement import BOUNDARY_S, Ballot, StopAgreement
+
+_AHEAD_S = {"check": 0.5, "step": 0.1}
+"""Seconds that a proposal is ahead of the foremost rank: what a message to all nodes and the replies take."""
+
+_PATIENCE_S = {"check": 1.0, "step": 0.5}
+"""Seconds that a rank may wait at the proposed check."""
+
+_SHARE = 0.75
+"""Share of the grace after which an interrupt no longer waits for a common step."""
+
+_SLACK_S = 0.5
+"""Seconds that an interrupt waits longer for a common step than on one machine, and nodes longer for the coordinator."""
+
+_REPLY_S = 0.05
+"""Seconds between replies of a node in which nothing but the number of checks has changed."""
+
+
+class NodesAgreement:
+    """The coordinator's side. :meth:`poll` it until :attr:`is_over`.
+
+    Args:
+        subject: what ranks count.
+        send: sends a message to all nodes.
+        now_s: ``time.monotonic()``.
+        grace_s: seconds of grace that an interrupt gives ranks.
+
+    Attributes:
+        is_settled: all ranks stop at the same check.
+        is_over: nothing more is proposed.
+    """
+
+    def __init__(
+        self, subject: Subject, send: Callable[[Proposal], None], now_s: float, grace_s: float
+    ) -> None:
+        self._subject = subject
+        self._send = send
+        # An interrupt has another end than a common step, and nodes give up waiting for it after their limit_s.
+        limit_s = min(BOUNDARY_S + _SLACK_S, grace_s * _SHARE) if subject == "step" else math.inf
+        self._until_s = now_s + limit_s
+        self._copies: dict[int, Slot] = {}
+        self._agreement: StopAgreement | None = None
+        self._sent = Proposal(subject)
+        self.is_settled = self.is_over = False
+        if subject == "check":
+            send(self._sent)  # which has nodes reply; of an interrupt they know
+
+    def take(self, replies: Replies) -> None:
+        """Take replies of the ranks of a node."""
+        for rank, (num_checks, reply) in replies.by_rank.items():
+            copy = self._copies.setdefault(rank, private_slot())
+            copy.num_checks, copy.stop_reply = num_checks, reply
+
+    def poll(self, running: Iterable[int], now_s: float) -> None:
+        """Propose, count replies, decide.
+
+        Args:
+            running: ranks of all nodes whose function has not ended.
+            now_s: ``time.monotonic()``.
+        """
+        if self.is_over:
+            return
+        if self._agreement is None:
+            self._begin(set(running), now_s)
+        if self._agreement is not None:
+            self._agreement.poll(self._copies.keys() & set(running), now_s)
+            self._send_state()
+            self.is_settled = self.is_over = self._agreement.is_settled
+        if not self.is_over and now_s > self._until_s:
+            self.give_up()
+
+    def _begin(self, running: set[int], now_s: float) -> None:
+        has_untrained = any(copy.num_checks == 0 for copy in self._copies.values())
+        if self._subject == "step" and (has_untrained or not running):
+            self.give_up()
+        elif running and running <= self._copies.keys():  # a proposal has to be ahead of all ranks
+            self._copies = {rank: self._copies[rank] for rank in running}
+            self._agreement = StopAgreement(
+                self._copies,
+                now_s,
+                ahead_s=_AHEAD_S[self._subject],
+                patience_s=_PATIENCE_S[self._subject],
+                margin=1 if self._subject == "step" else 2,
+            )
+
+    def _send_state(self) -> None:
+        slot = next(iter(self._copies.values()))
+        proposal = Proposal(self._subject, slot.stop_proposal, slot.stop_decision)
+        if proposal != self._sent:
+            self._sent = proposal
+            self._send(proposal)
+
+    def give_up(self) -> None:
+        """Let ranks that wait at a proposed check go on, and tell nodes that no other proposal follows."""
+        self.is_over = True
+        number = self._sent.number
+        self._send(Proposal(self._subject, number, -number, is_last=True))
+
+
+class NodeBallots:
+    """The ballots of the ranks of one node, which follow the coordinator. Implements ``stop_agreement.Boundary``.
+
+    Args:
+        subject: what ranks count.
+        ballots: rank -> its ballot.
+        send: sends replies to the coordinator.
+        last: the coordinator's last proposal.
+    """
+
+    limit_s = BOUNDARY_S + 2 * _SLACK_S
+
+    def __init__(
+        self,
+        subject: Subject,
+        ballots: Mapping[int, Ballot],
+        send: Callable[[Replies], None],
+        last: Proposal | None = None,
+    ) -> None:
+        self._subject = subject
+        self._ballots = ballots
+        self._send = send
+        self._sent: dict[int, tuple[int, int]] = {}
+        self._next_s = 0.0
+        self.is_settled = self.is_withdrawn = False
+        if last is not None:
+            self.take(last)
+
+    def take(self, proposal: Proposal) -> None:
+        """Pass a proposal on to the ranks."""
+        if self.is_settled:
+            return
+        for ballot in self._ballots.values():
+            # In this order: a rank compares the decision with the proposal that it has read before.
+            ballot.stop_proposal = proposal.number
+            ballot.stop_decision = proposal.decision
+        self.is_withdrawn = proposal.is_last
+        self.is_settled = proposal.is_last or 0 < proposal.number == proposal.decision
+
+    def poll(self, running: Iterable[int], now_s: float) -> None:
+        """Send the replies of the ranks that still run, if they are others than before."""
+        if self.is_settled:
+            return
+        replies = {rank: (self._ballots[rank].num_checks, self._ballots[rank].stop_reply) for rank in running}
+        is_urgent = any(self._sent.get(rank, (0, 0))[1] != reply for rank, (_, reply) in replies.items())
+        if not self._sent or is_urgent or (replies != self._sent and now_s >= self._next_s):
+            self._sent, self._next_s = replies, now_s + _REPLY_S
+            self._send(Replies(self._subject, replies))
+
+    def has_stopped(self, rank: int) -> bool:
+        """Return whether a rank has come to the check that all have agreed on."""
+        ballot = self._ballots[rank]
+        return 0 < ballot.stop_proposal == ballot.stop_decision and ballot.num_checks >= ballot.stop_proposal
+
+    def withdraw(self) -> None:
+        """Follow no longer: the ranks go on, and are interrupted wherever they are."""
+        if not self.is_settled:
+            self.take(Proposal(self._subject, 0, 0, is_last=True))

@@ -1,0 +1,130 @@
+"""What ranks of all nodes record of their collectives, as far as the coordinator has to know it.
+
+    node ── CallMarks, twice a second: digests of a few calls ──> do any differ? ── AskStacks ──> all nodes
+    node ── Stacks: all calls that are kept ──────────────────> compared as on one machine (launcher/collective_watch.py)
+
+A digest is of all collectives of a group up to a call, so that ranks that have differed once differ from then on. The
+marks are of the last calls, and of those with round numbers: nodes send them at different times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from nblaunch.engines.link import NodeLink
+from nblaunch.engines.messages import CallMarks
+from nblaunch.engines.stacks import NodesStacks
+from nblaunch.wire.board import Board, SlotReading
+from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
+
+_NUM_LAST = 8
+"""So many of the last calls of each group are marked."""
+
+_ROUND = NUM_CALLS // 4
+"""Calls whose numbers are multiples of this are marked as long as they are kept."""
+
+
+class NodeCalls:
+    """The calls of the ranks of a node, on the node.
+
+    Args:
+        board: which they write.
+        ranks: of the node.
+    """
+
+    def __init__(self, board: Board, ranks: range) -> None:
+        self._board = board
+        self._ranks = ranks
+        self._num_calls: list[int] = []
+        self._last = CallMarks({})
+
+    def new_marks(self) -> CallMarks | None:
+        """Return the marks of the last calls; None if they are those that were returned before."""
+        readers = [self._board.calls(rank) for rank in self._ranks]
+        counts = [reader.num_calls for reader in readers]
+        if counts == self._num_calls:
+            return None
+        self._num_calls = counts
+        digests: dict[tuple[int, int], float] = {}
+        differ = False
+        for reader in readers:
+            for key, digest in reader.digests(NUM_CALLS).items():
+                differ = digests.setdefault(key, digest) != digest or differ
+        marks = CallMarks(_chosen(digests), differ)
+        if marks == self._last:
+            return None
+        self._last = marks
+        return marks
+
+    def read(self) -> dict[int, RankCalls]:
+        """Return rank -> its last calls."""
+        return {rank: self._board.calls(rank).read() for rank in self._ranks}
+
+
+def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    last: dict[tuple[int, bool], int] = {}
+    for group, number in digests:
+        key = group, number < 0  # steps of optimizers have negative numbers
+        last[key] = max(last.get(key, 0), abs(number))
+    return {
+        (group, number): digest
+        for (group, number), digest in digests.items()
+        if abs(number) > last[group, number < 0] - _NUM_LAST or number % _ROUND == 0
+    }
+
+
+class AllCalls:
+    """The calls of the ranks of all nodes, in the coordinator. Implements ``launcher.collective_watch.CallSource``.
+
+    Args:
+        ask: asks all nodes for the calls of their ranks.
+        readings: returns the readings of all ranks.
+    """
+
+    def __init__(self, ask: Callable[[], NodesStacks], readings: Callable[[], Sequence[SlotReading]]) -> None:
+        self._ask = ask
+        self._readings = readings
+        self._query: NodesStacks | None = None
+        self._marks: dict[NodeLink, CallMarks] = {}
+        self._calls: dict[int, RankCalls] = {}
+        self._has_new_marks = False
+
+    def take_marks(self, link: NodeLink, marks: CallMarks) -> None:
+        """Take the marks of a node."""
+        self._marks[link] = marks
+        self._has_new_marks = True
+
+    def take(self, calls: Mapping[int, RankCalls]) -> None:
+        """Take calls of ranks of a node, which are the last ones by now."""
+        self._calls.update(calls)
+
+    def may_differ(self) -> bool:
+        """Return whether marks of nodes differ; False at once where there are no others since the last look."""
+        if not self._has_new_marks:
+            return False
+        self._has_new_marks = False
+        common: dict[tuple[int, int], float] = {}
+        for marks in self._marks.values():
+            if marks.differ:
+                return True
+            for key, digest in marks.digests.items():
+                if common.setdefault(key, digest) != digest:
+                    return True
+        return False
+
+    def read(self) -> dict[int, RankCalls] | None:
+        """Ask all nodes; return the last calls once they have answered, and None until then."""
+        if self._query is None:
+            self._query = self._ask()
+        if not self._query.is_done:
+            return None
+        self._query = None
+        return self.last()
+
+    def last(self) -> dict[int, RankCalls]:
+        """Return rank -> its last calls, as far as they are known."""
+        return dict(sorted(self._calls.items()))
+
+    def steps(self) -> dict[int, int]:
+        """Return rank -> batches of its current loop over a prepared loader."""
+        return {reading.rank: reading.step for reading in self._readings()}
