@@ -2,10 +2,13 @@
 
     <prefix>/num_nodes        number of nodes that have ever published
     <prefix>/node/<n>         id of the n-th node
-    <prefix>/heartbeat/<id>   last heartbeat of that node
+    <prefix>/heartbeat/<id>   last heartbeat of that node, compressed
+    <prefix>/pulse/<id>       its count, and its version, which rises with what other nodes must know at once
 
-A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends four requests,
-whatever the number of nodes. Heartbeats of nodes that have ended stay on the store, but their count no longer rises.
+A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends six requests,
+whatever the number of nodes. It reads all pulses, a few bytes each: they say which nodes live. Of the heartbeats it
+reads those with another version, and two more in turn, so that traffic grows with the number of nodes and not with its
+square. Heartbeats of nodes that have ended stay on the store, but their count no longer rises.
 Values are plain data (``wire/schema.py``); the agent ignores values that other processes have written.
 """
 
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +34,13 @@ _HEARTBEAT_S = 0.5
 _URGENT_HEARTBEAT_S = 0.1
 """Seconds between heartbeats while other nodes wait: at the end of this node, or in a stop agreement."""
 
+_NUM_IN_TURN = 2
+"""Heartbeats that a node reads each time although their version is the same: steps, losses and memory of ranks there."""
+
+_NUM_TURNS = 20
+"""Times after which a node has read all heartbeats at the latest, which is ten seconds."""
+
+_MAX_BYTES = 4 << 20
 _RECONNECT_S = 5.0
 _GATHER_S = 1.0
 _FINAL = (messages.DONE, messages.FAILED, messages.LEFT)
@@ -55,14 +66,23 @@ class HeartbeatStore:
         self._is_listed = False
         self._num_known = 0
         self._others: list[str] = []
+        self._with_pulse: set[str] = set()
+        self._last: dict[str, Heartbeat] = {}
+        self._turn = 0
 
-    def exchange(self, heartbeat: Heartbeat) -> tuple[Heartbeat, ...]:
-        """Publish ``heartbeat`` and return the last one of every other node.
+    def exchange(self, heartbeat: Heartbeat, *, reads_all: bool = False) -> tuple[Heartbeat, ...]:
+        """Publish ``heartbeat`` and return the last one of every other node, with its count by now.
+
+        Args:
+            heartbeat: of this node.
+            reads_all: read all heartbeats now, not only those whose version has changed.
 
         Raises:
             RuntimeError: the connection to the store is lost.
         """
-        self._store.set(f"{self._prefix}/heartbeat/{self._id}", schema.dump(heartbeat))
+        self._store.set(f"{self._prefix}/heartbeat/{self._id}", zlib.compress(schema.dump(heartbeat), 1))
+        # Behind it: who sees the pulse reads a heartbeat that is at least as new.
+        self._store.set(f"{self._prefix}/pulse/{self._id}", f"{heartbeat.count} {heartbeat.version}")
         if not self._is_listed:
             number = self._store.add(f"{self._prefix}/num_nodes", 1)
             self._store.set(f"{self._prefix}/node/{number}", self._id)
@@ -70,16 +90,58 @@ class HeartbeatStore:
         self._find_others()
         if not self._others:
             return ()
-        values = self._store.multi_get([f"{self._prefix}/heartbeat/{id}" for id in self._others])
-        read = (self._read(id, value) for id, value in zip(self._others, values, strict=True))
-        return tuple(heartbeat for heartbeat in read if heartbeat is not None)
+        pulses = self._read_pulses()
+        due = self._others if reads_all else self._due(pulses)
+        values = self._store.multi_get([f"{self._prefix}/heartbeat/{id}" for id in due]) if due else []
+        for id, value in zip(due, values, strict=True):
+            found = self._read(id, value)
+            if found is not None:
+                self._last[id] = found
+            else:
+                self._last.pop(id, None)
+        return tuple(
+            replace(last, count=max(last.count, pulses.get(id, (0, 0))[0])) for id, last in self._last.items()
+        )
+
+    def _read_pulses(self) -> dict[str, tuple[int, int]]:
+        """Return id -> count and version, of the nodes that write them."""
+        for id in self._others:
+            if id not in self._with_pulse and self._store.check([f"{self._prefix}/pulse/{id}"]):
+                self._with_pulse.add(id)
+        ids = [id for id in self._others if id in self._with_pulse]
+        if not ids:
+            return {}
+        pulses = {}
+        for id, value in zip(
+            ids, self._store.multi_get([f"{self._prefix}/pulse/{id}" for id in ids]), strict=True
+        ):
+            count, _, version = value[:64].decode(errors="replace").partition(" ")
+            if count.isdecimal() and version.isdecimal():
+                pulses[id] = int(count), int(version)
+        return pulses
+
+    def _due(self, pulses: Mapping[str, tuple[int, int]]) -> list[str]:
+        """Return the nodes whose heartbeats are read now."""
+        num_in_turn = max(_NUM_IN_TURN, -(-len(self._others) // _NUM_TURNS))
+        in_turn = {
+            self._others[(self._turn + index) % len(self._others)]
+            for index in range(min(num_in_turn, len(self._others)))
+        }
+        self._turn += num_in_turn
+        return [id for id in self._others if id in in_turn or self._is_new(id, pulses)]
+
+    def _is_new(self, id: str, pulses: Mapping[str, tuple[int, int]]) -> bool:
+        last = self._last.get(id)
+        return last is None or id not in pulses or pulses[id][1] != last.version
 
     def _read(self, id: str, value: bytes) -> Heartbeat | None:
         try:
+            if not value.startswith(b"{"):
+                value = zlib.decompressobj().decompress(value, _MAX_BYTES)
             heartbeat = schema.load(Heartbeat, value)
             if heartbeat.id != id:
                 raise ValueError(f"it is of {heartbeat.id!r:.80}")
-        except ValueError as error:
+        except (ValueError, zlib.error) as error:
             if id not in self._unreadable:
                 self._unreadable.add(id)
                 self._warn(
@@ -125,6 +187,7 @@ class HeartbeatExchange:
         self._others: tuple[Heartbeat, ...] = ()
         self._nodes: tuple[Node, ...] = ()
         self._last_changes: dict[str, tuple[int, float]] = {}
+        self._known: tuple[object, ...] = ()
         self._published = 0
         self._wanted = 0
         self._is_store_lost = False
@@ -288,10 +351,17 @@ class HeartbeatExchange:
 
     def _exchange(self, store: HeartbeatStore) -> None:
         with self._changed:
-            received = {other.id: other.count for other in self._others}
+            # Only a node that ends waits until the others have received what it sent last.
+            received = {other.id: other.count for other in self._others if other.state in _FINAL}
+            known = (*self._urgent_state(), received.keys(), self._own.node_rank, self._own.restart_count)
+            if known != self._known:
+                self._known = known
+                self._own = replace(self._own, version=self._own.version + 1)
             self._own = replace(self._own, count=self._own.count + 1, received=received)
             heartbeat = self._own
-        others = store.exchange(heartbeat)
+            is_agreeing = any(one.summary.stop.is_wanted for one in (heartbeat, *self._others))
+            reads_all = is_agreeing or heartbeat.state in _FINAL or self._wanted > self._published
+        others = store.exchange(heartbeat, reads_all=reads_all)
         # Emit before waiting threads continue and send messages that must not overtake the heartbeats.
         self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
         with self._changed:

@@ -217,7 +217,8 @@ class Heartbeat:
         node_rank: requested node rank; after the rendezvous, the node rank in the world.
         state: one of the states above.
         restart_count: the start of the workers that the summary describes, as in :class:`WorldFormed`.
-        received: id -> count of the last heartbeat received from each other node.
+        received: id -> count of the last heartbeat received from each other node that has ended.
+        version: rises with each change that other nodes must know at once.
     """
 
     id: str
@@ -230,6 +231,7 @@ class Heartbeat:
     summary: Summary = field(default_factory=lambda: Summary(-1, 0.0))
     received: Mapping[str, int] = field(default_factory=dict)
     settings: str = ""
+    version: int = 0
 
     def __str__(self) -> str:
         return _label(self.node_rank, self.host)

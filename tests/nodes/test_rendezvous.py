@@ -25,11 +25,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 from torch.torch_version import TorchVersion
 
+from nblaunch.events import WorkerState
 from nblaunch.nodes import heartbeats, messages
 from nblaunch.nodes.heartbeats import HeartbeatExchange, HeartbeatStore
-from nblaunch.nodes.messages import AgentConfig, Heartbeat, Node, RendezvousConfig
+from nblaunch.nodes.messages import AgentConfig, Heartbeat, Node, RendezvousConfig, Summary
 from nblaunch.nodes.rendezvous import PlainBackend, StaticRendezvous, is_connection_error, open_store
 from nblaunch.wire import schema
+from nblaunch.wire.board import SlotReading
 
 pytestmark = pytest.mark.usefixtures("first_store")
 
@@ -173,6 +175,110 @@ def test_every_node_reads_the_heartbeats_of_all_others() -> None:
     assert exchange("b", 1) == {"a": 1}
     assert exchange("c", 5) == {"a": 1, "b": 1}
     assert exchange("a", 2) == {"b": 1, "c": 5}
+
+
+class Counting:
+    """A store that counts the requests and the bytes that nodes read from it."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.num_requests = self.num_heartbeats = self.num_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_requests += 1
+        return getattr(self.store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.num_requests += 1
+        values: list[bytes] = self.store.multi_get(keys)
+        self.num_heartbeats += sum("/heartbeat/" in key for key in keys)
+        self.num_bytes += sum(map(len, values))
+        return values
+
+
+class Crowd:
+    """Nodes with eight ranks each, which train."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.counting = Counting()
+        self.ids = [f"machine-{number:03}-4711-0123abcd" for number in range(num_nodes)]
+        self.nodes = [HeartbeatStore(self.counting, "job", id) for id in self.ids]
+        self.versions = [0] * num_nodes
+        self.count = 0
+
+    def beat(self) -> list[dict[str, Heartbeat]]:
+        """Let each node publish and read once; return what each has read."""
+        self.count += 1
+        return [{other.id: other for other in self._exchange(number)} for number in range(len(self.nodes))]
+
+    def _exchange(self, number: int) -> tuple[Heartbeat, ...]:
+        readings = tuple(
+            SlotReading(
+                8 * number + local,
+                WorkerState.TRAINING,
+                17 * self.count + local,
+                4000,
+                1,
+                loss=0.7 / self.count,
+            )
+            for local in range(8)
+        )
+        summary = Summary(-1, 0.0, readings=readings)
+        own = Heartbeat(
+            self.ids[number],
+            self.count,
+            number,
+            f"machine-{number:03}",
+            messages.RUNNING,
+            0,
+            "",
+            summary,
+            version=self.versions[number],
+        )
+        return self.nodes[number].exchange(own)
+
+    def per_second(self) -> tuple[float, float, float]:
+        """Return requests of a node, heartbeats that it reads, and bytes that all nodes read in a second."""
+        self.beat()
+        self.beat()
+        before = self.counting.num_requests, self.counting.num_heartbeats, self.counting.num_bytes
+        for _ in range(4):
+            self.beat()
+        after = self.counting.num_requests, self.counting.num_heartbeats, self.counting.num_bytes
+        seconds, num_nodes = 4 * heartbeats._HEARTBEAT_S, len(self.nodes)
+        requests, read, num_bytes = (b - a for a, b in zip(before, after, strict=True))
+        return requests / seconds / num_nodes, read / seconds / num_nodes, num_bytes / seconds
+
+
+def test_the_traffic_of_heartbeats_grows_with_the_nodes_and_not_with_their_square() -> None:
+    requests_8, read_8, bytes_8 = Crowd(8).per_second()
+    requests_64, read_64, bytes_64 = Crowd(64).per_second()
+    assert requests_8 == requests_64 == 10
+    assert (read_8, read_64) == (4, 8)
+    assert bytes_64 < 24 * bytes_8
+    assert bytes_64 < 1e6, "of 36 MB when each read all"
+
+
+def test_a_node_knows_at_once_what_changes_and_soon_how_far_all_ranks_are() -> None:
+    crowd = Crowd(64)
+    crowd.beat()
+    crowd.beat()
+    crowd.versions[40] += 1
+    seen = [read[crowd.ids[40]] for read in crowd.beat()[41:]]
+    assert {one.version for one in seen} == {1}
+    assert {one.summary.readings[0].step for one in seen} == {17 * crowd.count}
+    for _ in range(heartbeats._NUM_TURNS):
+        read = crowd.beat()[7]
+    assert {one.count for id, one in read.items()} <= {crowd.count, crowd.count - 1}, "all live"
+    oldest = min(one.summary.readings[0].step for one in read.values())
+    assert oldest >= 17 * (crowd.count - heartbeats._NUM_TURNS - 1)
+
+
+def test_a_node_that_ends_is_known_by_a_pulse_that_rises_no_more() -> None:
+    crowd = Crowd(3)
+    crowd.beat()
+    crowd.nodes.pop()
+    assert [crowd.beat()[0][crowd.ids[2]].count for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_last_heartbeat_of_a_slow_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
