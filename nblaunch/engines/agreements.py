@@ -27,7 +27,7 @@ _SHARE = 0.75
 """Share of the grace after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
-"""Seconds that an interrupt waits longer for a common step than on one machine, and nodes longer for the coordinator."""
+"""Seconds that an interrupt waits longer for a common step than on one machine. Nodes wait as much longer again."""
 
 _REPLY_S = 0.05
 """Seconds between replies of a node in which nothing but the number of checks has changed."""

@@ -1,7 +1,7 @@
 """What ranks of all nodes record of their collectives, as far as the coordinator has to know it.
 
     node ── CallMarks, twice a second: digests of a few calls ──> do any differ? ── AskStacks ──> all nodes
-    node ── Stacks: all calls that are kept ──────────────────> compared as on one machine (launcher/collective_watch.py)
+    node ── Stacks: all calls that are kept ──> compared as on one machine (launcher/collective_watch.py)
 
 A digest is of all collectives of a group up to a call, so that ranks that have differed once differ from then on. The
 marks are of the last calls, and of those with round numbers: nodes send them at different times.

@@ -3,8 +3,9 @@
     digests of the last calls, some times a second ── differ? ──> all that is kept ──> Disagreement, twice ──> report
 
 A look compares a few numbers per rank, and takes at most a hundredth of the launcher's time, however many ranks there
-are. They are of this machine, or of all nodes of an engine (``engines/collectives.py``). What looks like a difference is read again at the next look, since ranks write meanwhile, and the ranks that have
-not come to the call yet get a moment to do so: the majority says who is at fault.
+are. These are the ranks of this machine, or of all nodes of an engine (``engines/collectives.py``). What looks like a
+difference is read again at the next look, since ranks write meanwhile, and the ranks that have not come to the call yet
+get a moment to do so: the majority says who is at fault.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _URGENT_HEARTBEAT_S = 0.1
 """Seconds between heartbeats while other nodes wait: at the end of this node, or in a stop agreement."""
 
 _NUM_IN_TURN = 2
-"""Heartbeats that a node reads each time although their version is the same: steps, losses and memory of ranks there."""
+"""Heartbeats that a node reads each time although their version is the same: steps and losses of ranks have changed."""
 
 _NUM_TURNS = 20
 """Times after which a node has read all heartbeats at the latest, which is ten seconds."""

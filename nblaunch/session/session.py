@@ -28,7 +28,15 @@ from nblaunch.session.client import ENDED, FailedCommand, Replies, SessionClient
 from nblaunch.session.output import SessionOutput, emit, end_events
 from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
-from nblaunch.spec import BackendName, DashboardKind, LaunchSpec, MixedPrecision, StartMethod, uses
+from nblaunch.spec import (
+    BackendName,
+    DashboardKind,
+    EngineName,
+    LaunchSpec,
+    MixedPrecision,
+    StartMethod,
+    uses,
+)
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
@@ -64,6 +72,8 @@ class Session(RankCommands):
         hang_timeout_s: seconds without progress before the position of every rank is shown; None = never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
+        num_nodes: 1. The ranks of a session run on this machine.
+        engine: ``"auto"`` or ``"local"``.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
@@ -80,7 +90,11 @@ class Session(RankCommands):
         threads_per_process: int | None = None,
         hang_timeout_s: float | None = 300.0,
         log_dir: str | None = None,
+        num_nodes: int | str = 1,
+        engine: EngineName = "auto",
     ) -> None:
+        with HiddenLauncherFrames():
+            _check_machine(engine, num_nodes)
         self._settings: dict[str, Any] = {
             "num_processes": num_processes,
             "mixed_precision": mixed_precision,
@@ -476,6 +490,19 @@ class Session(RankCommands):
             # Where no rank has failed, each has handled the interrupt and returned.
             interrupted=self._client.num_interrupts > 0 and bool(failed),
         )
+
+
+def _check_machine(engine: str, num_nodes: int | str) -> None:
+    """Raise ValueError if the ranks of a session are to run on other machines."""
+    __tracebackhide__ = True
+    if engine in ("auto", "local") and num_nodes in (1, "1", "1:1"):
+        return
+    wanted = f"engine={engine!r}, num_nodes={num_nodes!r}"
+    raise ValueError(
+        f"Session({wanted}) is not possible: commands, variables and replies of a session travel over sockets of this "
+        "machine, so its ranks run here. Leave both out, or start ranks on other machines for one call with "
+        f"notebook_launcher(function, args, {wanted})"
+    )
 
 
 def run_in_session(

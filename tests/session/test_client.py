@@ -19,6 +19,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session import client, output
 from nblaunch.session.client import Replies, SessionClient
 from nblaunch.session.output import SessionOutput
+from nblaunch.session.session import Session
 from nblaunch.wire.board import SlotReading, create_memory_file, private_slot
 from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
 from tests.no_descriptors import no_descriptor_left
@@ -206,3 +207,13 @@ def test_a_rank_that_has_not_begun_a_command_does_not_show_the_progress_of_the_o
         of_session.on_readings([idle, begun])
         of_session.pump()
         assert shown.readings == [begun]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"engine": "processes", "num_nodes": 2}, {"engine": "ray"}, {"num_nodes": "1:4"}]
+)
+def test_ranks_on_other_machines_are_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ranks run here") as raised:
+        Session(2, **settings)
+    for name, value in settings.items():
+        assert f"{name}={value!r}" in str(raised.value)

@@ -1,0 +1,283 @@
+"""Failures and kills at random moments of a launch on two nodes, and what must come of each.
+
+    python -m tests.engines.lottery [--engine processes] [--failures 50] [--kills 100]
+
+* failure: a rank raises, dies, returns early or hangs. Type, text and notes of the error are those of the engine of one
+  machine, but for processes and labels of nodes.
+* kill: a rank, a node process, the kernel or the process of a detached job gets SIGKILL at a random moment after the
+  call of the launcher; with Ray also an actor or the driver. The error names the victim, nothing is left after some
+  seconds, and the next launch works.
+
+A draw that ends otherwise is printed with all that is known of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+import psutil
+
+from tests.engines.conftest import PREAMBLE, comparable
+from tests.engines.ray_cluster import cluster
+from tests.kernels import Kernel
+
+TOKEN = "NBLAUNCH_LOTTERY"
+"""Variable that processes of one lottery have, so that it kills no other."""
+
+LEFT_S = 10.0
+"""How long processes may take to end on a machine with more load than cores."""
+
+FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable result", "hang")
+VICTIMS = {"processes": ("rank", "node", "kernel", "job process")}
+VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver")
+
+CELL = """
+import random
+
+def train(what, who):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank() == who:
+        if what == "error":
+            raise MyError("the loss is nan", code=7)
+        if what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "SIGSEGV":
+            ctypes.string_at(0)
+        if what == "exit 0":
+            os._exit(0)
+        if what == "return":
+            return "early"
+        if what == "hang":
+            time.sleep(3600)
+    dist.all_reduce(torch.ones(2))
+    return threading.Lock() if what == "unpicklable result" else rank()
+
+def work():
+    dist.init_process_group("gloo")
+    while True:
+        dist.all_reduce(torch.ones(2))
+        time.sleep(0.01)
+
+def error_of(what, who, **settings):
+    limits = {"hang_timeout_s": 3, "on_hang": "stop"} if what == "hang" else {}
+    try:
+        return "nothing", str(launch(train, what, who, dashboard="none", **limits, **settings)), "", 0
+    except BaseException as error:
+        code = error.code if isinstance(error, MyError) else 0
+        return type(error).__name__, str(error), "\\n".join(getattr(error, "__notes__", ())), code
+
+def named(*parts):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line, token = " ".join(process.cmdline()), process.environ().get("NBLAUNCH_LOTTERY")
+        except psutil.Error:
+            continue
+        if token == os.environ["NBLAUNCH_LOTTERY"] and all(part in line for part in parts):
+            found.append(process.pid)
+    return found
+
+def victims(victim, job):
+    if victim == "rank":
+        return [pid for pid in job.pids.values() if psutil.pid_exists(pid)]
+    if victim == "node":
+        return named("nblaunch.engines.node")
+    if victim == "job process":
+        return named("job_process")
+    if victim == "driver":
+        return named("ray_driver")
+    if victim == "actor":
+        return [pid for pid in named("ray::") if any("engines.node" in " ".join(c.cmdline())
+                for c in psutil.Process(pid).children())]
+
+def draw_kill(victim, delay_s, **settings):
+    job = launch(work, background=True, dashboard="none", **settings)
+    time.sleep(delay_s)
+    deadline = time.monotonic() + 30
+    while not (pids := victims(victim, job)) and time.monotonic() < deadline:
+        time.sleep(0.002)  # it is to come
+    killed_s = time.monotonic()
+    for pid in random.sample(pids, 1) if pids else ():
+        os.kill(pid, signal.SIGKILL)
+    try:
+        return "nothing", str(job.result(90)), 0.0
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - killed_s
+    finally:
+        job.cancel()
+"""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw: what was done, what is wrong about its end (empty if nothing), and the seconds that it took."""
+
+    what: str
+    wrong: str
+    seconds: float
+
+
+class Lottery:
+    """Draws failures and kills in kernels, with an engine.
+
+    Args:
+        engine: ``"processes"`` or ``"ray"``.
+        address: of the Ray cluster; empty without one.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, engine: str, address: str = "", seed: int = 0) -> None:
+        self.engine = engine
+        self._random = random.Random(seed)
+        self._environment = {"RAY_ADDRESS": address, TOKEN: os.environ[TOKEN]}
+        self._local: dict[tuple[str, int], list[str]] = {}
+
+    @contextmanager
+    def kernel(self) -> Iterator[Kernel]:
+        with (
+            tempfile.TemporaryDirectory(prefix="lottery-") as folder,
+            Kernel.start(env={"NBLAUNCH_LOG_DIR": folder, **self._environment}) as kernel,
+        ):
+            kernel.run(PREAMBLE)
+            kernel.run(CELL)
+            yield kernel
+
+    # --- failures ------------------------------------------------------------------------------------------------
+
+    def fail(self, kernel: Kernel, what: str) -> Draw:
+        """Let a random rank fail; compare the error with that of the engine of one machine."""
+        who = -1 if what == "unpicklable result" else self._random.randrange(4)
+        if (what, who) not in self._local:
+            self._local[what, who] = self._error_of(kernel, what, who, "engine='local', num_nodes=1")
+        began_s = time.monotonic()
+        there = self._error_of(kernel, what, who, f"engine={self.engine!r}")
+        here = self._local[what, who]
+        wrong = "" if there == here and here[0] != "nothing" else f"\n{there}\ninstead of\n{here}"
+        return Draw(f"{what} in rank {who}", wrong or self._what_is_left(kernel), time.monotonic() - began_s)
+
+    def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
+        value = kernel.run(f"error_of({what!r}, {who}, {settings})", timeout_s=180).value
+        return [comparable(str(part)) for part in value]
+
+    # --- kills ---------------------------------------------------------------------------------------------------
+
+    def kill(self, kernel: Kernel, victim: str, span_s: float) -> Draw:
+        """Kill a victim within ``span_s`` seconds of the call of the launcher; the kernel must not be the victim."""
+        delay_s = self._random.uniform(0.0, span_s)
+        detach = ", detach=True" if victim == "job process" else ""
+        call = f"draw_kill({victim!r}, {delay_s}, engine={self.engine!r}{detach})"
+        name, text, seconds = kernel.run(call, timeout_s=240).value
+        wrong = self._judge(victim, name, text) or self._what_is_left(kernel)
+        if not wrong and self._random.random() < 0.25:
+            again = kernel.run(f"launch(rank, return_all=True, engine={self.engine!r})", timeout_s=180).value
+            wrong = "" if again == [0, 1, 2, 3] else f"the next launch returned {again}"
+        return Draw(f"{victim} killed {delay_s:.2f} s after the call", wrong, seconds)
+
+    def _judge(self, victim: str, name: str, text: str) -> str:
+        wanted = {
+            "rank": r"rank \d .*SIGKILL",
+            "node": r"node \d \(host .*SIGKILL",
+            "job process": r"",
+            "driver": r"",
+            "actor": r"node \d \(host |actor",
+        }[victim]
+        is_good = name in ("WorkerDied", "NodeLost", "LaunchError", "JobLost") and re.search(
+            wanted, text, re.DOTALL
+        )
+        return "" if is_good else f"{name}: {text}"
+
+    def kill_kernel(self, span_s: float) -> Draw:
+        """Kill a kernel within ``span_s`` seconds of the call of the launcher."""
+        delay_s = self._random.uniform(0.0, span_s)
+        with self.kernel() as kernel:
+            cell = kernel.submit(f"launch(work, engine={self.engine!r})")
+            time.sleep(delay_s)
+            kernel.kill()
+            began_s = time.monotonic()
+            wrong = self._what_is_left(kernel)
+            del cell
+        return Draw(f"kernel killed {delay_s:.2f} s after the call", wrong, time.monotonic() - began_s)
+
+    def _what_is_left(self, kernel: Kernel) -> str:
+        try:
+            kernel.wait_for_no_processes(LEFT_S)
+        except AssertionError as error:
+            return str(error)
+        deadline = time.monotonic() + LEFT_S
+        while left := _node_processes():
+            if time.monotonic() > deadline:
+                return f"left: {left}"
+            time.sleep(0.05)
+        return ""
+
+
+def _node_processes() -> list[str]:
+    """Return the node programs of this lottery, on nodes of a Ray cluster as well."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if "nblaunch.engines.node" in line and process.environ().get(TOKEN) == os.environ[TOKEN]:
+                found.append(f"{process.pid}: {line}")
+    return found
+
+
+def main() -> None:
+    """Draw as often as the arguments say; print each draw that ended badly, and times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", default="processes", choices=VICTIMS)
+    parser.add_argument("--failures", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument(
+        "--span", type=float, default=12.0, help="seconds of a launch in which victims are killed"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    os.environ[TOKEN] = secrets.token_hex(8)
+    with cluster() if options.engine == "ray" else nullcontext("") as address:
+        lottery = Lottery(options.engine, address, options.seed)
+        draws = list(_draw(lottery, options))
+    for kind in ("", "killed"):
+        times = [draw.seconds for draw in draws if ("killed" in draw.what) == bool(kind)]
+        if times:
+            print(
+                f"{kind or 'failed'}: {len(times)}, median {statistics.median(times):.1f} s, at most {max(times):.1f} s"
+            )
+    bad = sum(bool(draw.wrong) for draw in draws)
+    print(f"{len(draws) - bad} of {len(draws)} ended well")
+    sys.exit(bad > 0)
+
+
+def _draw(lottery: Lottery, options: argparse.Namespace) -> Iterator[Draw]:
+    with lottery.kernel() as kernel:
+        for number in range(options.failures):
+            yield _shown(lottery.fail(kernel, FAILURES[number % len(FAILURES)]))
+    victims = VICTIMS[lottery.engine]
+    others = [one for one in victims if one != "kernel"]
+    num_kernels = options.kills // len(victims)
+    with lottery.kernel() as kernel:
+        for number in range(options.kills - num_kernels):
+            yield _shown(lottery.kill(kernel, others[number % len(others)], options.span))
+    for _ in range(num_kernels):
+        yield _shown(lottery.kill_kernel(options.span))
+
+
+def _shown(draw: Draw) -> Draw:
+    print(f"{draw.seconds:6.1f} s  {draw.what}: {draw.wrong or 'good'}", flush=True)
+    return draw
+
+
+if __name__ == "__main__":
+    main()
