@@ -93,7 +93,8 @@ def victims(victim, job):
     if victim == "rank":
         return [pid for pid in job.pids.values() if psutil.pid_exists(pid)]
     if victim == "node":
-        return named("nblaunch.engines.node")
+        both = named("nblaunch.engines.node")  # ranks are forked from it, and have its command line
+        return [pid for pid in both if psutil.pid_exists(pid) and psutil.Process(pid).ppid() not in both]
     if victim == "job process":
         return named("job_process")
     if victim == "driver":
