@@ -108,7 +108,7 @@ class NodesAgreement:
             self._send(proposal)
 
     def give_up(self) -> None:
-        """Let ranks that wait at a proposed check go on, and tell nodes that no other proposal follows."""
+        """Let ranks that wait at a proposed check go on, and let nodes know that no other proposal follows."""
         self.is_over = True
         number = self._sent.number
         self._send(Proposal(self._subject, number, -number, is_last=True))

@@ -133,7 +133,7 @@ def test_nodes_learn_that_a_common_step_takes_too_long() -> None:
     assert not any(node.has_stopped(rank) for node, rank in ((job.nodes[0], 0), (job.nodes[1], 2)))
 
 
-def test_a_node_that_hears_nothing_lets_its_ranks_go_on() -> None:
+def test_a_node_without_a_word_of_the_coordinator_lets_its_ranks_go_on() -> None:
     job = Job("step")
     for ballot in job.ballots.values():
         should_stop(ballot)
