@@ -11,6 +11,7 @@ other nodes: the coordinator does (``coordinator.py``).
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import select
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,8 @@ class NodeProgram:
         spec = replace(boot.spec, function=function, args=args)
         plan = plan_launch(spec)
         plan.backend.preload()
+        with suppress(ImportError):  # ranks report it, if they need it
+            importlib.import_module("torch.distributed")  # once per node, and not in each rank
         return spec, replan_start_method(plan, spec)
 
     def _receive_call(self) -> SavedCall | None:

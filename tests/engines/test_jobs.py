@@ -51,6 +51,11 @@ def train(model):
     assert notebook.run("'ray' in sys.modules").value is False
 
 
+def test_ranks_share_the_torch_that_their_node_has_imported(notebook: Kernel) -> None:
+    notebook.run("def has_torch():\n    import sys\n    return 'torch.distributed' in sys.modules")
+    assert notebook.run("launch(has_torch, return_all=True)").value == [True] * 4
+
+
 def test_shards_of_all_nodes_become_whole_weights(notebook: Kernel) -> None:
     notebook.run("""
 model = nn.Linear(8, 8, bias=False)
