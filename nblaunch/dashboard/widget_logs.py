@@ -57,7 +57,7 @@ class LogPane:
         self.widget: Any
         self._pages: Any = None
         self._width = len(str(num_ranks - 1))
-        beside = widgets.Layout(flex="2 1 440px", min_width="0", margin="4px 0 0 0")
+        beside = widgets.Layout(flex="1 1 440px", min_width="0", margin="4px 0 0 0")
         num_panes = num_ranks + 1 if 1 < num_ranks <= MAX_TABS else 1
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
         if num_ranks == 1:

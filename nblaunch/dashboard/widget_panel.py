@@ -2,8 +2,10 @@
 
     ● train  running for 12 s on 4 processes (cpu, fork)              [Stacks] [Stop] [Interrupt] [Kill]
     rank  state       progress      epoch  step  ...
-    failures, notices, charts, epochs, metrics
-    [All ranks] [rank 0] [rank 1] ...                                        (widget_logs.py)
+    failures, notices
+    charts
+    epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
+    metrics, folder of logs
 
 Widgets stay and only values change, so that nothing flickers. Imported only when a panel is opened, since it needs
 ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
@@ -157,8 +159,8 @@ class ChartRow:
         row = widgets.Layout(
             margin="0",
             flex_flow="row nowrap",
-            flex="1 1 280px",
-            min_width="0",
+            flex="0 0 auto",
+            width="100%",
             min_height=f"{_CHARTS_PX}px",
             overflow="auto hidden",
         )
@@ -235,9 +237,10 @@ class Panel:
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
         # Side by side where there is room for both: the panel is less high, and wide.
-        lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-end", margin="0")
-        self._lower = widgets.HBox([], layout=lower)
-        self._below = [self._epochs, self._footer]
+        lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-start", margin="0")
+        self._beside = widgets.Layout(flex="0 0 auto", margin="2px 24px 2px 0")
+        self._lower = widgets.HBox([self._epochs], layout=lower)
+        self._below = [self._lower, self._footer]
         self.root = widgets.VBox(
             [*self._above, *self._below],
             layout=widgets.Layout(width="100%", overflow="hidden"),
@@ -282,19 +285,17 @@ class Panel:
             is_urgent=True,
         )
         self._charts.show(view)
-        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0)
+        self._show_block(self._epochs, html.epochs(table.epochs), every_s=1.0, shown=self._beside)
         self._show_block(self._footer, _footer(table) if view.is_started else "", every_s=1.0)
         if self._logs is None and view.is_started and not self._last_lines.is_empty:
             self._logs = LogPane(self._last_lines, len(view.ranks), self._throttle)
         if self._logs is not None:
             self._logs.show()
         self._throttle.flush()
+        if self._logs is not None and len(self._lower.children) == 1:
+            self._lower.children = [self._epochs, self._logs.widget]
         figures = [self._charts.widget] if self._charts.widget.children else []
-        logs = [self._logs.widget] if self._logs is not None else []
-        if (*figures, *logs) != self._lower.children:
-            self._lower.children = (*figures, *logs)
-        lower = [self._lower] if self._lower.children else []
-        parts = (*self._above, *lower, *self._below)
+        parts = (*self._above, *figures, *self._below)
         if parts != self.root.children:
             self.root.children = parts
 
@@ -334,9 +335,11 @@ class Panel:
             rows = in_style(html.rows_html(table, _MARKUP)) if table.rows else ""
             self._throttle.update(self._rows, every_s=ROWS_S, is_urgent=has_news, value=rows)
 
-    def _show_block(self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False) -> None:
+    def _show_block(
+        self, block: Any, content: str, *, every_s: float = 0.0, is_urgent: bool = False, shown: Any = None
+    ) -> None:
         value = in_style(content) if content else ""
-        layout = self._shown if content else self._hidden
+        layout = (shown or self._shown) if content else self._hidden
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
 
     def _answers(self) -> str:
@@ -347,7 +350,7 @@ class Panel:
 
     def _all(self) -> Iterator[Any]:
         """Yield every widget of the panel, outermost first."""
-        loose = [self._shown, self._hidden, *self._charts.unused, *self._buttons.unused]
+        loose = [self._shown, self._hidden, self._beside, *self._charts.unused, *self._buttons.unused]
         for part in [self.root, self._lower, self._charts.widget, *loose]:
             yield from _with_parts(part)
 
