@@ -87,7 +87,7 @@ def photograph(page: Page) -> None:
     page.run(0)
     page.wait_until_idle(0, 60)
     page.run(1)
-    page.wait_until(lambda: is_in_seventh_epoch(page), "the seventh epoch", 120)
+    page.wait_until(lambda: is_in_seventh_epoch(page), "the seventh epoch", 300)
     IMAGES.mkdir(exist_ok=True)
     STILL.write_bytes(page.cell(1).screenshot())
 
