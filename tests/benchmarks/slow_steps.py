@@ -27,7 +27,7 @@ from nblaunch.wire.board import SlotReading
 from tests.benchmarks.bench import Row
 from tests.diagnosis import slow_programs
 
-SECONDS = 40.0
+SECONDS = 90.0
 CLEAN_SECONDS = 20.0
 NUM_SLOW, NUM_CLEAN = 40, 40
 HOG = "while True: pass"

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import nblaunch
 
 WIDTH = 256
-MAX_S = 60.0
+MAX_S = 150.0
 """After which a loop ends by itself."""
 
 

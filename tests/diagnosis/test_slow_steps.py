@@ -234,7 +234,7 @@ STEADY = (
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("first_store")
 @pytest.mark.parametrize("function", STEADY, ids=lambda one: str(one.__name__))
 def test_a_real_job_gets_the_cause(
