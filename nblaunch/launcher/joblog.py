@@ -262,7 +262,10 @@ def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
     """Remove the oldest jobs beyond ``max_jobs``, but none that runs, nor may run, in whichever process."""
-    stamps = [stamp for name in os.listdir(root) if name != current and (stamp := _stamp_of(root / name))]
+    names = [name for name in os.listdir(root) if name != current]
+    if len(names) < max_jobs:
+        return
+    stamps = [stamp for name in names if (stamp := _stamp_of(root / name))]
     ours = [
         (made_ns, folder, process, state)
         for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])

@@ -241,9 +241,10 @@ class _Worker:
         frameworks.watch(assignment.rank)
         studies.watch(self._warn)
         if self.files is not None:
+            channels = self.files.channels
             is_first = assignment.topology.local_rank == 0
-            closed = frozenset() if is_first else connections.leave_to_first_rank(self.files.own)
-            connections.renew_http(self.files.channels | closed)
+            closed = frozenset() if is_first else connections.leave_to_first_rank(channels)
+            connections.renew_http(closed.union(channels.values()))
             self.files.watch(assignment.rank, self.locks, self._warn)
         else:
             unfinished_files.refuse_writes_to_copies()

@@ -5,7 +5,7 @@
     DistributedDataParallel             its constructor, which compares ranks, and its forwards
     torch.autograd.backward, steps      in which collectives start from C++
 
-Before the first process group, nothing is recorded. Compiled code has none of these hooks.
+Before the first process group, nothing is recorded, and the other hooks are not there. Compiled code has none of them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,32 @@ def record_collectives(slot: Slot) -> None:
     writer = CallWriter(slot.call_memory)
     os.register_at_fork(after_in_child=writer.detach)
     hooks = _Hooks(CollectiveRecorder(writer))
+    watch = partial(_watch, hooks, slot.spans)
+    packages.observe_when_imported(
+        "torch.distributed.distributed_c10d", lambda module: _at_first_group(module, watch)
+    )
+
+
+def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
+    """Call ``watch`` before the first process group is made: a function without a group needs no other hook."""
+    cls = c10d.ProcessGroup
+    make = cls.__init__
+    held = vars(cls)["__init__"]  # which torch binds to objects, unlike what the attribute gives
+
+    @wraps(make)
+    def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
+        if vars(cls)["__init__"] is watch_and_make:
+            cls.__init__ = held
+            watch()
+        make(pg, *args, **kwargs)
+
+    cls.__init__ = watch_and_make
+
+
+def _watch(hooks: _Hooks, spans: SpanWriter | None) -> None:
     packages.observe_when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
-    if slot.spans is not None:
-        watch_waits = partial(hooks.watch_waits, slot.spans)
+    if spans is not None:
+        watch_waits = partial(hooks.watch_waits, spans)
         packages.observe_when_imported("torch.distributed.distributed_c10d", watch_waits)
     packages.observe_when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
     packages.observe_when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)

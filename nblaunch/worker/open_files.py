@@ -28,13 +28,16 @@ _mark: list[None] = []
 def write_left_open() -> None:
     """Write what is buffered for files that this process has opened; an error of one is shown, and changes nothing."""
     objects = gc.get_objects()
-    if os.getpid() != _imported_in and any(one is _mark for one in objects):
+    if os.getpid() != _imported_in and id(_mark) in set(map(id, objects)):
         return  # the function has unfrozen the heap: the kernel's files are among them
     # type(), id() and the bases themselves: isinstance() or a hash would run code of objects and classes that pretend
     # to be others, and issubclass() of an abstract class, as GzipFile is, writes to every class that it is asked about.
-    classes = {id(kind): kind for kind in map(type, objects)}
+    kinds_of_all = list(map(type, objects))
+    classes = dict(zip(map(id, kinds_of_all), kinds_of_all, strict=True))
     wanted = {id(kind) for kind in (*_BUFFERED, *_classes_with_an_end())}
     kinds = {number for number, kind in classes.items() if not wanted.isdisjoint(map(id, _bases_of(kind)))}
+    if not kinds:
+        return
     files = [one for one in objects if id(type(one)) in kinds]
     texts = [one for one in files if isinstance(one, io.TextIOWrapper)]
     buffers = [one for one in files if isinstance(one, _BUFFERED[1:])]

@@ -22,7 +22,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -30,16 +30,16 @@ from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
 
-def leave_to_first_rank(own: Collection[Identity]) -> frozenset[Identity]:
+def leave_to_first_rank(channels: Iterable[int]) -> frozenset[Identity]:
     """Close the kernel's connections to other machines in this process; their descriptors stay, at their ends.
 
     Args:
-        own: descriptors that belong to nblaunch.
+        channels: descriptors of what the kernel has open besides files.
 
     Returns:
         What the descriptors have open now.
     """
-    fds = [fd for fd in positions.inherited(own) if _is_connected_elsewhere(fd)]
+    fds = [fd for fd in channels if _is_connected_elsewhere(fd)]
     if not fds:
         return frozenset()
     closed, other = socket.socketpair()

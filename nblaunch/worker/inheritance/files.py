@@ -14,7 +14,7 @@ Processes of a data loader share the positions of their rank, and get positions 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +39,14 @@ class KernelFiles:
         own: files of nblaunch.
         files: open files.
         written: the files that are open for writing.
-        channels: pipes, sockets and terminals.
+        channels: pipes, sockets and terminals, by descriptor.
         shared: the files that a worker could not open anew.
     """
 
     own: frozenset[Identity]
     files: Collection[OpenFile]
     written: WrittenFiles
-    channels: frozenset[Identity]
+    channels: Mapping[int, Identity]
     shared: list[OpenFile] = field(default_factory=list)
 
     @classmethod
@@ -63,7 +63,7 @@ class KernelFiles:
         written = WrittenFiles.of_this_process(files, ranks, channels.keys())
         if written.has_objects:  # which were written: they may stand elsewhere now
             files = positions.open_files(left_out)
-        return cls(left_out, files, written, frozenset(channels.values()))
+        return cls(left_out, files, written, channels)
 
     def renew(self) -> None:
         """Make the files this worker's. Call it before all else: a worker itself closes some of the kernel's files."""

@@ -88,8 +88,8 @@ def refuse_writes(fds: Collection[int]) -> None:
         fds: descriptors of files that the kernel has open for writing.
     """
     for writer in _WRITERS:
-        cls = _class(writer)
-        if cls is not None and (fds or writer.is_pickled):
+        cls = _class(writer) if fds or writer.is_pickled else None
+        if cls is not None:
             _change(cls, writer, fds)
     if fds and _HDF5 in sys.modules:
         _refuse_hdf5(sys.modules["h5py"])
