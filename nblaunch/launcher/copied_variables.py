@@ -13,18 +13,20 @@ from __future__ import annotations
 import io
 import itertools
 import sys
-from collections.abc import Iterator
-from types import GeneratorType
+from collections.abc import Iterable, Iterator
+from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from nblaunch.spec import LaunchSpec
 from nblaunch.user_code import used_by
 
+_EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, {}.values(), {}.items(), set(), range(0))
 _ITERATORS = (
     map,
     zip,
     filter,
     enumerate,
+    *map(type, map(iter, _EMPTY)),
     *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
 )
 
@@ -78,7 +80,7 @@ def _warning(name: str, value: Any, start_method: str) -> str | None:
 def _kind_of_iterator(value: Any) -> str | None:
     if isinstance(value, GeneratorType):
         return None if value.gi_frame is None else "generator"  # it has ended
-    if isinstance(value, _ITERATORS):
+    if isinstance(value, (AsyncGeneratorType, *_ITERATORS)):
         return "iterator"
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_SingleProcessDataLoaderIter", None)
     return "iterator of a DataLoader" if kind is not None and isinstance(value, kind) else None

@@ -55,6 +55,7 @@ _WRITERS = (
     _Writer("zipfile", "_ZipWriteFile", "zip archive", ("write",), stream="_fileobj"),
     # What workers add to a tar archive is in order; after an end that one of them writes, nothing is read any more.
     _Writer("tarfile", "TarFile", "tar archive", (), stream="fileobj"),
+    _Writer("tarfile", "_Stream", "tar archive", ("write",), stream="fileobj"),
     _Writer("wave", "Wave_write", "WAV file", ("writeframesraw", "writeframes"), stream="_file"),
     _Writer("dbm.dumb", "_Database", "database of dbm", ("__setitem__", "__delitem__"), ("sync", "close"),
             path="_datfile", is_pickled=True),
@@ -167,7 +168,10 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
 def _descriptor(obj: Any, path: str) -> int:
     """Return the descriptor of the file to which ``obj`` writes; -1 if that is memory, or it is closed."""
     try:
-        number: int = attrgetter(path)(obj).fileno()
+        used = attrgetter(path)(obj)
+        if hasattr(used, "_extfileobj"):  # a stream of tarfile
+            used = used.fileobj
+        number: int = used.fileno() if hasattr(used, "fileno") else used.fd
     except Exception:  # of a class of the user's own
         return -1
     return number

@@ -62,6 +62,8 @@ def test_a_generator_is_copied_by_a_fork_alone(shared: Kernel, start_method: str
 
 def test_iterators_of_loaders_and_arguments_count_and_those_of_one_rank_do_not(shared: Kernel) -> None:
     assert "batches: " in "".join(launch(shared, "def function(): return int(next(batches))", "fork"))
+    listed = "items = iter([1, 2, 3])\ndef function(): return next(items)"
+    assert "items: " in "".join(launch(shared, listed, "fork"))
     assert "args[0]: " in "".join(launch(shared, "def function(own): pass", "fork", args="(numbers,)"))
     assert not launch(shared, "def function(): return next(counter)", "fork", num_processes=1)
     assert not launch(shared, "ended = (1 for _ in ()); list(ended)\ndef function(): list(ended)", "fork")

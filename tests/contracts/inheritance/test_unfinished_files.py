@@ -57,6 +57,12 @@ WRITERS = {
         "file.addfile(tarfile.TarInfo('end')); file.close(); tarfile.open(path).getnames()",
         ["kernel", "end"],
     ),
+    "stream of tar in gzip": (
+        "file = tarfile.open(path, 'w|gz'); file.addfile(tarfile.TarInfo('kernel'))",
+        "file.addfile(tarfile.TarInfo('rank'))",
+        "file.addfile(tarfile.TarInfo('end')); file.close(); tarfile.open(path).getnames()",
+        ["kernel", "end"],
+    ),
     "WAV": (
         "file = wave.open(path, 'wb'); file.setparams((1, 1, 8000, 0, 'NONE', '')); file.writeframes(bytes(10))",
         "file.writeframes(bytes(100))",
@@ -180,22 +186,24 @@ def test_a_rank_that_closes_or_drops_a_file_leaves_its_end_to_the_kernel(
         "dropped = gzip.open(f'{folder}/dropped', 'wt'); dropped.write('kernel ')\n"
         "archive = zipfile.ZipFile(f'{folder}/archive', 'w'); archive.writestr('kernel', 'k')\n"
         "tar = tarfile.open(f'{folder}/tar', 'w'); tar.addfile(tarfile.TarInfo('kernel'))\n"
+        "stream = tarfile.open(f'{folder}/stream', 'w|gz'); stream.addfile(tarfile.TarInfo('kernel'))\n"
         "def function():\n"
         "    global dropped\n"
         "    dropped = None\n"
         "    if os.environ['RANK'] == '0': tar.addfile(tarfile.TarInfo('rank'))\n"
-        "    for file in (packed, archive, tar): file.close()\n"
+        "    for file in (packed, archive, tar, stream): file.close()\n"
         "    return archive.read('kernel')"
     )
     shared.run(
         f"{LAUNCH.format('fork')}\n"
         "packed.write(b'end'); dropped.write('end')\n"
         "archive.writestr('end', 'e'); tar.addfile(tarfile.TarInfo('end'))\n"
-        "for file in (packed, dropped, archive, tar): file.close()"
+        "for file in (packed, dropped, archive, tar, stream): file.close()"
     )
     for name in ("packed", "dropped"):
         assert shared.run(f"gzip.open(f'{{folder}}/{name}').read()").value == b"kernel end"
     assert shared.run("zipfile.ZipFile(f'{folder}/archive').namelist()").value == ["kernel", "end"]
+    assert shared.run("tarfile.open(f'{folder}/stream').getnames()").value == ["kernel"]
     assert shared.run("tarfile.open(f'{folder}/tar').getnames()").value == ["kernel", "rank", "end"]
 
 
