@@ -233,7 +233,9 @@ class Observation(Event):
         step: steps that optimizers had taken.
         value: what ranks are compared by.
         judged_by: ``"itself"``: it is wrong. ``"equal"``: it is wrong if the values of all ranks at this step differ.
-            ``"distinct"``: it is wrong if they are all the same.
+            ``"distinct"``: it is wrong if they are all the same. ``"first"``: it is wrong if it began on some ranks,
+            and on the others one step later; the value is the step at which it began. ``"together"``: it is wrong if
+            several ranks have this value, whose first part is the path of a file that is written.
         filename: file of the user's line.
         lineno: number of the user's line.
         is_hint: it may be meant.

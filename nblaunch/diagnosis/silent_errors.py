@@ -6,6 +6,7 @@ The checks are in :mod:`nblaunch.training.checks`. Ranks only send observations;
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,12 @@ from nblaunch.user_code import cell_name
 _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
+_GATHER_OF_WRITES_S = 5.0
+"""The same for a file that several ranks write."""
+
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
+_NEEDS_ALL = (*_COMPARED, "first")  # says nothing before all ranks have sent theirs
 _TOLERANCE = 1e-3
 """Largest relative difference of numbers that count as equal: different devices round differently."""
 
@@ -43,9 +48,7 @@ class SilentErrors:
         """Process an observation of a rank; ignore other events."""
         if not isinstance(observation, Observation) or observation.check in self._reported:
             return
-        # A model's weights and its gradients are compared separately; the problem says which is meant.
-        at = (observation.step, observation.problem) if observation.judged_by in _COMPARED else ()
-        key = (observation.check, *at)
+        key = (observation.check, *_apart(observation))
         self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
         self._since_s.setdefault(key, time.monotonic())
         if len(self._seen) > _MAX_PENDING:
@@ -80,8 +83,11 @@ class SilentErrors:
         by_rank = self._seen[key]
         how = next(iter(by_rank.values())).judged_by
         is_complete = by_rank.keys() >= self._ranks
-        is_late = is_end or time.monotonic() - self._since_s[key] >= _GATHER_S
-        if not (is_complete or (is_late and how not in _COMPARED)):
+        patience_s = _GATHER_OF_WRITES_S if how == "together" else _GATHER_S
+        is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
+        # A rank that works longer comes to the file later.
+        is_alone = how == "together" and len(by_rank) == 1 and not is_end
+        if is_alone or not (is_complete or (is_late and how not in _NEEDS_ALL)):
             return ""
         self._forget(key)
         blamed = _BLAMED[how](by_rank)
@@ -94,11 +100,19 @@ class SilentErrors:
         del self._seen[key], self._since_s[key]
 
 
+def _apart(observation: Observation) -> tuple[Any, ...]:
+    """Return what must be the same of observations that are judged together."""
+    if observation.judged_by in _COMPARED:
+        # A model's weights and its gradients are compared separately; the problem says which is meant.
+        return observation.step, observation.problem
+    return (observation.step, observation.value) if observation.judged_by == "together" else ()
+
+
 def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: str) -> str:
     seen = by_rank[min(blamed)]
     who = formatting.ranks(blamed)
     others = by_rank.keys() - set(blamed)
-    if seen.judged_by == "equal" and others:
+    if seen.judged_by in ("equal", "first") and others:
         who += f" against {formatting.ranks(others)}"
     place = f", {cell_name(seen.filename)}, line {seen.lineno}" if seen.filename else ""
     return f"{seen.problem} ({who}{place}). {seen.remedy}. (NBLAUNCH_CHECKS=-{check} silences this)"
@@ -112,6 +126,20 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return all ranks if they have the same value."""
     is_alike = len(by_rank) > 1 and len({str(seen.value) for seen in by_rank.values()}) == 1
     return sorted(by_rank) if is_alike else []
+
+
+def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return the ranks where it began; none if it began everywhere at once, or elsewhere for another reason."""
+    first = min(seen.value for seen in by_rank.values())
+    is_spread = max(seen.value for seen in by_rank.values()) == first + 1
+    return sorted(rank for rank, seen in by_rank.items() if seen.value == first) if is_spread else []
+
+
+def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
+    """Return all ranks if there are several, and the file was written: an empty one may be a lock."""
+    path = next(iter(by_rank.values())).value[0]
+    is_written = os.path.isfile(path) and os.path.getsize(path) > 0
+    return sorted(by_rank) if len(by_rank) > 1 and is_written else []
 
 
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
@@ -145,4 +173,10 @@ def _are_close(left: Sequence[Any], right: Sequence[Any]) -> bool:
     )
 
 
-_BLAMED = {"itself": _all, "equal": _minority, "distinct": _all_if_alike}
+_BLAMED = {
+    "itself": _all,
+    "equal": _minority,
+    "distinct": _all_if_alike,
+    "first": _earliest,
+    "together": _all_that_write,
+}

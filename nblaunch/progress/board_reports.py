@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -252,6 +254,12 @@ class BusyTime:
             self._sum_s, self._num_steps = 0.0, 0
 
 
+_MAX_RECENT = 4096
+"""Losses between two times of showing them, of a loop of 8,000 steps a second."""
+
+_NUM_NAN = 3
+"""Steps in a row with a loss that is NaN: the weights are, too."""
+
 _LOSS_INTERVAL_S = 0.5
 _MEMORY_INTERVAL_S = 1.0
 
@@ -299,6 +307,10 @@ class _Bin:
         return self
 
 
+def _ignore(step: int) -> None:
+    """Do nothing about NaN."""
+
+
 class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
 
@@ -307,11 +319,17 @@ class LossReport:
     optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
 
     With the losses it shows the memory of the rank's device, at most once a second and at the end.
+
+    Args:
+        slot: of this rank.
+        backend: its device family.
+        report_nan: called once, with the number of the optimizer step from which on losses are NaN.
     """
 
-    def __init__(self, slot: Slot, backend: Backend) -> None:
+    def __init__(self, slot: Slot, backend: Backend, report_nan: Callable[[int], None] = _ignore) -> None:
         self._slot = slot
         self.backend = backend
+        self._report_nan = report_nan
         self._next_s = self._next_memory_s = 0.0
         self._num_noted = 0
         self.begin_anew()
@@ -319,6 +337,7 @@ class LossReport:
     def begin_anew(self) -> None:
         """Forget all losses so far: those to come are of another command of a session."""
         self._latest: torch.Tensor | float | None = None
+        self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last one may not be complete
         self._steps_per_bin = 1
         self._num_steps = 0  # begun
@@ -342,7 +361,8 @@ class LossReport:
         if num_updates != self._num_updates:
             self._num_updates = num_updates
             self._begin_step()
-        self._latest = self._bins[-1].add(loss)
+        self._latest = latest = self._bins[-1].add(loss)
+        self._recent.append((num_updates, latest))
         if now_s is not None and now_s >= self._next_s:
             self.show_due()
 
@@ -373,7 +393,27 @@ class LossReport:
             self._read()
             means = tuple(one.total / one.num_read if one.num_read else math.nan for one in self._bins)
             self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
-            self._slot.set_loss(_number(latest))
+            number = _number(latest)
+            self._slot.set_loss(number)
+            self._look_for_nan(number)
+
+    def _look_for_nan(self, latest: float) -> None:
+        """Report NaN where the last losses have been nothing else; forget the losses that were shown."""
+        recent = self._recent
+        if not math.isnan(latest):
+            recent.clear()
+            return
+        run: list[tuple[int, torch.Tensor | float]] = []
+        for num_updates, loss in reversed(recent):
+            if not math.isnan(_number(loss)):
+                break
+            run.append((num_updates, math.nan))
+        is_begin_known = len(run) < _MAX_RECENT
+        recent.clear()
+        recent.extend(reversed(run))
+        if is_begin_known and len({num_updates for num_updates, _ in run}) >= _NUM_NAN:
+            self._report_nan(run[-1][0] + 1)
+            self._report_nan = _ignore
 
     def show_last(self) -> None:
         """Show the losses and the memory of the device as they are at the end of the function."""

@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nblaunch import context
-from nblaunch.events import EpochEnded
+from nblaunch import context, env
+from nblaunch.errors import user_frame
+from nblaunch.events import EpochEnded, Observation
 from nblaunch.progress.board_reports import BusyTime, Loop, LoopStack, LossReport
+from nblaunch.user_code import is_user_file
+
+NAN_CHECK = "nan_on_one_rank"
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,30 @@ def get_reports() -> Reports:
     """Return the reports of this process; the first call makes them."""
     here = context.current()
     if here.reports is None:
-        losses = LossReport(here.slot, here.backend)
+        losses = LossReport(here.slot, here.backend, _report_nan)
         here.reports = Reports(LoopStack(here.slot), losses, BusyTime(here.slot))
         here.flush_losses, here.forget_losses = here.reports.finish, here.reports.begin_anew
     reports: Reports = here.reports
     return reports
+
+
+def _report_nan(step: int) -> None:
+    """Send the step from which on the losses of this rank are NaN; the launcher compares it with other ranks'."""
+    if {"off", f"-{NAN_CHECK}"} & env.read("NBLAUNCH_CHECKS"):
+        return
+    here, frame = context.current(), user_frame()
+    is_users = is_user_file(frame.f_code.co_filename)
+    here.emit(
+        Observation(
+            here.topology.rank,
+            time.time(),
+            NAN_CHECK,
+            f"losses are NaN since step {step}, here first, and one step later on all other ranks",
+            "Look at the samples that the rank has read for this step: their gradients made all weights NaN",
+            step,
+            step,
+            "first",
+            frame.f_code.co_filename if is_users else "",
+            frame.f_lineno,
+        )
+    )

@@ -8,6 +8,7 @@ libraries.py         hooks on libraries: progress, plain text, Trainers that wer
 collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records them, with the user's lines
 span_hooks.py        hooks on what saves and on garbage collection, whose times are recorded
+file_writes.py       files that the function writes
 output.py            output to the log file, displays to the launcher
 open_files.py        files that the function leaves open
 delivery.py          the return value, then trained weights and states of optimizers

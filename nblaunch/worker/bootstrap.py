@@ -8,6 +8,7 @@
     files            several ranks that write to a file of the kernel are noticed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
     libraries        steps, bars and parameters are counted as progress
+    file_writes      files that the function writes are noticed
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
     function         the call is loaded; delivery notes the modules' tensors; the user's function is called
@@ -50,7 +51,15 @@ from nblaunch.wire.locks import WorkerLocks
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import CommandConnection
-from nblaunch.worker import collective_hooks, libraries, open_files, output, process_control, span_hooks
+from nblaunch.worker import (
+    collective_hooks,
+    file_writes,
+    libraries,
+    open_files,
+    output,
+    process_control,
+    span_hooks,
+)
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import connections, kernel_only, queues, studies, unfinished_files
@@ -210,7 +219,8 @@ class _Worker:
         self.slot.record_spans()
         libraries.count_progress(self.slot)
         span_hooks.record_spans(self.slot)
-        collective_hooks.record_collectives(self.slot)
+        num_collectives = collective_hooks.record_collectives(self.slot)
+        file_writes.watch(assignment.rank, self.slot, self.sender.send, num_collectives)
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

@@ -38,17 +38,23 @@ _REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, R
 """What arguments raise here that torch is going to refuse."""
 
 
-def record_collectives(slot: Slot) -> None:
-    """Record the collectives of this process in its slot from now on, also of modules that are imported later."""
+def record_collectives(slot: Slot) -> Callable[[], int]:
+    """Record the collectives of this process in its slot from now on, also of modules that are imported later.
+
+    Returns:
+        A function that returns how many collectives it has called.
+    """
     if slot.call_memory is None:
-        return
+        return int
     writer = CallWriter(slot.call_memory)
     os.register_at_fork(after_in_child=writer.detach)
-    hooks = _Hooks(CollectiveRecorder(writer))
+    recorder = CollectiveRecorder(writer)
+    hooks = _Hooks(recorder)
     watch = partial(_watch, hooks, slot.spans)
     packages.observe_when_imported(
         "torch.distributed.distributed_c10d", lambda module: _at_first_group(module, watch)
     )
+    return recorder.num_collectives
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:

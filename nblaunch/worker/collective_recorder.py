@@ -75,6 +75,10 @@ class CollectiveRecorder:
         self.last_kind = ""
         """What was recorded last."""
 
+    def num_collectives(self) -> int:
+        """Return how many collectives this process has called, in all of its groups."""
+        return sum(group.number for group in self._groups.values())
+
     def record(
         self,
         pg: Any,

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels import Kernel
 
 SETUP = """
-import contextlib, copy
+import contextlib, copy, random
 from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
 
@@ -21,6 +21,21 @@ def parts(rows=192, rate=0.01, norm=False):
 
 def loss_of(model, batch):
     return (model(batch[0]) - batch[1]).pow(2).mean()
+
+class Noisy(torch.utils.data.Dataset):
+    "Draws noise from a generator of its own, or from one of torch's."
+    def __init__(self, kind=""):
+        self.kind = kind
+        self.transforms = [random.Random(0)]
+    def __len__(self):
+        return 192
+    def __getitem__(self, index):
+        if self.kind == "index":
+            self.transforms = [random.Random(index)]
+        noise = torch.rand(()) if self.kind == "torch" else self.transforms[0].random()
+        return torch.ones(4) * noise, torch.zeros(1)
+
+PATH = os.path.join(os.environ["NBLAUNCH_LOG_DIR"], "written")
 """
 
 WRONG = {
@@ -104,6 +119,35 @@ WRONG = {
             accelerator.backward(loss_of(model, batch))  # here
             optimizer.step()
             optimizer.zero_grad()""",
+    "equal_noise": """
+    accelerator = Accelerator()
+    model, optimizer, _ = parts()
+    loader = DataLoader(Noisy(), 8, shuffle=True, num_workers=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))  # here
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "equal_noise=": """
+    accelerator = Accelerator()
+    model, optimizer, _ = parts()
+    loader = DataLoader(Noisy("torch"), 8, shuffle=True, num_workers=2, worker_init_fn=lambda _: torch.manual_seed(0))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))  # here
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "same_file": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), PATH)  # here""",
+    "same_file=": """
+    from safetensors.torch import save_file
+    save_file({"weight": torch.ones(2)}, PATH)  # here""",
     "statistics_differ": """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     model, optimizer, loader = accelerator.prepare(*parts(norm=True))
@@ -130,6 +174,30 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert f"], line {line})" in warnings
     assert ("(rank 2 against ranks 0-1, " if subject else "(ranks 0-2, ") in warnings
+
+
+NAN = """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for number, batch in enumerate(loader, 1):
+        loss = loss_of(model, batch)
+        if accelerator.process_index == 2 and number == 3:
+            loss = loss * float("nan")
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()"""
+
+
+def test_nan_is_traced_to_the_rank_on_which_it_came_first(shared: Kernel) -> None:
+    shared.run(SETUP)
+    shown = " ".join(
+        shared.run(f"def train():{NAN}\nnotebook_launcher(train, num_processes=3)").shown.split()
+    )
+    warnings = shown.partition("warning: ")[2]
+    assert "since step 3" in warnings
+    assert "(rank 2 against ranks 0-1, " in warnings
+    assert "NBLAUNCH_CHECKS=-nan_on_one_rank silences" in warnings
+    assert warnings.count("NBLAUNCH_CHECKS") == 1
 
 
 HINTS = {
@@ -283,6 +351,17 @@ RIGHT = {
             accelerator.backward(loss)
             return loss
         optimizer.step(closure)""",
+    "a second model, trained without the Accelerator": """
+    accelerator = Accelerator()
+    other, for_other, _ = parts()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for number, batch in enumerate(loader):
+        loss_of(other, batch).backward()
+        for_other.step()
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        for_other.zero_grad(set_to_none=number % 8 < 4)
+        optimizer.zero_grad()""",
     "gradients dropped by hand": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts())
@@ -420,6 +499,36 @@ RIGHT = {
         accelerator.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()""",
+    "noise by index, from torch, and equal in an evaluation": """
+    accelerator = Accelerator()
+    model, optimizer, _ = parts()
+    loaders = [DataLoader(Noisy(kind), 8, shuffle=bool(kind), num_workers=2) for kind in ("", "index", "torch")]
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    for batch in loaders[0]:
+        loss_of(model, batch)
+    for loader in loaders[1:]:
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "NaN that a loop leaves out, and NaN everywhere": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            loss = loss_of(model, batch) * (float("nan") if number % 4 == 1 or epoch else 1)
+            accelerator.backward(loss)
+            if number % 4 != 1 or epoch:
+                optimizer.step()
+            optimizer.zero_grad()""",
+    "files in turn, of each rank, and of the main process": """
+    accelerator = Accelerator()
+    with accelerator.main_process_first():
+        torch.save([1], PATH + "-turn")
+    torch.save([1], f"{PATH}-{accelerator.process_index}")
+    if accelerator.is_main_process:
+        torch.save([1], PATH + "-main")
+    torch.save([1], os.devnull)""",
     "gradients averaged by hand": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts())

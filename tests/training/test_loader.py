@@ -333,7 +333,7 @@ def _prepared_for_epochs(**settings: Any) -> tuple[Accelerator, Any, PreparedLoa
     accelerator = Accelerator(**settings)
     model = torch.nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.0), DataLoader(_rows(4))
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(_rows(4))
     )
 
     def train(loss: float) -> None:

@@ -6,6 +6,7 @@
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
+    noise.py      loaders whose processes draw equal random numbers
     hints.py       what may be meant, for those who ask
     scaling.py     a gradient scaler that has collapsed
 

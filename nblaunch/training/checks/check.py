@@ -22,6 +22,7 @@ class Prepared(Protocol):
     accumulation: Any
     precision: Any
     shared: Any
+    strategy: Any
 
 
 class Check(ABC):

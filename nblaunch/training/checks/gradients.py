@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from nblaunch.training.checks.check import Check, Prepared, Report, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
@@ -23,14 +24,25 @@ class _LastStep:
     """What is known of an optimizer's gradients since its last step.
 
     Args:
-        sample: parameters that had a gradient then.
+        sample: parameters that had a gradient then, and these gradients.
         is_cleared: these gradients were gone, or zero, before a backward pass.
         is_added_to: there was a backward pass.
     """
 
-    sample: list[torch.nn.Parameter]
+    sample: list[tuple[torch.nn.Parameter, TensorWeakRef]]
     is_cleared: bool = False
     is_added_to: bool = False
+
+    def look(self) -> None:
+        """Look at the gradients before a backward pass."""
+        self.is_added_to = True
+        # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
+        self.is_cleared = self.is_cleared or not all(_has_gradient(parameter) for parameter, _ in self.sample)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other gradients have come in their place, by a backward pass that was not looked at."""
+        return any(gradient() is not parameter.grad for parameter, gradient in self.sample)
 
 
 class UnclearedGradients(Check):
@@ -48,25 +60,29 @@ class UnclearedGradients(Check):
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         for last in self._last.values():
-            last.is_added_to = True
-            # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
-            last.is_cleared = last.is_cleared or not all(map(_has_gradient, last.sample))
+            last.look()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
-        if last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
+        # An optimizer of the user's own may have backward passes that are not looked at.
+        is_prepared = any(one.optimizer is optimizer for one in prepared.optimizers)
+        if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
                 f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum "
                 "of the gradients of all steps before",
                 "Call optimizer.zero_grad() after optimizer.step()",
             )
         with_gradients = filter(_has_gradient, parameters_of(optimizer))
-        sample = list(islice(with_gradients, _NUM_SAMPLED))
+        sample = [
+            (one, TensorWeakRef(one.grad))
+            for one in islice(with_gradients, _NUM_SAMPLED)
+            if one.grad is not None
+        ]
         if sample:
             self._last[optimizer] = _LastStep(sample)
 
     def _is_uncleared(self, optimizer: torch.optim.Optimizer, last: _LastStep) -> bool:
-        return self._streaks.add(optimizer, not last.is_cleared) >= _NUM_UNCLEARED
+        return self._streaks.add(optimizer, not (last.is_cleared or last.is_replaced)) >= _NUM_UNCLEARED
 
 
 def _has_gradient(parameter: torch.nn.Parameter) -> bool:

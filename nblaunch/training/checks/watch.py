@@ -23,6 +23,7 @@ from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.data import FixedOrder, SameSamples
 from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
 from nblaunch.training.checks.hints import LossDividedTwice, TrainModeEvaluation, UntrainedParameters
+from nblaunch.training.checks.noise import EqualNoise
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
 from nblaunch.training.checks.scaling import CollapsedScale
 from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
@@ -30,7 +31,7 @@ from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearning
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
     DifferentStatistics, CollapsedScale,
-    SameSamples, FixedOrder, LossDividedTwice, TrainModeEvaluation, UntrainedParameters,
+    SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, UntrainedParameters,
 )  # fmt: skip
 """All checks."""
 
@@ -140,7 +141,8 @@ class Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not torch.compiler.is_compiling():
             self._num_looked_at += 1
-            self._call("before_step", self._prepared, optimizer)
+            if self._prepared is not None and not self._prepared.strategy.steps_by_engine:
+                self._call("before_step", self._prepared, optimizer)
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of all checks; one that fails is dropped: it must not end a training."""

@@ -154,6 +154,9 @@ class Strategy(ABC):
     label = ""
     """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the devices determine the label."""
 
+    steps_by_engine = False
+    """Whether an engine of another library steps optimizers and clears gradients, at moments of its own."""
+
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
 

@@ -54,6 +54,7 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     label = "DEEPSPEED"
+    steps_by_engine = True
     unjoined = "with DeepSpeed"
     holds_shards = True
     shard_files = checkpoint.OWN_FILES
