@@ -1,13 +1,13 @@
 """The interface of a device family: :class:`Backend`.
 
-A backend holds all that depends on the device and nothing that depends on the strategy. It
-has two halves. The *launcher's half* is called in the user's kernel and must never create a device context there:
-a context in the kernel is what makes fork impossible. The *worker's half* runs in the process that computes.
+A backend contains everything that depends on the device, and nothing that depends on the strategy. It has two halves.
+The *launcher's half* is called in the user's kernel and must never create a device context there, because a context in
+the kernel makes forks impossible. The *worker's half* runs in the process that computes.
 
 Methods with an empty body are steps that only some devices need.
 
-A new device family is one file in this folder with a ``BACKEND`` instance. Outside of nblaunch it is a subclass of
-:class:`Backend`, in a cell or a module, of which an instance is registered before the launch::
+A new device family is one file in this folder with a ``BACKEND`` instance. Outside nblaunch it is a subclass of
+:class:`Backend` in a cell or a module; register an instance before the launch::
 
     from nblaunch import backends
 
@@ -16,10 +16,10 @@ A new device family is one file in this folder with a ``BACKEND`` instance. Outs
         ...
 
     backends.register(Npu())
-    notebook_launcher(train)      # chosen where its affinity() is the highest, or by backend="npu"
+    notebook_launcher(train)      # chosen if its affinity() is the highest, or by backend="npu"
 
-Forked workers know it from the kernel; to fresh interpreters it travels pickled. A script that others launch (torchrun)
-registers it itself. Nothing else of nblaunch names a device family where this interface has the answer.
+Forked workers inherit the registered backend; fresh interpreters get it pickled. A script that another launcher starts
+(torchrun) registers it itself. Code outside this folder asks this interface and does not name device families.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""The network interface of connections that stay on this machine."""
+"""The network interface for connections that stay on this machine."""
 
 NO_FP8 = (
     "fp8 needs an NVIDIA GPU with compute capability 8.9 or higher (L4, H100); use mixed_precision='bf16'"
 )
-"""Why a device can't compute in fp8."""
+"""Why a device can't compute in fp8, and what to use instead."""
 
 
 def tensors(data: Any) -> Iterator[Any]:
@@ -63,70 +63,70 @@ class Backend(ABC):
     """One device family."""
 
     name: str
-    """As in ``notebook_launcher(..., backend=name)``."""
+    """The name in ``notebook_launcher(..., backend=name)``."""
 
     dist_backend: str
     """The torch.distributed backend that its workers join: "gloo", "nccl"."""
 
     distributed_type = "MULTI_CPU"
-    """What ``accelerator.distributed_type`` names a job of several processes: a member of ``DistributedType``."""
+    """``accelerator.distributed_type`` of a job with several processes: a member of ``DistributedType``."""
 
     drives = ""
-    """The hardware, where another family drives the same, so that they are alternatives: "tpu"."""
+    """The hardware, such as "tpu"; families that drive the same hardware are alternatives."""
 
     compilers: tuple[str, ...] = ("inductor",)
-    """Compilers of ``torch.compile`` for it, the usual one first."""
+    """Compilers of ``torch.compile`` for it, the default first."""
 
     is_lazy = False
-    """Whether a value exists only after :meth:`step_boundary`, so that reading it earlier costs an extra execution."""
+    """Whether values exist only after :meth:`step_boundary`, so that reading one earlier costs an extra execution."""
 
     prefetches_to_device = False
-    """Whether loaders bring a batch to the device while the one before is computed on."""
+    """Whether loaders move a batch to the device while it computes on the previous one."""
 
     needs_static_shapes = False
-    """Whether every new batch shape costs a compilation, so that the last batch of an epoch is completed."""
+    """Whether every new batch shape costs a compilation, so that the last batch of an epoch is filled up."""
 
     reduces_gradients_at_step = False
-    """Whether :meth:`reduce_gradients` averages gradients when optimizers step; else a wrapper does in backward."""
+    """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does in backward."""
 
     exchanges_on_host = False
-    """Whether tensors of the device, other than gradients, travel between ranks by gloo, where the group has it too."""
+    """Whether ranks exchange the device's tensors, except gradients, through gloo if the group has gloo, too."""
 
     num_own_collectives = 0
-    """How many collectives this process has begun on its device, outside of torch's process groups."""
+    """Number of collectives that this process has started on its device outside torch's process groups."""
 
     shares_devices = False
-    """Whether several workers may use one device, where this backend is asked for by its name."""
+    """Whether several workers may share a device if the user names this backend."""
 
     transfers_in_turn = False
-    """Whether workers move their models one after the other: all at once would need too much host memory."""
+    """Whether workers move their models one after another, because all at once would need too much host memory."""
 
     # --- launcher's half: must not create a device context -------------------------------------------------------
 
     @property
     @abstractmethod
     def device_noun(self) -> str:
-        """What one worker gets, for messages: "CPU core", "GPU"."""
+        """The device of one worker, for messages: "CPU core", "GPU"."""
 
     @property
     def title(self) -> str:
-        """What the family is called in a list of families: "GPUs"."""
+        """The name of the family in a list of families: "GPUs"."""
         return f"{self.device_noun}s"
 
     @abstractmethod
     def affinity(self) -> int:
-        """Return how well this backend suits this machine: 0 = not usable; the highest wins for ``backend="auto"``."""
+        """Return how well this backend suits this machine: 0 = unusable; ``backend="auto"`` chooses the highest."""
 
     @abstractmethod
     def unavailable_reason(self) -> str:
-        """Return why ``affinity()`` is 0 and what would change that; asked only then."""
+        """Return why ``affinity()`` is 0 and what would change that; called only if it is 0."""
 
     @abstractmethod
     def device_count(self) -> int:
-        """Return the number of devices on this host, which is the default number of workers."""
+        """Return the number of devices of this host, which is the default number of workers."""
 
     def is_present(self) -> bool:
-        """Return whether this host has such devices, also where this process can't use them."""
+        """Return whether this host has such devices, even if this process can't use them."""
         return self.affinity() > 0 and self.device_count() > 0
 
     @property
@@ -136,78 +136,78 @@ class Backend(ABC):
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Return why workers forked from *this* process now can't use the device; None if they can.
+        """Return why workers that are forked from *this* process now can't use the device; None if they can.
 
-        A sentence that completes "fork is not possible here: ...".
+        The text completes the sentence "fork is not possible here: ...".
         """
 
     def clean_start_reason(self) -> str | None:
-        """Return why workers start from a clean process, unless asked for otherwise, where a fork is possible as well.
+        """Return why workers should start from a clean process by default although a fork is possible.
 
-        A clause. None: they are forked from this process.
+        The reason is a clause. None: workers are forked from this process.
         """
         return None
 
     def overlooked(self) -> str | None:
-        """Return why devices of this family are here, but can't be used and so were not chosen."""
+        """Return why this host's devices of this family can't be used and were therefore not chosen."""
         return None
 
     def launch_refusal(self) -> str | None:
-        """Return why no worker, however it starts, can use the devices now, and what to do; None if they can."""
+        """Return why no worker can use the devices now, however it starts, and what to do; None if workers can."""
         return None
 
     def count_refusal(self, num_processes: int) -> str | None:
-        """Return why this number of workers can't start, though there are enough devices; None if it can."""
+        """Return why this number of workers can't start although there are enough devices; None if it can."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
-        """Return where this process first used the device: (file name, line, function), innermost first; or nothing."""
+        """Return where this process first used the device: (file name, line, function), innermost first; else empty."""
         return ()
 
     def launch_notes(self, num_processes: int) -> tuple[str, ...]:
-        """Return what the user has to know about a launch of so many workers, a sentence each."""
+        """Return sentences that the user should read about a launch of this many workers."""
         return ()
 
     def open_meter(self) -> DeviceMeter:
-        """Open what reads the utilisation of the devices from outside."""
+        """Open a reader of the devices' utilisation that needs no device context."""
         return DeviceMeter()
 
     def prepare_launcher(self) -> None:
-        """Prepare this process before workers are forked from it, with what each would otherwise do by itself.
+        """Prepare this process before it forks workers, by doing once what each worker would do again.
 
         Raises:
             RuntimeError: the device's library can't be imported, with the reason.
         """
 
     def preload(self) -> None:
-        """Import in a clean process, from which all workers are about to be forked, what each would import.
+        """Import packages in a clean process, so that the workers forked from it need not import them.
 
-        The clean process calls this before :meth:`fork_hazard`. Unlike a kernel, it has loaded nothing but the call,
-        and runs no other code.
+        The clean process calls this before :meth:`fork_hazard`. Unlike a kernel, it has loaded only the call, and runs
+        no other code.
 
         Raises:
-            RuntimeError: the device's library can't be imported, or the process has used the device already.
+            RuntimeError: the device's library can't be imported, or the process has already used the device.
         """
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        """Return the environment that a worker needs besides ``Topology.to_env()``; None removes a variable.
+        """Return environment variables that workers need in addition to ``Topology.to_env()``; None removes one.
 
-        A family adds what its devices need.
+        Subclasses add variables that their devices need.
         """
         changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
         if topology.num_nodes == 1:
-            # Gloo listens on the address that the host name resolves to; nothing of one machine's job leaves it.
+            # Gloo listens on the address of the host name; a job on one machine must not be reachable from outside.
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        """Return changes to :meth:`worker_env` for one worker that drives all devices; None if it can't."""
+        """Return changes to :meth:`worker_env` for a worker that drives all devices; None if no worker can."""
         return None
 
     # --- worker's half -------------------------------------------------------------------------------------------
 
     def prepare_worker(self, topology: Topology) -> None:
-        """Prepare a worker, once its environment is set; before its threads are limited and its function is loaded."""
+        """Prepare a worker: after its environment is set, before its threads are limited and its function is loaded."""
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:
@@ -215,28 +215,28 @@ class Backend(ABC):
 
     @abstractmethod
     def precision_refusal(self, precision: str) -> str | None:
-        """Return None if ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"`` can be used on this device, else why not."""
+        """Return None if this device can use ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, or else why it can't."""
 
     def computes_in_full(self, precision: str) -> bool:
-        """Return whether full precision takes the place of one that this device refuses."""
+        """Return whether full precision replaces a precision that this device does not support."""
         return False
 
     def check_precision(self, precision: str) -> None:
-        """Raise ValueError, with the reason, where ``precision`` can neither be used on this device nor be replaced."""
+        """Raise ValueError with the reason if this device can neither use nor replace ``precision``."""
         reason = self.precision_refusal(precision)
         if reason is not None and not self.computes_in_full(precision):
             raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
-        """Join the default process group of the job, unless that was done. One without an address joins none."""
+        """Join the job's default process group unless this process is in it. A job without an address has no group."""
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:
-        """Let this process drive all devices of the host as one; called before the device is first used.
+        """Let this process drive all devices of the host as one; call it before the first use of the device.
 
         Raises:
             ValueError: the device has no such mode.
-            RuntimeError: it is too late: the process uses one device already.
+            RuntimeError: too late: the process already uses one device.
         """
         raise ValueError(
             f"strategy='spmd' needs XLA devices, but this process uses {self.name}; leave it out"
@@ -244,13 +244,13 @@ class Backend(ABC):
 
     @property
     def num_spmd_devices(self) -> int:
-        """The number of devices that this process drives as one; 0 if each process has its own."""
+        """Number of devices that this process drives as one; 0 if each process has its own device."""
         return 0
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
         """Shard ``tensor`` along ``dimension`` over the devices that this process drives as one.
 
-        The tensor is sharded in place: for the process it stays one tensor of the global shape.
+        The tensor is sharded in place: to the process it remains one tensor of the global shape.
         """
         raise NotImplementedError(f"{self.name} has one device per process")
 
@@ -261,12 +261,12 @@ class Backend(ABC):
         compiling: Callable[[bool], None],
         fact: Callable[[str, str], None],
     ) -> None:
-        """Set the functions by which the device reports to the launcher.
+        """Set the functions through which the device reports to the launcher.
 
         Args:
-            note: takes a sentence for the user.
-            compiling: takes whether this process is, most likely, compiling.
-            fact: takes a name and a few words for the head of the job's table, as ``("precision", "bf16")``.
+            note: receives a sentence for the user.
+            compiling: receives whether this process is probably compiling.
+            fact: receives a name and a few words for the head of the job's table, such as ``("precision", "bf16")``.
         """
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:
@@ -287,14 +287,14 @@ class Backend(ABC):
         return self.name
 
     def rng_state(self) -> Mapping[str, Any]:
-        """Return the device's random number state, beyond the CPU generator's; empty if there is none."""
+        """Return the device's random number state, in addition to the CPU generator's; empty if there is none."""
         return {}
 
     def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what :meth:`rng_state` returned."""
+        """Restore the state that :meth:`rng_state` returned."""
 
     def downcast_to_bf16(self) -> None:
-        """Let ``mixed_precision="bf16"`` leave double precision in fp32; called before the device is first used.
+        """Let ``mixed_precision="bf16"`` store doubles as fp32; call it before the first use of the device.
 
         Raises:
             ValueError: the device has no such mode.
@@ -305,41 +305,41 @@ class Backend(ABC):
         )
 
     def switch_to_bf16(self) -> bool:
-        """Represent fp32 as bf16 from now on, where the device can, and return whether it does: no autocast then."""
+        """Store fp32 as bf16 from now on if the device can; return whether it does, which replaces autocast."""
         return False
 
     def seed(self, seed: int) -> None:
-        """Seed the device's generator, where ``torch.manual_seed`` doesn't. Do not take a device to do so."""
+        """Seed the device's generator if ``torch.manual_seed`` does not. This must not acquire a device."""
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
-        """Move ``module`` to the device, in place. Its parameters may be other objects afterwards."""
+        """Move ``module`` to the device, in place. Its parameters may become other objects."""
         module.to(device)
 
     def device_memory(self) -> tuple[int, int, int] | None:
-        """Return bytes of its device that this process has taken: now, peak, and total of the device; None: unknown."""
+        """Return bytes of device memory: now used by this process, peak, and total of the device; None if unknown."""
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """Explain what the device has to do with ``error``, which ended the function, and what to try, line by line."""
+        """Explain the device's part in ``error``, which ended the function, and what to try, line by line."""
         return ()
 
     def empty_cache(self) -> None:
-        """Give cached device memory back."""
+        """Return cached device memory to the system."""
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average gradients over ranks before an optimizer step. Called where :attr:`reduces_gradients_at_step`."""
+        """Average gradients over ranks before an optimizer step. Called if :attr:`reduces_gradients_at_step`."""
 
     def begin_step(self, phase: str, batch: Any) -> None:
         """Handle the start of a step of ``phase`` ("training", "evaluating") on ``batch``. Called at every step."""
 
     def end_step(self) -> None:
-        """Handle the end of the step that began last. Called where :attr:`is_lazy`, before the next one begins."""
+        """Handle the end of the last step. Called if :attr:`is_lazy`, before the next step begins."""
 
     def end_loop(self) -> None:
         """Handle the end of a loader."""
 
     def leave_loop(self) -> None:
-        """Handle that a loader's loop is left before its end, as by ``break``."""
+        """Handle that a loop over a loader ended early, for example by ``break``."""
 
     def step_boundary(self) -> None:
-        """Handle the end of a training step: cut the graph and run it. Called where :attr:`is_lazy`."""
+        """Handle the end of a training step: cut the graph and run it. Called if :attr:`is_lazy`."""

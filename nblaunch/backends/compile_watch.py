@@ -1,11 +1,11 @@
-"""Which step of a loop compiled what on a lazy device.
+"""Reports which step of a loop made a lazy device compile, and why.
 
-Such a device compiles a step's graph at its first steps and whenever the graph changes: another input shape, another
-branch, a value read in the middle. That takes from seconds to minutes each time and looks like a hang, so it is
-reported: once per cause, with the step, the shapes and the time.
+A lazy device compiles a step's graph in the first steps, and again whenever the graph changes: for another input shape,
+another branch, or a value that is read in the middle of the step. Each compilation takes from seconds to minutes and
+looks like a hang. It is therefore reported, once per cause, with the step, the shapes and the time.
 
-A loop may need several graphs by itself: for the steps in the middle of an accumulation window, for steps in which an
-optimizer has state, and for the last batch. So a few steps that compile later do not count as a cause; only many do.
+A correct loop may need several graphs: for steps inside an accumulation window, for steps after the optimizer has
+created its state, and for the last batch. A few later steps that compile are therefore not reported; only many are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nblaunch import formatting
 from nblaunch.backends.base import tensors
 
 WARM_UP_STEPS = 2
-"""Steps of a shape that compile in any case: values that appear in the first are inputs of the second."""
+"""Steps of a shape that always compile: values that appear in the first are inputs of the second."""
 
-_READING_STEPS = 3  # in a row: a value that is read now and then is nothing to report
-_CHANGING_STEPS = 10  # more than the kinds of steps that a loop has by itself
+_READING_STEPS = 3  # in a row, because an occasional read is not worth a report
+_CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Counters:
     """The compiler's counters at one moment, since the start of the process.
 
     Args:
-        num_graphs: graphs that were compiled.
-        compile_s: time that took.
-        fallbacks: operation -> how often it ran on the CPU, because the device does not have it.
-        num_scalars: tensors of the device that were read as a Python number.
+        num_graphs: number of compiled graphs.
+        compile_s: seconds of compilation.
+        fallbacks: operation -> how often it ran on the CPU because the device does not support it.
+        num_scalars: number of device tensors that were read as Python numbers.
     """
 
     num_graphs: int = 0
@@ -44,25 +44,25 @@ class Counters:
 
 @dataclass
 class _Phase:
-    """Steps that share a name, as "training": how many of each shape there were, and what they compiled."""
+    """Steps with a common name, such as "training": number of steps for each shape, and what they compiled."""
 
     shapes: collections.Counter[str] = field(default_factory=collections.Counter)
     num_steps: int = 0
-    num_graphs: int = 0  # of its first steps
+    num_graphs: int = 0  # compiled by its first steps
     compile_s: float = 0.0
     is_reported: bool = False
     num_reading_steps: int = 0  # in a row
-    num_late_steps: int = 0  # that compiled for shapes that were known
+    num_late_steps: int = 0  # steps that compiled although their shapes were known
 
 
 class CompileWatch:
-    """Watches one process's steps.
+    """Watches the steps of one process.
 
     Args:
-        read: gives the counters now.
-        note: takes a sentence for the user.
-        compiling: takes whether the process is, most likely, compiling.
-        fact: takes how many graphs were compiled in all, a name and a few words.
+        read: returns the current counters.
+        note: receives a sentence for the user.
+        compiling: receives whether the process is probably compiling.
+        fact: receives a name, and in a few words the total number of compiled graphs.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class CompileWatch:
         self._reported: set[str] = set()
 
     def begin_step(self, phase: str, batch: Any) -> None:
-        """End the step before and begin one of ``phase`` on ``batch``."""
+        """End the previous step and begin one of ``phase`` on ``batch``."""
         self.end_step()
         self._before = self._read()
         shapes = describe(batch)
-        known = self._phases.setdefault(phase, _Phase())
-        known.num_steps += 1
-        known.shapes[shapes] += 1
+        steps = self._phases.setdefault(phase, _Phase())
+        steps.num_steps += 1
+        steps.shapes[shapes] += 1
         self._open = (phase, shapes)
-        self._compiling(known.shapes[shapes] <= WARM_UP_STEPS)
+        self._compiling(steps.shapes[shapes] <= WARM_UP_STEPS)
 
     def leave(self) -> None:
-        """Forget the current step: its loop was left in the middle."""
+        """Forget the current step, because its loop ended in the middle of it."""
         if self._open is not None:
             self._open = None
             self._compiling(False)
 
     def end_step(self) -> None:
-        """Report what the current step has compiled, if there is one."""
+        """Report what the current step has compiled, if there is a current step."""
         if self._open is None:
             return
         (phase, shapes), self._open = self._open, None
@@ -121,35 +121,35 @@ class CompileWatch:
             self._report(phase)
 
     def _check_graphs(self, phase: str, shapes: str, num_graphs: int, seconds: float) -> None:
-        known = self._phases[phase]
-        if known.num_steps <= WARM_UP_STEPS and len(known.shapes) == 1:
-            known.num_graphs += num_graphs
-            known.compile_s += seconds
+        steps = self._phases[phase]
+        if steps.num_steps <= WARM_UP_STEPS and len(steps.shapes) == 1:
+            steps.num_graphs += num_graphs
+            steps.compile_s += seconds
             return
         self._report(phase)
         if num_graphs == 0:
             return
-        if known.shapes[shapes] == 1:
-            usual = known.shapes.most_common(1)[0][0]
+        if steps.shapes[shapes] == 1:
+            usual = steps.shapes.most_common(1)[0][0]
             self._note_cause(
                 f"{phase} shape",
-                f"{phase} step {known.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in "
+                f"{phase} step {steps.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in "
                 f"{seconds:.1f} s: its batch is {shapes}, the others are {usual}. Every new shape is compiled: "
                 "keep one batch size (even_batches=True, or drop_last=True) and pad sequences to a few fixed "
                 "lengths",
             )
-        elif known.shapes[shapes] > WARM_UP_STEPS:
-            known.num_late_steps += 1
-            if known.num_late_steps == _CHANGING_STEPS:
+        elif steps.shapes[shapes] > WARM_UP_STEPS:
+            steps.num_late_steps += 1
+            if steps.num_late_steps == _CHANGING_STEPS:
                 self._note(
                     f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although the batch shape did not "
                     f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps: "
                     "another model, a Python number in a computation, or a branch",
                 )
 
-    def _check_reads(self, known: _Phase, num_scalars: int) -> None:
-        known.num_reading_steps = known.num_reading_steps + 1 if num_scalars > 0 else 0
-        if known.num_reading_steps == _READING_STEPS:
+    def _check_reads(self, steps: _Phase, num_scalars: int) -> None:
+        steps.num_reading_steps = steps.num_reading_steps + 1 if num_scalars > 0 else 0
+        if steps.num_reading_steps == _READING_STEPS:
             self._note_cause(
                 "reads",
                 "every step reads a value from the device (item(), float(), or `if` on a tensor): each read waits "
@@ -168,11 +168,11 @@ class CompileWatch:
 
     def _report(self, phase: str) -> None:
         """Report what the first steps of a phase compiled, once."""
-        known = self._phases[phase]
-        if known.num_graphs and not known.is_reported:
-            known.is_reported = True
-            compiled = f"{formatting.count(known.num_graphs, 'graph')} compiled in {known.compile_s:.1f} s"
-            self._note(f"{phase}: {compiled}, for batches of {next(iter(known.shapes))}")
+        steps = self._phases[phase]
+        if steps.num_graphs and not steps.is_reported:
+            steps.is_reported = True
+            compiled = f"{formatting.count(steps.num_graphs, 'graph')} compiled in {steps.compile_s:.1f} s"
+            self._note(f"{phase}: {compiled}, for batches of {next(iter(steps.shapes))}")
 
     def _note_cause(self, cause: str, text: str) -> None:
         if cause not in self._reported:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(Backend):
-    """Plain CPU processes. A "device" is a core that this process may use."""
+    """CPU processes. A "device" is a core that this process may use."""
 
     name = "cpu"
     device_noun = "CPU core"
@@ -29,7 +29,7 @@ class CpuBackend(Backend):
     is_oversubscribable = True
 
     def affinity(self) -> int:
-        return 2  # 1 is for what can compute on the CPU as well, and is used only where it is asked for
+        return 2  # 1 is for families that only compute on the CPU at the user's request
 
     def unavailable_reason(self) -> str:
         raise AssertionError("a CPU is always available")
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
         return usable_cores()
 
     def fork_hazard(self) -> str | None:
-        # Accelerate looks for torch_xla when it is imported, once for all.
+        # Accelerate looks for torch_xla when it is imported, and only then.
         if getattr(sys.modules.get("accelerate.utils.imports"), "_torch_xla_available", False):
             return "Hugging Face Accelerate was imported in this process and uses torch_xla as its device"
         runtime = first_use.gpu_in_use()
@@ -53,11 +53,11 @@ class CpuBackend(Backend):
         return first_use.gpu_first_use()
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        # Accelerate would otherwise make N unconnected processes of N workers on a machine without a GPU.
+        # Without this, Accelerate would turn N workers on a machine without a GPU into N unconnected processes.
         return {
             **super().worker_env(topology),
             "ACCELERATE_USE_CPU": "true",
-            "USE_TORCH_XLA": "false",  # as installed, it is the device of Accelerate and transformers before any other
+            "USE_TORCH_XLA": "false",  # an installed torch_xla takes precedence in Accelerate and transformers
         }
 
     def device(self, topology: Topology) -> torch.device:
@@ -73,11 +73,11 @@ class CpuBackend(Backend):
         return None
 
     def computes_in_full(self, precision: str) -> bool:
-        return precision == "fp16"  # as Accelerate does: a script for GPUs is tried out on a CPU unchanged
+        return precision == "fp16"  # like Accelerate: users try a script for GPUs on a CPU unchanged
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use: its affinity mask, within the quota of its control group."""
+    """Return the number of cores that this process may use: its affinity mask, limited by its control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _own_quota()
     return max(1, min(cores, math.ceil(quota)) if quota else cores)
@@ -85,7 +85,7 @@ def usable_cores() -> int:
 
 @cache
 def _own_quota() -> float | None:
-    """Read the quota once per process: reading the files of control groups takes a third of a millisecond."""
+    """Read the quota once per process: reading the control groups' files takes a third of a millisecond."""
     return cpu_quota(proc.cgroup_folders("cpu"))
 
 

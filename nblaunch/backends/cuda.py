@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, joined by NCCL. The machine, and which of its GPUs workers may use, is read by ``host/gpus.py``."""
+"""NVIDIA GPUs, joined by NCCL. ``host/gpus.py`` reads the machine and the GPUs that workers may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nblaunch.packages import is_installed
 from nblaunch.topology import Topology
 
 _FP8_CAPABILITY = (8, 9)
-"""Least compute capability of a GPU that multiplies matrices of 8-bit floating-point numbers; Ada Lovelace."""
+"""Lowest compute capability of GPUs that multiply matrices of 8-bit floating-point numbers (Ada Lovelace)."""
 
 
 class CudaBackend(GpuBackend):
@@ -43,7 +43,7 @@ class CudaBackend(GpuBackend):
             value = env.read("CUDA_VISIBLE_DEVICES")
             if value is None:
                 return (
-                    "MIG is enabled on the GPUs, but they have no instances: `nvidia-smi mig -lgip` lists the "
+                    "MIG is enabled on the GPUs, but there are no instances: `nvidia-smi mig -lgip` lists the "
                     "profiles, `nvidia-smi mig -cgi PROFILE -C` creates an instance"
                 )
             return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
@@ -93,12 +93,12 @@ class CudaBackend(GpuBackend):
             return "fp8 needs torchao, which is not installed: pip install torchao"
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
-            return None  # a worker finds out
+            return None  # only a worker may ask the GPU
         has_fp8 = torch.cuda.get_device_capability() >= _FP8_CAPABILITY
         return None if has_fp8 else f"{torch.cuda.get_device_name()} does not support fp8; {NO_FP8}"
 
     def _instances(self) -> list[str]:
-        """Return the MIG instances that workers compute on, of which CUDA shows each process one at most."""
+        """Return the MIG instances that workers compute on; CUDA shows each process only one of them."""
         return [uuid for uuid in gpus.visible() if uuid.startswith(gpus.INSTANCE)]
 
 

@@ -1,28 +1,27 @@
-"""Whether workers forked from this process could use the device, and which line of it used the device first.
+"""Whether workers forked from this process could use the device, and which line of this process used it first.
 
-Backends answer ``fork_hazard()`` and ``first_use()`` from here. Other hazards, such as threads, are found in
-``launcher/fork_safety.py``; ``launcher/plan.py`` decides how workers start.
+Backends answer ``fork_hazard()`` and ``first_use()`` from here. ``launcher/fork_safety.py`` finds other hazards, such
+as threads; ``launcher/plan.py`` decides how workers start.
 
-    watch                     lets torch count GPUs without using one, and sees what torch_xla sets; called when
+    watch                     lets torch count GPUs without using one, and records what torch_xla sets; called when
                               nblaunch is imported
     watch_torch               records the line that initialises a GPU; called when torch.cuda or torch.xpu is imported
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
-    gpu_in_use                what forked workers on the CPU would fail to ask
+    gpu_in_use                which GPUs make forked workers fail even if they compute on the CPU
     is_xla_initialised        whether the XLA runtime is up
     xla_backward_hazard       why forked workers could not run a backward on an XLA device
     fork_failure              tries a backward in a throw-away fork
 
-A process can have used CUDA in four ways. torch has initialised it. Or torch has only asked the driver
-(``is_available()`` without NVML), which makes forks useless all the same. Or a ``backward()`` on the CPU has
-initialised it, as it starts a thread for each GPU. Or something else has, such as another library, or a data loader
-with ``pin_memory``. An *imported* library proves nothing, and neither does an open device file: NVML opens
-``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch, DeepSpeed and torchao ask NVML when they count GPUs. So
-nblaunch asks the driver whether CUDA is initialised.
+A process can start to use CUDA in four ways. torch initialises it. torch only asks the driver (``is_available()``
+without NVML), which also makes forks useless. A ``backward()`` on the CPU initialises it, because it starts a thread
+for each GPU. Or other code does, such as another library or a data loader with ``pin_memory``. Neither an *imported*
+library nor an open device file proves anything: NVML opens ``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch,
+DeepSpeed and torchao ask NVML when they count GPUs. nblaunch therefore asks the driver whether CUDA is initialised.
 
-The first ``backward`` of a process on a machine with accelerators starts one engine thread per device. A fork copies
+On a machine with accelerators, the first ``backward`` of a process starts one engine thread per device. A fork copies
 the engine's tables but not its threads, and torch then refuses every ``backward`` in the child. No flag of torch
-reports that, and nothing can be undone, so a throw-away child tries. Source: torch/csrc/autograd/engine.cpp
-(``in_bad_autograd_fork``, ``forked_autograd_child``).
+reports that, and it can't be undone, so nblaunch tries a backward in a throw-away child. Source:
+torch/csrc/autograd/engine.cpp (``in_bad_autograd_fork``, ``forked_autograd_child``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _ASKED = (
     "has called the {} driver through torch (torch.{}.is_available() can do that), and a forked process can't use "
     "it"
 )
-# What starts the XLA runtime in the process that calls it; found by trying each in torch_xla 2.9.
+# Calls that start the XLA runtime in the calling process, as tried with torch_xla 2.9.
 XLA_INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
@@ -66,13 +65,13 @@ _GOOD = b"+"
 
 
 class GpuRuntime(NamedTuple):
-    """An interface to GPUs, as it shows in a process.
+    """An interface to GPUs, and its traces in a process.
 
     Args:
         name: "CUDA".
-        module: torch's module that uses it, as ``torch.cuda``.
-        is_in_use: returns whether this process has initialised it, and starts nothing.
-        hiding: the environment in which it shows no GPU.
+        module: torch's module that uses it, such as ``torch.cuda``.
+        is_in_use: returns whether this process has initialised it; does not initialise it.
+        hiding: environment variables that hide all its GPUs.
     """
 
     name: str
@@ -90,15 +89,15 @@ def is_cuda_initialised() -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
-        return False  # not even loaded
+        return False  # the library is not loaded
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
 
 
 def has_open_device(device_file: str, descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Return whether a process has a file open; where there is no /proc, torch's own flag has to do.
+    """Return whether a process has a file open; without /proc, return torch's own flag.
 
     Args:
-        device_file: the file, or the beginning of its name.
+        device_file: the file, or a prefix of its name.
         descriptors: folder of the process's open files.
     """
     return any(path.startswith(device_file) for path in proc.open_files(descriptors))
@@ -117,7 +116,7 @@ _first_use: tuple[tuple[str, int, str], ...] = ()
 
 
 def watch() -> None:
-    """Have torch's counting of GPUs leave forks possible, and see what torch_xla sets. Imports nothing."""
+    """Make torch count GPUs in a way that keeps forks possible, and record what torch_xla sets. Imports nothing."""
     keep_torch_tpu_away()
     if env.read("PYTORCH_NVML_BASED_CUDA_CHECK") is None:
         env.apply({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
@@ -130,9 +129,9 @@ def watch() -> None:
 
 
 def watch_torch(device_module: Any) -> None:
-    """Record where a GPU is first initialised, with ``torch.cuda`` or ``torch.xpu`` just imported, or long before.
+    """Record where a GPU is first initialised, even if ``torch.cuda`` or ``torch.xpu`` was imported long before.
 
-    torch's queue of calls for that moment runs in the thread that initialises, below the line that caused it.
+    torch runs its queue of calls in the thread that initialises the GPU, below the line that caused it.
     """
     enqueue = getattr(device_module, "_lazy_call", None)
     if enqueue is not None and not device_module.is_initialized():
@@ -157,10 +156,10 @@ def _record() -> None:
 
 
 def gpu_in_use() -> str | None:
-    """Return "CUDA" or "ROCm" where this process uses it; None if it does not.
+    """Return "CUDA" or "ROCm" if this process uses it; None otherwise.
 
-    Forked workers on the CPU fail, too: optimizers ask torch whether a GPU records a graph, and backward finds that the
-    threads for the GPUs are missing.
+    Forked workers on the CPU would also fail: optimizers ask torch whether a GPU records a graph, and backward finds
+    that the threads for the GPUs are missing.
     """
     return next((runtime.name for runtime in (CUDA, ROCM) if _is_in_use(runtime)), None)
 
@@ -172,7 +171,7 @@ def _is_in_use(runtime: GpuRuntime) -> bool:
 
 
 def _module_of_torch(runtime: GpuRuntime) -> Any:
-    """Return ``torch.cuda`` or the like; None where torch is not imported, or a thread is about to."""
+    """Return ``torch.cuda`` or its equivalent; None if torch is not imported, or another thread is importing it."""
     return getattr(sys.modules.get("torch"), runtime.module, None)
 
 
@@ -193,13 +192,13 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do in a probing child what a worker does first. Raises where torch refuses it."""
+    """Do what a worker does first, in a child for probing. Raises if torch refuses it."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-    # Where no backward has run yet, this child's would start the driver with all its GPUs: a second or more on
-    # large machines, at each launch. If a backward has run before, the child's fails without any GPU, too.
+    # Without an earlier backward, this child's backward would start the driver with all GPUs, which takes a second or
+    # more on large machines at each launch. After an earlier backward, the child's fails even without any GPU.
     env.apply(runtime.hiding)
     small_backward()
 
@@ -210,7 +209,7 @@ def _try_torch(runtime: GpuRuntime) -> None:
 def is_xla_initialised() -> bool:
     """Return whether the XLA runtime is up in this process, without starting it."""
     torch_xla: Any = sys.modules.get("torch_xla")
-    # A private name, and the one that torch_xla's own launcher asks.
+    # This name is private, but torch_xla's own launcher reads it, too.
     ask = getattr(getattr(torch_xla, "_XLAC", None), "_xla_runtime_is_initialized", None)
     return bool(ask()) if ask is not None else False
 
@@ -220,7 +219,7 @@ _default_of_torch_xla = ""
 
 
 def _keep_default(was_set: bool) -> None:
-    """Keep what the import of torch_xla has set PJRT_DEVICE to, where it was not set before."""
+    """Record the value of PJRT_DEVICE that the import of torch_xla has set, if the variable was not set before."""
     global _default_of_torch_xla
     _default_of_torch_xla = "" if was_set else env.read("PJRT_DEVICE") or ""
 
@@ -234,31 +233,31 @@ def _was_set_at_start(name: str) -> bool:
 
 
 def wanted_xla_device() -> str:
-    """Return PJRT_DEVICE as the user set it; empty if it is unset, or what the import of torch_xla made of it.
+    """Return the user's PJRT_DEVICE; empty if it is unset, or if the import of torch_xla has set it.
 
-    The import sets it to CPU where it sees no TPU. The user did not ask for that, and in a container that hides the PCI
-    bus it is wrong.
+    The import sets it to CPU if it sees no TPU. The user did not ask for that, and it is wrong in a container that
+    hides the PCI bus.
     """
     value: str = env.read("PJRT_DEVICE") or ""
     return "" if value == _default_of_torch_xla else value.upper()
 
 
 def xla_first_use() -> str:
-    """Return the cell and line that most likely started the XLA runtime, as :func:`first_match` has it."""
+    """Return the cell and line that most likely started the XLA runtime, in the words of :func:`first_match`."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return first_match(shell.user_ns.get("In", []) if shell is not None else [])
 
 
 def first_match(cells: Sequence[str]) -> str:
-    """Return ``" (probably in cell 3, line 2: `...`)"`` for the first line that starts the runtime, else nothing.
+    """Return ``" (probably in cell 3, line 2: `...`)"`` for the first line that starts the runtime; else empty.
 
-    Functions, lambdas and methods don't count: they run in the workers, most likely.
+    Functions, lambdas and methods don't count, because they probably run in the workers.
     """
     for number, source in enumerate(cells):
         is_in_function = False
         for position, line in enumerate(source.splitlines(), 1):
-            if line[:1] not in ("", " ", "\t", ")"):  # the last ends arguments that take several lines
+            if line[:1] not in ("", " ", "\t", ")"):  # `)` ends arguments on several lines
                 is_in_function = bool(_FUNCTION.match(line))
             if XLA_INITIALISERS.search(line) and not is_in_function and not _NOT_RUN.search(line):
                 return f" (probably in cell {number}, line {position}: `{line.strip():.80}`)"
@@ -266,7 +265,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why the first backward of a forked copy fails, because one ran here before; None if it does not.
+    """Return why the first backward of a forked copy fails because one ran here before; None if it does not fail.
 
     torch_xla must have been imported.
     """
@@ -289,17 +288,16 @@ def _xla_backward() -> None:
 # --- TorchTPU -------------------------------------------------------------------------------------------------------
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""What torch reads when it is imported: whether it imports the packages of further devices, too."""
+"""The variable that makes the import of torch load the packages of further devices."""
 
 
 def keep_torch_tpu_away() -> None:
-    """Have the import of torch, which is still to come, not import torch_tpu where that is installed.
+    """Keep a later import of torch from importing torch_tpu if it is installed.
 
-    With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU take the chips of a TPU host; on
-    others, the import takes 300 MB and some seconds for nothing.
-    Once torch is imported, the variable has its old value again, so that programs that cells start are not affected. A
-    value of 1 is not the user's choice: torch_tpu sets it in a process that imports it, and processes that this one
-    starts inherit it.
+    With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU acquire the chips of a TPU host;
+    on other hosts, the import uses 300 MB and some seconds for nothing. Once torch is imported, the variable gets its
+    old value again, so that programs that cells start are not affected. A value of 1 is not the user's choice:
+    torch_tpu sets it in a process that imports it, and child processes inherit it.
     """
     before = env.read(AUTOLOAD)
     if "torch" not in sys.modules and before in (None, "1") and packages.is_installed("torch_tpu"):
@@ -311,9 +309,9 @@ def keep_torch_tpu_away() -> None:
 
 
 def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> str | None:
-    """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None if nothing does.
+    """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None if nothing fails.
 
-    It counts as hanging after ``timeout_s``.
+    After ``timeout_s`` seconds the child counts as hanging.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings(), attached_debugger.kept_out():
@@ -328,13 +326,13 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still the child's
-        with suppress(ChildProcessError):  # a process that ignores SIGCHLD has no status of it
+        with suppress(ChildProcessError):  # a process that ignores SIGCHLD gets no status
             os.waitpid(pid, 0)
 
 
 def _answer(reader: int, timeout_s: float) -> str | None:
-    """Read what the child reports."""
-    # Not select.select(), which takes no descriptor from 1024 on: a kernel may have many files open.
+    """Read the child's report."""
+    # Not select.select(), which rejects descriptors from 1024 on: a kernel may have many files open.
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):
@@ -346,7 +344,7 @@ def _answer(reader: int, timeout_s: float) -> str | None:
 
 
 def _run_probe(attempt: Callable[[], None], writer: int) -> None:
-    """Run in the child. Never returns; writes nothing but its answer, runs none of the parent's exit handlers."""
+    """Run in the child. Never returns; writes nothing but its answer, and runs none of the parent's exit handlers."""
     try:
         warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()
@@ -358,8 +356,8 @@ def _run_probe(attempt: Callable[[], None], writer: int) -> None:
 
 
 def small_backward() -> None:
-    """Run the smallest backward on the CPU; called in a probing child."""
+    """Run the smallest backward on the CPU; called in a child for probing."""
     import torch
 
-    # One number: too small for OpenMP, whose threads a fork does not copy either.
+    # One number is too small for OpenMP, whose threads a fork does not copy either.
     torch.ones((), requires_grad=True).backward()

@@ -1,10 +1,10 @@
-"""GPUs that torch drives by modules of one shape: ``torch.cuda`` for NVIDIA's and AMD's, ``torch.xpu`` for Intel's.
+"""GPUs that torch drives through similar modules: ``torch.cuda`` for NVIDIA and AMD, ``torch.xpu`` for Intel.
 
-    kernel      counts GPUs without the driver's runtime; never makes a context
-    worker      device by local rank -> context -> process group (gloo where ranks share a GPU)
+    kernel      counts GPUs without the driver's runtime; never creates a context
+    worker      device by local rank -> context -> process group (gloo if ranks share a GPU)
 
-Each family finds the GPUs of a host in its own way, and has its own variables to choose among them. ``first_use.py``
-finds out whether a fork is possible. The end of this file explains errors, above all of CUDA and NCCL.
+Each family has its own way of counting a host's GPUs, and its own variables to select them. ``first_use.py`` tells
+whether a fork is possible. The end of this file explains errors, mainly of CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GpuBackend(Backend):
     device_noun = "GPU"
     is_oversubscribable = False
     runtime: first_use.GpuRuntime
-    """What shows in a process that uses such a GPU."""
+    """The traces that such a GPU leaves in a process that uses it."""
 
     def __init__(self) -> None:
         self._note: Callable[[str], None] | None = None
@@ -80,7 +80,8 @@ class GpuBackend(Backend):
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         changes = {**super().worker_env(topology), _CHOSEN_BY_LOCAL_RANK: "1"}
         if self.dist_backend == "nccl" and topology.num_nodes == 1:
-            # Rendezvous of one machine's processes only; their data goes through links of GPUs or shared memory.
+            # For the rendezvous of one machine's processes only; their data goes through links of GPUs or shared
+            # memory.
             changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
@@ -90,10 +91,10 @@ class GpuBackend(Backend):
         import torch
 
         gpu = self._torch_module()
-        # Before, torch would ask the driver's library how many there are: that takes a while to start, and counts whole
-        # GPUs where CUDA shows one MIG instance.
+        # Otherwise torch would ask the driver's library for the number of GPUs, which is slow to start and counts whole
+        # GPUs if CUDA shows one MIG instance.
         gpu.init()
-        # More workers than GPUs share them in turn, for tests on small machines.
+        # If there are more workers than GPUs, they share GPUs in turn, for tests on small machines.
         device = torch.device(self.device_type, topology.local_rank % max(1, gpu.device_count()))
         gpu.set_device(device)
         return device
@@ -101,11 +102,11 @@ class GpuBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
-        # torch advises init_process_group(device_id=...), which no user can pass here; the device is the right one.
+        # torch advises init_process_group(device_id=...), which users can't pass here; the device is already right.
         warnings.filterwarnings("ignore", _ADVICE_ON_DEVICE, UserWarning)
-        # NCCL refuses two ranks on one GPU, as it does instances of one; gloo does not mind.
+        # NCCL refuses two ranks on one GPU, or on instances of one GPU; gloo accepts them.
         count = self._torch_module().device_count()
-        # SLURM gives each process a GPU of its own.
+        # SLURM gives each process its own GPU.
         has_own = count == 1 and not env.read(_CHOSEN_BY_LOCAL_RANK)
         fits = has_own or topology.local_world_size <= count
         dist_backend = self.dist_backend if fits and dist.is_backend_available(self.dist_backend) else "gloo"
@@ -114,7 +115,7 @@ class GpuBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        # The launcher asks too, before it forks; torch would make a context to answer. Workers find out by themselves.
+        # The launcher asks before it forks, and torch would create a context to answer. Workers check it themselves.
         gpu = self._torch_module() if "torch" in sys.modules else None
         if precision != "bf16" or gpu is None or not gpu.is_initialized():
             return None
@@ -137,7 +138,7 @@ class GpuBackend(Backend):
         self._note = note
 
     def _report_once(self, text: str) -> None:
-        """Send ``text`` once in a process."""
+        """Send ``text`` once per process."""
         if self._note is not None:
             self._note(text)
         self._note = None
@@ -149,7 +150,7 @@ class GpuBackend(Backend):
         self._torch_module().set_rng_state(state[self.device_type])
 
     def empty_cache(self) -> None:
-        if "torch" in sys.modules:  # or no GPU can have been used through it
+        if "torch" in sys.modules:  # without torch, no GPU can have been used through it
             self._torch_module().empty_cache()
 
     def device_memory(self) -> tuple[int, int, int] | None:
@@ -185,13 +186,13 @@ _LATER = (
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """Explain an error of a GPU or of NCCL, and what to try, a line each; return nothing for any other error.
+    """Explain an error of a GPU or of NCCL and what to try, one line each; return nothing for any other error.
 
     The message alone decides: after most of these errors, CUDA answers every call with the same error. Errors that only
-    report the loss of another rank are not explained here, but by the end of that rank.
+    report the loss of another rank are not explained here; that rank's own end explains them.
 
     Args:
-        error: with its causes.
+        error: the exception, with its causes.
     """
     if _is_out_of_memory(error):
         return _OUT_OF_MEMORY
@@ -207,7 +208,7 @@ def explain(error: BaseException) -> tuple[str, ...]:
 
 
 class Fault(NamedTuple):
-    """A kind of error: the pattern of its message (a regular expression), what it means, and what to try."""
+    """A kind of error: the pattern of its message (a regular expression), its meaning, and what to try."""
 
     pattern: str
     meaning: str
@@ -217,35 +218,35 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         r"device-side assert triggered",
-        "An operation on the GPU was given a number out of range: most often a class that is not below the number of "
-        "the model's outputs, or a token that its embedding has no row for. Which check it was is in this rank's "
-        "log, as `Assertion ... failed`.",
+        "An operation on the GPU got a number out of range: usually a class that is not below the number of the "
+        "model's outputs, or a token that has no row in the embedding. This rank's log shows the failed check, as "
+        "`Assertion ... failed`.",
         f"the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at its line. {_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
-        "An operation on the GPU reached outside of its memory, which is a mistake of that operation: of a compiled or "
-        "hand-written one, most often.",
-        "without torch.compile, and without libraries that bring operations of their own, as for attention or "
+        "An operation on the GPU accessed memory outside its tensors. The operation itself has a bug; usually it is a "
+        "compiled or hand-written one.",
+        "without torch.compile, and without libraries that bring their own operations, such as for attention or "
         f"quantisation. {_LATER}",
     ),
     Fault(
         r"no kernel image is available",
-        "The installed torch has no code for this GPU: it is older, or newer, than those that it was built for.",
+        "The installed torch has no code for this GPU: the GPU is older or newer than those that torch was built for.",
         "another build of torch: https://pytorch.org/get-started lists them by CUDA version, and the oldest GPUs need "
         "an older torch",
     ),
     Fault(
         r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error",
         "CUDA was in use in the process that this one was forked from, and can't be used in a fork of it. nblaunch "
-        "forks no workers then; data loaders and multiprocessing do so inside the function.",
+        "avoids such forks for its workers; here, a data loader or multiprocessing forked inside the function.",
         "datasets and collate functions that stay on the CPU (prepared loaders bring batches to the GPU), or "
         "DataLoader(..., multiprocessing_context='forkserver'); for the workers, start_method='forkserver'",
     ),
     Fault(
         r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
-        "A library of CUDA could not be started: most often the GPU's memory is full, or a number out of range stopped "
-        "the GPU just before.",
+        "A CUDA library could not be started: usually because the GPU's memory is full, or because a number out of "
+        "range stopped the GPU just before.",
         f"a smaller batch; the same function with backend='cpu'. {_LATER}",
     ),
     Fault(
@@ -256,14 +257,14 @@ FAULTS = (
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",
-        "NCCL found no room in /dev/shm, through which GPUs without direct links talk; containers have 64 MB there.",
+        "NCCL found no room in /dev/shm, which GPUs without direct links communicate through; containers have 64 MB.",
         "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
     ),
 )  # fmt: skip
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU's memory ran out: torch's own error, or one of a library with such a message."""
+    """Return whether a GPU's memory ran out: torch's own error, or a library's error with such a message."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False

@@ -1,7 +1,7 @@
-"""The GPU of a Mac with Apple silicon: torch's device ``mps``, by Metal. One process; macOS shares it among no ranks.
+"""The GPU of a Mac with Apple silicon: torch's device ``mps``, through Metal. One process; ranks can't share it.
 
-The worker is a fresh interpreter (spawn), as every worker on macOS: Metal does not work in a fork of a process that has
-used it, nor do other libraries of the system. Not yet run on a Mac.
+The worker is a fresh interpreter (spawn), like every worker on macOS: Metal and other system libraries do not work in
+a fork of a process that has used them. Not yet run on a Mac.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MpsBackend(Backend):
     name = "mps"
     title = "Apple GPU"
     device_noun = "Apple GPU"
-    dist_backend = "gloo"  # of one rank; what a job of several needs does not exist
+    dist_backend = "gloo"  # for a single rank; torch has no collectives between several
     is_oversubscribable = False
     exchanges_on_host = True
 
@@ -61,7 +61,7 @@ class MpsBackend(Backend):
         return "this process has tensors on the GPU, and Metal can't be used in a forked copy of it"
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        # Operations that Metal lacks are computed on the CPU, as Accelerate has it.
+        # Compute operations that Metal lacks on the CPU, like Accelerate.
         return {**super().worker_env(topology), "PYTORCH_ENABLE_MPS_FALLBACK": "1"}
 
     def device(self, topology: Topology) -> torch.device:
@@ -72,7 +72,7 @@ class MpsBackend(Backend):
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # scaling of gradients; autocast
+        needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # for gradient scaling; for autocast
         torch: Any = sys.modules.get("torch")
         if needed is None or torch is None or release(torch.__version__)[:2] >= release(needed):
             return None

@@ -1,9 +1,9 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-Averaging is for devices whose runtime has no collectives across processes. A process joins at its first Accelerator or
-PartialState (``training/shared_state.py``) or collective (``training/collectives/operations.py``), by
-``training/joining.py``. For the ranks of a session, ``session/client.py`` decides with each command whether it needs a
-group, and ``session/server.py`` joins it.
+Averaging on the host is for devices whose runtime has no collectives across processes. A process joins in its first
+Accelerator or PartialState (``training/shared_state.py``) or its first collective
+(``training/collectives/operations.py``), through ``training/joining.py``. For the ranks of a session,
+``session/client.py`` decides for each command whether it needs a group, and ``session/server.py`` joins it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
-"""Environment of a worker. A rank with a short function would close its connections while others open theirs."""
+"""Worker environment: a rank with a short function would close its connections while other ranks still open theirs."""
 
 _GLOO = ":gloo"
 
@@ -36,7 +36,7 @@ _name = ""
 _is_timeout_extended = False
 
 _connections: dict[int, tuple[int, int]] = {}
-"""Sockets of gloo's default group, where that has a name: descriptor -> identity, as the number may be reused."""
+"""Sockets of gloo's named default group: descriptor -> identity, because numbers may be reused."""
 
 _abandoned: list[Any] = []
 
@@ -45,9 +45,9 @@ _kept: set[Any] = set()
 
 
 def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None:
-    """Join the job's default group through the ``env://`` rendezvous; does nothing if this process is in one.
+    """Join the job's default group through the ``env://`` rendezvous; do nothing if this process is in a group.
 
-    A process without a launcher (``master_port`` 0) stays alone: it needs no group.
+    A process without a launcher (``master_port`` 0) stays alone, because it needs no group.
     """
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     store = None
     if _name:
-        # On the store of all groups, torch would take an earlier group's keys for keys of the next.
+        # On the shared store, torch would mistake an earlier group's keys for keys of the next group.
         common, rank, size = next(dist.rendezvous("env://", rank, size, timeout=timeout or _TIMEOUT))
         store = dist.PrefixStore(_name, common)
     may_break_off = bool(_name) and dist_backend == "gloo"
@@ -66,13 +66,15 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
     dist.init_process_group(dist_backend, timeout=timeout, rank=rank, world_size=size, store=store)
     if may_break_off:
         _connections.clear()
-        _connections.update({fd: one for fd, one in _open_sockets().items() if before.get(fd) != one})
+        _connections.update(
+            {fd: identity for fd, identity in _open_sockets().items() if before.get(fd) != identity}
+        )
 
 
 def extend_collective_timeout() -> None:
-    """Let collectives of groups that are formed without a time limit wait for a day: a rank may be in a debugger.
+    """Let collectives wait for a day if their group has no time limit, because a rank may be in a debugger.
 
-    The limit of a collective that already waits can't change.
+    This does not change the limit of a collective that already waits.
     """
     global _is_timeout_extended
     _is_timeout_extended = True
@@ -82,22 +84,22 @@ def extend_collective_timeout() -> None:
 def _raise_time_limits() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if _is_timeout_extended and c10d is not None:
-        # What groups take that are given none; torch has no public way to set it.
+        # The default limit of new groups; torch has no public way to set it.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
 
 
 def wait_for_members_alone() -> None:
-    """Let ``new_group(ranks)`` wait for the members of the group, where it would wait for all ranks of the job.
+    """Make ``new_group(ranks)`` wait for the members of the group, instead of all ranks of the job.
 
-    ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which the members
-    alone call ``new_group`` would then hang, though it runs under torchrun. The barrier stays for groups with gloo,
-    whose members open their connections in that call; other backends open theirs later.
+    ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which only the members
+    call ``new_group`` would then hang, although it runs under torchrun. The barrier stays for groups with gloo, whose
+    members open their connections in that call; other backends open theirs later.
     """
     packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
 
 
 def _replace_barrier(c10d: Any) -> None:
-    # torch has no public way to choose who takes part in this barrier (torch 2.13).
+    # torch has no public way to choose the ranks of this barrier (torch 2.13).
     wait_for = getattr(c10d, "_store_based_barrier", None)
     if wait_for is None:
         return
@@ -113,7 +115,7 @@ def _replace_barrier(c10d: Any) -> None:
         if len(members) == world.default_pg.size():
             wait_for(rank, store, group_name, count, *args, **kwargs)
         elif any(part.endswith(_GLOO) for part in c10d.get_backend_config(group).split(",")):
-            # Each rank counts its groups by itself, so that two groups may have the same name.
+            # Each rank counts its groups itself, so two groups may have the same name.
             key = f"{group_name}/{','.join(map(str, members))}"
             wait_for(rank, store, key, len(members), *args, **kwargs)
 
@@ -121,7 +123,7 @@ def _replace_barrier(c10d: Any) -> None:
 
 
 def name_next_group(name: str) -> None:
-    """Give the next group of this process a name, the same on all ranks, where another one came before it."""
+    """Name the next group of this process, equally on all ranks, if there was a group before it."""
     global _name
     _name = name
 
@@ -133,11 +135,12 @@ def is_joined() -> bool:
 
 
 def keep_groups() -> None:
-    """Keep this process's groups until :func:`drop_destroyed_groups`, though the user's code destroys them.
+    """Keep this process's groups until :func:`drop_destroyed_groups`, even if the user's code destroys them.
 
-    A group's threads may still hold tensors of the last collective, and need the interpreter's lock to let go of them.
-    A ``DistributedDataParallel`` that dies after ``destroy_process_group()``, as at the return of most functions, would
-    take the group with it, and wait for these threads with the lock held (torch 2.13, gloo; pytorch/pytorch#56297).
+    A group's threads may still hold tensors of the last collective, and need the interpreter's lock to release them. A
+    ``DistributedDataParallel`` that is collected after ``destroy_process_group()``, as on return of most functions,
+    would destroy the group and wait for these threads while it holds the lock (torch 2.13, gloo;
+    pytorch/pytorch#56297).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     groups = c10d and c10d._world.pg_map
@@ -147,9 +150,11 @@ def keep_groups() -> None:
 
 
 def drop_destroyed_groups() -> None:
-    """Let groups end that the user's code has destroyed; called when it has returned."""
+    """Release the groups that the user's code has destroyed; called after it has returned."""
     if not _kept <= _groups():
-        time.sleep(_SETTLE_S)  # gives the lock to a group's threads: before torch 2.8, no end of a group does
+        time.sleep(
+            _SETTLE_S
+        )  # releases the lock for a group's threads; destroying a group does not before torch 2.8
     _kept.clear()
 
 
@@ -168,15 +173,15 @@ def leave() -> None:
 
 
 def break_off() -> None:
-    """Leave the group at once, if there is one: what waits in it fails, here and on the ranks at the other ends.
+    """Leave the group at once, if there is one: waiting collectives fail, here and on the connected ranks.
 
-    Gloo's connections end with the last reference to the group, and a model that was prepared has one.
+    Gloo's connections end only with the last reference to the group, and a prepared model holds one.
     """
     for fd, identity in _connections.items():
         with suppress(OSError):
             if _identity_of_socket(fd) == identity:
                 with socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.getpeername()  # one that listens must go on: gloo ends the process otherwise
+                    connection.getpeername()  # fails for a listening socket; without it, gloo would end the process
                     connection.shutdown(socket.SHUT_RDWR)
     _connections.clear()
     leave()
@@ -184,38 +189,38 @@ def break_off() -> None:
 
 def _open_sockets() -> dict[int, tuple[int, int]]:
     """Return the sockets of this process: descriptor -> identity."""
-    found = {int(name): _identity_of_socket(int(name)) for name in os.listdir("/dev/fd")}
-    return {fd: identity for fd, identity in found.items() if identity is not None}
+    sockets = {int(name): _identity_of_socket(int(name)) for name in os.listdir("/dev/fd")}
+    return {fd: identity for fd, identity in sockets.items() if identity is not None}
 
 
 def _identity_of_socket(fd: int) -> tuple[int, int] | None:
     try:
         status = os.fstat(fd)
-    except OSError:  # the descriptor of the folder that is being read
+    except OSError:  # the descriptor of the folder that listdir was reading
         return None
     return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
 
 def leave_at_exit() -> None:
-    """Destroy the groups of a process that is about to end, where its end alone would not do.
+    """Destroy the groups of a process that is about to end, if its end alone is not enough.
 
-    NCCL and the like need their groups destroyed before the process ends. Gloo's groups own nothing that outlives the
-    process, and destroying one waits 10 to 20 ms for threads that the end stops anyway.
+    NCCL and similar backends need their groups destroyed before the process ends. Gloo's groups own nothing that
+    outlives the process, and destroying one waits 10 to 20 ms for threads that end with the process anyway.
     """
     if not is_joined():
         return
     dist: Any = sys.modules["torch.distributed"]
     groups = dist.distributed_c10d._world.pg_map
-    configs = [dist.get_backend_config(group) for group in groups]  # each as "cpu:gloo,cuda:nccl"
+    configs = [dist.get_backend_config(group) for group in groups]  # such as "cpu:gloo,cuda:nccl"
     if any(not part.endswith(_GLOO) for config in configs for part in config.split(",")):
         leave()
 
 
 def forget_inherited() -> None:
-    """Make a forked worker forget the group that the kernel was in.
+    """Make a forked worker forget the kernel's group.
 
-    The group's threads and sockets belong to the kernel. Destroying it here would wait for threads that a fork does
-    not copy, so its objects are kept alive, unused, until the process ends.
+    The group's threads and sockets belong to the kernel. Destroying the group here would wait for threads that a fork
+    does not copy, so its objects stay alive, unused, until the process ends.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     _abandoned.extend(_kept)
@@ -229,7 +234,7 @@ def forget_inherited() -> None:
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks by gloo. A gradient that only some ranks have counts as zero on the others."""
+    """Average gradients over ranks through gloo. If only some ranks have a gradient, it is zero on the others."""
     import torch
     import torch.distributed as dist
 

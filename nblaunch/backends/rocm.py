@@ -1,7 +1,7 @@
-"""AMD GPUs by ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
+"""AMD GPUs through ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
 
-The machine is read from files below /sys (``host/drm.py``). Not yet run on a GPU: workers start from a clean
-process, since no fork of a kernel with ROCm's libraries loaded has been tried.
+``host/drm.py`` reads the machine from files below /sys. Not yet run on a GPU: workers start from a clean process,
+because a fork of a kernel with ROCm's libraries has not been tried.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nblaunch.host.gpus import DeviceMeter
 
 
 class RocmBackend(GpuBackend):
-    """One process per GPU of AMD."""
+    """One process per AMD GPU."""
 
     name = "rocm"
     title = "AMD GPUs"
@@ -35,7 +35,7 @@ class RocmBackend(GpuBackend):
         num_physical = len(drm.amd_gpus())
         if not num_physical:
             return (
-                "the system lists no AMD GPU for computing in /sys/class/kfd; is its driver (amdgpu) loaded, and does "
+                "the system lists no AMD compute GPU in /sys/class/kfd; is its driver (amdgpu) loaded, and does "
                 "the container have the GPU (--device=/dev/kfd --device=/dev/dri)?"
             )
         if not self.device_count():

@@ -1,18 +1,19 @@
-"""TPU chips through TorchTPU: package ``torch_tpu``, device ``tpu``, the successor of torch_xla.
+"""TPU chips through TorchTPU, the successor of torch_xla: package ``torch_tpu``, device ``tpu``.
 
-    kernel        torch_tpu is not imported: with it, torch.manual_seed or any backward() on the CPU takes the chips
+    kernel        torch_tpu is not imported: otherwise torch.manual_seed or backward() on the CPU would take the chips
     forkserver    a clean process loads the call, imports torch_tpu once and forks the workers: one model, one import
     worker        one chip, which is ``tpu:0`` in each; process group ``cpu:gloo,tpu:tpu_dist``
 
-Operations run as they are called (there is no ``mark_step``), DDP averages gradients on the chips, ``torch.autocast``
-does bf16; what else ranks exchange travels through host memory by gloo, and compiles nothing. All else is torch's
-interface for any accelerator: of ``torch.tpu`` nearly every function refuses callers outside of torch.
+Operations run when they are called (there is no ``mark_step``), DDP averages gradients on the chips, and
+``torch.autocast`` does bf16. All other exchanges between ranks go through host memory and gloo, and compile nothing.
+nblaunch uses torch's interface for any accelerator, because nearly every function of ``torch.tpu`` rejects callers
+outside torch.
 
-Everything above up to libtpu's search for its chip was verified with torch_tpu 0.2.0 and libtpu 0.0.52 on a machine
-without chips, in eight workers. The steps after that have not run yet.
+With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips ran all steps up to libtpu's search
+for its chip. The steps after that have not run yet.
 
-Source of variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which never
-replaces what is set) and ``torch_tpu/_internal/utils/hardware.py``, with which ``tests/torch_tpu`` compares them.
+Sources of the variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which
+never replaces a variable) and ``torch_tpu/_internal/utils/hardware.py``; ``tests/torch_tpu`` compares them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ MESHES: Mapping[str, Mapping[int, str]] = {
 """Kind of chip -> number of workers -> the mesh of their chips."""
 
 _BASE_PORT = 8476
-# The first would win over the worker's own chip; the second makes local ranks beyond it an error.
+# The first variable would override the worker's own chip; the second would reject local ranks beyond it.
 _LEFT_BEHIND = ("TORCH_TPU_BASE_PORT", "TORCH_TPU_DEVICES_PER_HOST", "NNODES")
 
 
@@ -85,12 +86,12 @@ class TorchTpuBackend(Backend):
         if kinds:
             return (
                 f"torch_tpu drives chips of the kinds {', '.join(MESHES)} that are passed through by VFIO (/dev/vfio); "
-                f"here are {', '.join(kinds)}, and {_counted(sum(tpu.vfio_chips().values()))} there"
+                f"this host has {', '.join(kinds)}, and {_counted(sum(tpu.vfio_chips().values()))} there"
             )
         return "there is no TPU chip on the PCI bus; is this a TPU host, and does the container show it /sys/bus/pci?"
 
     def _missing(self) -> str | None:
-        """Return which package is missing or does not fit; None if all do."""
+        """Return which package is missing or does not fit; None if all fit."""
         if not is_installed("torch_tpu"):
             return f"torch_tpu is not installed; on a TPU host: {INSTALL}"
         if not is_installed("libtpu"):
@@ -161,7 +162,7 @@ class TorchTpuBackend(Backend):
             "TPU_VISIBLE_DEVICES": local_rank,
             "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
             "TORCH_TPU_TOPOLOGY": self._meshes().get(count),
-            "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # the same in all workers
+            "TORCH_TPU_XPROF_SESSION_ID": str(topology.master_port),  # equal in all workers
         }
         num_chips = self.device_count()
         if num_chips:
@@ -172,8 +173,8 @@ class TorchTpuBackend(Backend):
 
     def prepare_worker(self, topology: Topology) -> None:
         package()
-        # Registered by the import. It runs a barrier, which waits for ever for a rank that has died; the end of the
-        # process gives the chip back.
+        # The import registers it. It runs a barrier, which waits forever for a rank that has died; the end of the
+        # process releases the chip.
         module = importlib.import_module("torch_tpu._internal.device._device_module")
         atexit.unregister(module.TpuDeviceModule._shutdown_runtime)
 
@@ -194,7 +195,7 @@ class TorchTpuBackend(Backend):
         import torch
         from torch.utils.checkpoint import get_device_states
 
-        # torch's own way to ask any device: torch.tpu.get_rng_state answers callers in torch only.
+        # torch's interface for any device: torch.tpu.get_rng_state only answers callers in torch.
         _, states = get_device_states(torch.empty(0, device="tpu"))
         return {"tpu": states[0]}
 
@@ -205,17 +206,17 @@ class TorchTpuBackend(Backend):
 
 
 def package() -> Any:
-    """Import torch_tpu, which adds the device ``tpu`` to torch, and return it.
+    """Import torch_tpu, which adds the device ``tpu`` to torch, and return the package.
 
     Raises:
-        RuntimeError: it can't be imported, or has found no chip; with the reason.
+        RuntimeError: it can't be imported or has found no chip; the message has the reason.
     """
     import torch
 
     if hasattr(torch, "tpu") and "torch_tpu" in sys.modules:
         return sys.modules["torch_tpu"]
     try:
-        # It registers the device only where autoload is on, and nblaunch may have switched that off for torch.
+        # It registers the device only if autoload is on, and nblaunch may have switched autoload off for torch.
         with env.patched({first_use.AUTOLOAD: "1"}):
             module = importlib.import_module("torch_tpu")
             importlib.import_module("torch_tpu._loader").load()
@@ -235,7 +236,7 @@ def _mismatch() -> str | None:
 
 def is_initialised() -> bool:
     """Return whether the TPU runtime is up in this process, without starting it."""
-    # A private name, and the one that torch.tpu.is_initialized() asks.
+    # This name is private, but torch.tpu.is_initialized() reads it, too.
     operations = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
     ask = getattr(operations, "_is_initialized", None)
     return bool(ask()) if ask is not None else False

@@ -1,22 +1,21 @@
 """XLA devices: TPU chips, and the CPU as a stand-in for them (PJRT_DEVICE=CPU).
 
     kernel      torch_xla is imported, so that workers share its pages; the runtime is never initialised here, because
-                the chips then belong to the kernel until it ends
+                the chips would then belong to the kernel until it ends
     worker      environment (topology, PJRT_DEVICE) -> malloc -> runtime -> process group -> bf16 -> first tensor
     a step      forward, backward, reduce_gradients, optimizer, step_boundary: one graph on a TPU
 
-Gradients travel by XLA's own all-reduce on a TPU. Everything else that ranks exchange (gather, broadcast,
-objects, barriers) travels through host memory by gloo, whose ranks are the runtime's: no graph is compiled for it. PJRT
-on the CPU has no collectives across processes, so there gradients go by gloo too; all above this file is the same.
+On a TPU, gradients travel by XLA's all-reduce. Everything else that ranks exchange (gather, broadcast, objects,
+barriers) goes through host memory and gloo, with the runtime's ranks, so no graph is compiled for it. PJRT on the CPU
+has no collectives across processes, so gloo exchanges the gradients there; all layers above this file are the same.
 
-Two modes change this scheme. In SPMD, one process drives all devices of a host, and the compiler cuts batches, and on
-request weights, over them. In the other mode, the device itself represents wider numbers as bfloat16, instead of
+Two modes change this scheme. With SPMD, one process drives all devices of a host, and the compiler shards batches, and
+weights on request, over them. With ``downcast_bf16``, the device stores wider numbers as bfloat16, which replaces
 autocast.
 
-Beside it are ``xla_runtime.py`` (torch_xla), ``compile_watch.py`` (what is compiled and why), ``first_use.py`` (whether
-a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``.
-
-TorchTPU, which succeeds torch_xla, is a family of its own: ``torch_tpu.py``.
+Related modules are ``xla_runtime.py`` (torch_xla), ``compile_watch.py`` (what compiles and why), ``first_use.py``
+(whether a fork is possible), ``host/tpu.py`` (the machine) and ``host/memory.py``. TorchTPU, the successor of
+torch_xla, has its own family: ``torch_tpu.py``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from nblaunch.topology import Topology
 if TYPE_CHECKING:
     import torch
 
-# "Ran out of memory in memory space hbm. Used 17.93G of 15.48G hbm", from the compiler or at run time.
+# "Ran out of memory in memory space hbm. Used 17.93G of 15.48G hbm", from the compiler or the runtime.
 _OUT_OF_HBM = re.compile("RESOURCE_EXHAUSTED|memory space hbm")
 _THIRD_IN_BF16 = 0.333984375  # 8 bits of significand
 
@@ -76,7 +75,7 @@ class XlaBackend(Backend):
 
     @property
     def device_noun(self) -> str:
-        """What one worker gets: a chip or a core."""
+        """The device of one worker: a chip or a core."""
         return "TPU chip" if xla_runtime.kind() == "TPU" else "CPU core"
 
     def affinity(self) -> int:
@@ -85,7 +84,7 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "TPU":
             return 20 if xla_runtime.num_chips() else 0
         if xla_runtime.kind() == "CPU":
-            # Asked for in the environment, or usable on request: below the plain CPU then.
+            # The user chose it in the environment, or it is only usable on request and ranks below the CPU family.
             return 5 if first_use.wanted_xla_device() else 1
         return 0
 
@@ -104,7 +103,7 @@ class XlaBackend(Backend):
         if not chips or first_use.wanted_xla_device() not in ("", "TPU"):
             return None
         if is_installed("torch_xla") or is_installed("torch_tpu"):
-            return None  # torch_tpu's own reason is nearer
+            return None  # torch_tpu reports the more useful reason
         return f"{chips} TPU chips exist, but can't be used: {self.unavailable_reason()}"
 
     def device_count(self) -> int:
@@ -148,7 +147,7 @@ class XlaBackend(Backend):
         return f"a TPU host runs one worker, or one per chip: valid are 1 and {count}"
 
     def fork_hazard(self) -> str | None:
-        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has refused already
+        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has already refused
             who = first_use.xla_first_use()
             return f"this process has initialised the XLA runtime{who}, which hangs in a forked process"
         if "torch" not in sys.modules:
@@ -171,7 +170,7 @@ class XlaBackend(Backend):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        # No worker has a share: what the image sets for its chips holds, as in any plain script on this host.
+        # The worker has no share of the chips: keep the image's settings for them, as in any plain script on this host.
         image = env.snapshot()
         own_share = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | own_share
@@ -189,7 +188,7 @@ class XlaBackend(Backend):
             atexit.register(self._report_exchanged_copies, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
-            # On the CPU executables can be written but not read back (torch_xla 2.9): only where asked for.
+            # On the CPU, executables can be written but not read back (torch_xla 2.9), so the cache is only on request.
             os.makedirs(folder, exist_ok=True)
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)
@@ -211,7 +210,7 @@ class XlaBackend(Backend):
 
     @property
     def num_spmd_devices(self) -> int:
-        """The number of devices that this process drives as one; 0 outside of SPMD."""
+        """Number of devices that this process drives as one; 0 without SPMD."""
         return xla_runtime.num_spmd_devices()
 
     def device(self, topology: Topology) -> torch.device:
@@ -227,9 +226,9 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "CPU" or topology.world_size == 1:
             process_group.join("gloo", topology, timeout_s)
         elif topology.master_port and not dist.is_initialized():
-            # The rendezvous of torch_xla gives the runtime its peers (it does so where TORCHELASTIC_RUN_ID is
-            # set) and gives ranks by devices, whose order is the runtime's own. Its process group, though, takes XLA
-            # tensors only and can't be combined with another one (torch 2.9): gloo can do both, on the host.
+            # torch_xla's rendezvous gives the runtime its peers (if TORCHELASTIC_RUN_ID is set) and numbers ranks by
+            # devices, in the runtime's own order. Its process group, though, takes only XLA tensors and can't be
+            # combined with another one (torch 2.9). Gloo can do both, on the host.
             xla_runtime.part("distributed.xla_backend")
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
@@ -276,8 +275,8 @@ class XlaBackend(Backend):
             if self._has_fp32_doubles:
                 variable, other = other, variable
                 types = "float is bfloat16, double is float32"
-            # Read once by the runtime, at the first tensor of the process. Deprecated since torch_xla 2.6, and without
-            # a successor of the same meaning; what is computed shows when they are gone.
+            # The runtime reads these once, at the first tensor of the process. They are deprecated since torch_xla 2.6
+            # without an equivalent successor; the computed value below shows when they have stopped working.
             env.apply({variable: "1", other: None})
             single, double = _computed_thirds()
             has_bf16_doubles = double == _THIRD_IN_BF16
@@ -301,7 +300,7 @@ class XlaBackend(Backend):
     # --- worker's half: models and steps -------------------------------------------------------------------------
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
-        # Inner modules first, so that never more than one layer's parameters lie on the host twice.
+        # Inner modules first, so that at most one layer's parameters are on the host twice.
         modules = list(module.modules())
         for part in reversed(modules):
             part.to(device)
@@ -323,7 +322,7 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.step_boundary()  # all gradients in one graph: reading them one by one would compile one for each
+        self.step_boundary()  # all gradients in one graph: reading them singly would compile one graph for each
         process_group.average(parameters)
 
     def begin_step(self, phase: str, batch: Any) -> None:
@@ -358,12 +357,12 @@ class XlaBackend(Backend):
 
     def seed(self, seed: int) -> None:
         self._seed = seed
-        if self._device is not None:  # or it is done when the device is first used
+        if self._device is not None:  # otherwise the first use of the device seeds it
             self.set_rng_state({"xla": seed})
 
 
 def _computed_thirds() -> tuple[float, float]:
-    """Return 1/3 as float and as double, as the device computes it: SPMD does not change values that were only sent."""
+    """Return 1/3 as float and as double, computed on the device: SPMD does not convert values that were only sent."""
     import torch
 
     sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]

@@ -1,12 +1,12 @@
-"""torch_xla as it is installed here: found, imported when it is needed, and set up in a worker.
+"""The installed torch_xla: detects it, imports it when it is needed, and sets it up in a worker.
 
-    kind, num_chips, version_mismatch ...     without importing it
-    package, part                             import it; nothing else in nblaunch does
-    counters, memory                          what its compiler has done; what the device holds
+    kind, num_chips, version_mismatch ...     do not import it
+    package, part                             import it; no other code of nblaunch does
+    counters, memory                          what its compiler has done; memory of the device
     use_spmd, shard, cut_batch                one process drives all devices of its host
-    join_at_first_use, separate_stores ...    the world that torch_xla itself sees in a worker
+    join_at_first_use, separate_stores ...    torch_xla's own world in a worker
 
-Apart from SPMD, nothing here initialises the runtime or waits for the device: this module only reads the compiler's
+Except for SPMD, nothing here initialises the runtime or waits for the device: this module only reads the compiler's
 counters.
 """
 
@@ -37,23 +37,23 @@ _SCALARS = "aten::_local_scalar_dense"  # item(), float(), bool()
 
 
 def kind() -> str:
-    """Return what the runtime will compute on: the value of PJRT_DEVICE, or what torch_xla would choose."""
+    """Return the device that the runtime will compute on: PJRT_DEVICE, or torch_xla's own choice."""
     return first_use.wanted_xla_device() or ("TPU" if num_chips() else "CPU")
 
 
 def num_chips() -> int:
     """Return the number of TPU chips of this host."""
     if "torch_xla._internal.tpu" in sys.modules:
-        found = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
+        count = int(sys.modules["torch_xla._internal.tpu"].num_available_chips())
     else:
-        found = sum(tpu.chips().values())
-    return found or tpu.device_files(
+        count = sum(tpu.chips().values())
+    return count or tpu.device_files(
         first_use.wanted_xla_device() == "TPU" or bool(env.read("TPU_ACCELERATOR_TYPE"))
     )
 
 
 def version_mismatch() -> str | None:
-    """Return what to do where torch and torch_xla are of different releases, in which case the import fails."""
+    """Return what to do if torch and torch_xla come from different releases, which makes the import fail."""
     torch, xla = packages.version("torch"), packages.version("torch_xla")
     if torch is None or xla is None or packages.release(torch)[:2] == packages.release(xla)[:2]:
         return None
@@ -65,7 +65,7 @@ def version_mismatch() -> str | None:
 
 
 def unknown_chips() -> str | None:
-    """Return what to do where torch_xla is older than the chips of this host, whose workers would end in its errors."""
+    """Return what to do if torch_xla is too old for this host's chips, which would end the workers with its errors."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
@@ -76,12 +76,12 @@ def package() -> Any:
     """Import torch_xla and return it.
 
     Raises:
-        RuntimeError: it can't be imported, with the reason.
+        RuntimeError: it can't be imported; the message has the reason.
     """
     if "torch_xla" in sys.modules:
         return sys.modules["torch_xla"]
     try:
-        # Left alone, the import would fix PJRT_DEVICE for the whole process.
+        # Without this, the import would fix PJRT_DEVICE for the whole process.
         with env.patched({"PJRT_DEVICE": kind(), **host_env()}), _one_collection():
             for name in ("core.xla_model", "runtime", "debug.metrics", "distributed.xla_backend"):
                 importlib.import_module(f"torch_xla.{name}")
@@ -92,10 +92,10 @@ def package() -> Any:
 
 @contextmanager
 def _one_collection() -> Iterator[None]:
-    """Look for garbage once, at the end of an import, which would have dozens of looks at a heap that grows.
+    """Collect garbage once at the end of an import, instead of dozens of times while the heap grows.
 
-    What it leaves would be frozen with a kernel's heap, and shared with workers for good. Launches after it do not look
-    again: in a kernel with torch that takes longer than their forks.
+    Uncollected objects would be frozen with the kernel's heap, and shared with workers for good. Later launches do not
+    collect again: in a kernel with torch, that takes longer than the forks.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -108,7 +108,7 @@ def _one_collection() -> Iterator[None]:
 
 
 def part(name: str) -> Any:
-    """Return a module of torch_xla, as ``"core.xla_model"``, once the package is imported."""
+    """Return a module of torch_xla, such as ``"core.xla_model"``, once the package is imported."""
     return importlib.import_module(f"torch_xla.{name}")
 
 
@@ -118,7 +118,7 @@ def tpu_slice() -> tpu.TpuSlice:
 
 
 def host_env() -> dict[str, str | None]:
-    """Return what torch_xla must find in the environment of a TPU host, for its import too; none without chips."""
+    """Return variables that torch_xla needs on a TPU host, even for its import; empty without chips."""
     if not num_chips():
         return {}
     named = {"TPU_ACCELERATOR_TYPE": tpu_slice().accelerator_type} if env.read("TPU_ACCELERATOR_TYPE") else {}
@@ -126,9 +126,9 @@ def host_env() -> dict[str, str | None]:
 
 
 def counters() -> Counters:
-    """Return the compiler's counters since the process began."""
+    """Return the compiler's counters since the start of the process."""
     metrics = part("debug.metrics")
-    # Not metrics_report(): it takes a hundred times longer and initialises the runtime.
+    # Not metrics_report(), which takes a hundred times longer and initialises the runtime.
     compiled = metrics.metric_data("CompileTime")
     fallbacks = {
         name: metrics.counter_value(name) or 0
@@ -144,9 +144,9 @@ def counters() -> Counters:
 
 
 def memory() -> tuple[int, int, int] | None:
-    """Return bytes of the default device: taken, peak, total; None if the runtime does not report them.
+    """Return bytes of the default device: used, peak, total; None if the runtime does not report them.
 
-    Source: ``torch_xla.core.xla_model.get_memory_info``; the peak is missing from older runtimes' answer.
+    Source: ``torch_xla.core.xla_model.get_memory_info``; older runtimes do not report the peak.
     """
     try:
         info = part("core.xla_model").get_memory_info()
@@ -158,17 +158,18 @@ def memory() -> tuple[int, int, int] | None:
 
 # --- SPMD: one process drives all devices of its host as one ----------------------------------------------------------
 
-# Tensors have their global shapes. Which part of a tensor each device holds is an annotation, from which XLA's compiler
-# derives how every operation is cut, and the collectives in between. What is not annotated is held whole by all.
+# Tensors have their global shapes. An annotation says which part of a tensor each device holds; from it, XLA's compiler
+# derives how to split every operation, and the collectives between operations. Every device holds all of a tensor
+# without an annotation.
 
 _AXIS = "devices"
 
 
 def use_spmd() -> None:
-    """Have the runtime of this process drive all devices as one.
+    """Make the runtime of this process drive all devices as one.
 
     Raises:
-        RuntimeError: it drives one already.
+        RuntimeError: it already drives one device.
     """
     runtime = package().runtime
     if runtime.is_spmd():
@@ -182,7 +183,7 @@ def use_spmd() -> None:
 
 
 def num_spmd_devices() -> int:
-    """Return the number of devices that this process drives as one; 0 if it drives one by itself."""
+    """Return the number of devices that this process drives as one; 0 if it drives a single device by itself."""
     return int(_whole_mesh().size()) if part("runtime").is_spmd() else 0
 
 
@@ -193,15 +194,15 @@ def _whole_mesh() -> Any:
 
 
 def shard(tensor: torch.Tensor, dimension: int) -> None:
-    """Cut ``tensor`` along ``dimension``, in place. The last parts are padded where it does not come out even."""
+    """Shard ``tensor`` along ``dimension``, in place. Uneven last parts are padded."""
     axes = [_AXIS if index == dimension else None for index in range(tensor.ndim)]
     part("distributed.spmd").mark_sharding(tensor, _whole_mesh(), tuple(axes))
 
 
 def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
-    """Have every device hold its rows of all tensors in ``batch``, where one process drives several.
+    """Give every device its rows of all tensors in ``batch``, if one process drives several devices.
 
-    If the devices don't divide a tensor evenly, each of them holds all of it, and a note says so.
+    If the number of devices does not divide a tensor evenly, each device holds all of it, and a note says so.
     """
     count = num_spmd_devices()
     for tensor in tensors(batch) if count else ():
@@ -218,11 +219,11 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
 
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
-# For functions that use it without nblaunch's Accelerator.
-# torch_xla knows the other processes only once it was initialised as its own launcher does it. Otherwise each worker is
-# a world of one process: xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU it always is.
+# For functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes only if it was
+# initialised as by its own launcher. Otherwise each worker is a world of one process: xr.world_size() is 1, and
+# xm.optimizer_step reduces nothing. On the CPU this is always so.
 
-# What torch_xla's Python code asks its extension for when it needs a device, or the world, for the first time.
+# Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.
 _ENTRIES = (
     "_xla_get_default_device",
     "_xla_get_default_device_ordinal",
@@ -236,9 +237,9 @@ _ENTRIES = (
 
 
 def join_at_first_use(topology: Topology) -> None:
-    """Have this worker join the others as torch_xla's launcher does, when torch_xla first needs a device or the world.
+    """Make this worker join the others like torch_xla's launcher, when torch_xla first needs a device or the world.
 
-    Not before: the runtime waits for all workers there, and some functions never use it.
+    It can't join earlier: the runtime then waits for all workers, and some functions never use it.
     """
     extension = package()._XLAC
     originals = {name: getattr(extension, name) for name in _ENTRIES}
@@ -246,8 +247,8 @@ def join_at_first_use(topology: Topology) -> None:
     def entry(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def enter(*arguments: Any) -> Any:
-            for name, one in originals.items():
-                setattr(extension, name, one)
+            for name, function in originals.items():
+                setattr(extension, name, function)
             launcher = part("_internal.pjrt")
             launcher.initialize_multiprocess(topology.local_rank, topology.local_world_size)
             return original(*arguments)
@@ -259,7 +260,7 @@ def join_at_first_use(topology: Topology) -> None:
 
 
 def refuse_spawn(topology: Topology) -> None:
-    """Have torch_xla start no processes in this worker, each of which would be another world, or take others' chips."""
+    """Keep torch_xla from starting processes in this worker: each would be its own world, or take others' chips."""
 
     def spawn(*arguments: Any, **options: Any) -> None:
         raise RuntimeError(
@@ -271,10 +272,10 @@ def refuse_spawn(topology: Topology) -> None:
 
 
 def separate_stores(topology: Topology) -> None:
-    """Give this worker keys of its own in the store that ``init_method="xla://"`` connects to.
+    """Give this worker its own keys in the store that ``init_method="xla://"`` connects to.
 
-    This is for worlds of one process. torch waits in the store until as many ranks have come as the world has. With the
-    keys of several worlds, it may count one too many, and then waits until its time is over.
+    This is for worlds of one process. torch waits in the store until all ranks of the world have come. If several
+    worlds share their keys, torch may count one rank too many, and then waits until the timeout.
     """
 
     def separate(module: object) -> None:
@@ -287,8 +288,8 @@ def separate_stores(topology: Topology) -> None:
         @functools.wraps(rendezvous)
         def own_keys(*arguments: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
             for store, rank, world_size in rendezvous(*arguments, **options):
-                own = store if world_size > 1 else dist.PrefixStore(f"worker {topology.rank}", store)
-                yield own, rank, world_size
+                worker_store = store if world_size > 1 else dist.PrefixStore(f"worker {topology.rank}", store)
+                yield worker_store, rank, world_size
 
         handlers["xla"] = own_keys
 
@@ -296,8 +297,8 @@ def separate_stores(topology: Topology) -> None:
 
 
 def has_exchanged_copies() -> bool:
-    """Return whether a collective of torch.distributed ran on copies of XLA tensors, which it then leaves as they are.
+    """Return whether a collective of torch.distributed ran on copies of XLA tensors and so left the tensors unchanged.
 
-    torch has no kernel of such a collective for XLA tensors, and copies the arguments to the host, but not back.
+    torch has no kernel of such collectives for XLA tensors: it copies the arguments to the host, but not back.
     """
     return any(name.startswith("c10d::") for name in part("debug.metrics").counter_names())

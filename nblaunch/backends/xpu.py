@@ -1,7 +1,7 @@
 """Intel GPUs: torch's device ``xpu``, joined by XCCL.
 
-The machine is read from files below /sys (``host/drm.py``). Not yet run on a GPU: workers start from a clean
-process, since no fork of a kernel with SYCL's libraries loaded has been tried.
+``host/drm.py`` reads the machine from files below /sys. Not yet run on a GPU: workers start from a clean process,
+because a fork of a kernel with SYCL's libraries has not been tried.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from nblaunch.host import drm
 
 
 class XpuBackend(GpuBackend):
-    """One process per GPU of Intel."""
+    """One process per Intel GPU."""
 
     name = "xpu"
     title = "Intel GPUs"
@@ -22,7 +22,7 @@ class XpuBackend(GpuBackend):
     runtime = first_use.LEVEL_ZERO
 
     def affinity(self) -> int:
-        # Beside a GPU of NVIDIA or AMD it is the processor's own, most likely.
+        # Next to a GPU of NVIDIA or AMD, it is probably the processor's own.
         return min(super().affinity(), 9)
 
     def build_refusal(self) -> str | None:
@@ -41,7 +41,7 @@ class XpuBackend(GpuBackend):
         return self.build_refusal() or ""
 
     def overlooked(self) -> str | None:
-        return None  # nearly every processor of Intel has a GPU, which few users mean to train on
+        return None  # nearly every Intel processor has a GPU, but few users mean to train on it
 
     def device_count(self) -> int:
         return drm.num_visible_intel_gpus()
@@ -54,7 +54,7 @@ class XpuBackend(GpuBackend):
 
         if num_processes == 1 or dist.is_backend_available(self.dist_backend):
             return None
-        # Gloo, which other GPUs could fall back on, takes no tensors of these.
+        # Gloo, which other GPUs could fall back on, does not accept tensors of these.
         return "the installed torch has no XCCL, which joins Intel GPUs; XPU builds of torch 2.8 and newer have it"
 
     def clean_start_reason(self) -> str | None:
