@@ -3,7 +3,7 @@
     kernel      counts GPUs without the driver's runtime; never creates a context
     worker      device by local rank -> context -> process group (gloo if ranks share a GPU)
 
-Each family has its own way of counting a host's GPUs, and its own variables to select them. ``first_use.py`` tells
+Each family has its own way of counting a host's GPUs, and its own variables to select them. ``first_use.py`` decides
 whether a fork is possible. The end of this file explains errors, mainly of CUDA and NCCL.
 """
 

@@ -1,11 +1,11 @@
 """Exit statuses of child processes, in a process that ignores SIGCHLD.
 
-Where SIGCHLD is ignored, the system discards how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
-cell says so, or because the program that started the kernel did. While workers run, the system has the signal's
-default, which ignores it as well, but keeps statuses.
+If SIGCHLD is ignored, the system discards how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
+cell or the program that started the kernel did so. While workers run, this module sets the system's default for the
+signal, which also ignores it but keeps statuses.
 
-The disposition is set in C, for two reasons: any thread may do so, and ``signal.getsignal`` still returns what the user
-has chosen, so that the choice holds again afterwards.
+The disposition is set in C for two reasons: any thread may do so, and ``signal.getsignal`` still returns the user's
+choice, which applies again afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _num_blocks = 0
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Have the system keep the exit statuses of children in the block. Blocks of several threads may overlap."""
+    """Make the system keep children's exit statuses during the block. Blocks of several threads may overlap."""
     global _num_blocks
     with _lock:
         _num_blocks += 1

@@ -1,9 +1,9 @@
 """File descriptors, and which of them forked children must not keep.
 
-Every process forked from the kernel, by us or by other code, inherits its descriptors. A child that kept the writing
-end of a guardian's pipe would hide the kernel's death from that guardian, one that kept a listening socket would keep
-its port open. Every child closes the registered descriptors the moment it is forked. For descriptors that exist only
-for a moment, :func:`forks_held_back` makes forks wait.
+Every process that nblaunch or other code forks from the kernel inherits its descriptors. A child that kept the writing
+end of a guardian's pipe would hide the kernel's death from that guardian; a child that kept a listening socket would
+keep its port open. Every child therefore closes the registered descriptors as soon as it is forked. For descriptors
+that exist only for a moment, :func:`forks_held_back` makes forks wait.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _HIGH = 960
-"""Below the usual limit, 1024. A higher number costs memory: the system keeps a table up to the highest one."""
+"""Below the usual limit, 1024. Higher numbers cost memory, because the system's table reaches up to the highest."""
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
 
 
 def keep_from_children(*fds: int) -> None:
-    """Close ``fds`` in every process that is forked from this one from now on."""
+    """Close ``fds`` in every process that this process forks from now on."""
     _kernel_only.update(fds)
 
 
@@ -37,8 +37,8 @@ def is_kept_from_children(fd: int) -> bool:
 def forks_held_back() -> Iterator[None]:
     """Let forks of other threads wait while the block runs.
 
-    ``subprocess.Popen`` waits until no process holds the writing end of a pipe that it has made: for a child that is
-    forked meanwhile it would wait as long as that child lives.
+    ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
+    meanwhile, it would wait as long as that child lives.
     """
     with _forking:
         yield
@@ -59,7 +59,7 @@ def forget(*fds: int) -> None:
 def occupy_standard_ones() -> None:
     """Open ``/dev/null`` wherever 0, 1 or 2 is closed.
 
-    Else the next pipe would get that number, and a child's output would go into it.
+    Otherwise the next pipe would get that number, and a child's output would go into it.
     """
     for fd in range(3):
         try:
@@ -69,12 +69,12 @@ def occupy_standard_ones() -> None:
 
 
 def have_run_out(error: OSError) -> bool:
-    """Return whether ``error`` says that this process, or the system, has no descriptor left."""
+    """Return whether ``error`` means that this process, or the system, has no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def check_room(count: int) -> None:
-    """Raise ``OSError`` if this process can't have ``count`` descriptors more."""
+    """Raise ``OSError`` if this process can't open ``count`` more descriptors."""
     opened: list[int] = []
     try:
         while len(opened) < count:
@@ -85,9 +85,9 @@ def check_room(count: int) -> None:
 
 
 def high_copy(fd: int) -> int:
-    """Return a copy of a descriptor, out of reach of code that closes all low numbers.
+    """Return a copy of a descriptor with a number so high that code which closes all low numbers does not reach it.
 
-    It is ``fd`` itself if that is negative, or if the process may have no such number.
+    Return ``fd`` itself if it is negative, or if the process may not have such a number.
     """
     if fd < 0:
         return fd
@@ -98,7 +98,7 @@ def high_copy(fd: int) -> int:
 
 
 def moved_high(fd: int) -> int:
-    """Return a descriptor in place of ``fd``, as :func:`high_copy` does; ``fd`` is closed."""
+    """Return a copy of ``fd`` made by :func:`high_copy`; close ``fd``."""
     high = high_copy(fd)
     if high != fd:
         os.close(fd)
@@ -107,7 +107,7 @@ def moved_high(fd: int) -> int:
 
 def _close_in_child() -> None:
     global _forking
-    _forking = threading.RLock()  # the other may be held by a thread that does not exist here
+    _forking = threading.RLock()  # a thread that does not exist in this child may hold the old one
     for fd in _kernel_only:
         os.close(fd)
     _kernel_only.clear()
@@ -121,7 +121,7 @@ os.register_at_fork(
 
 
 def is_writable(fd: int) -> bool:
-    """Return whether a write to ``fd`` would be taken now, or refused because the reader has gone."""
-    poller = select.poll()  # select.select takes no descriptor from 1024 on
+    """Return whether a write to ``fd`` would succeed at once, or fail because the reader has gone."""
+    poller = select.poll()  # select.select rejects descriptors from 1024 on
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(0))

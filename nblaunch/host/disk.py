@@ -1,4 +1,4 @@
-"""Room on disks: parts of files freed and reserved, and why a file system takes no more."""
+"""Disk space: frees and reserves parts of files, and explains why a file system accepts no more."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def free_range(fd: int, start: int, length: int) -> None:
-    """Free a part of a file (bytes), whose other contents stay where they are.
+    """Free a part of a file (in bytes); the rest stays unchanged.
 
     Raises:
-        OSError: the file system can't.
+        OSError: the file system does not support it.
     """
     _allocate(fd, _KEEP_SIZE | _PUNCH_HOLE, start, length)
 
 
 def refuses_growth(path: Path, num_bytes: int) -> str | None:
-    """Return why a file can't grow by ``num_bytes``, as :func:`reason` has it; None if it can, or is unknown.
+    """Return why a file can't grow by ``num_bytes``, in the words of :func:`reason`; None if it can, or if unknown.
 
-    The room is reserved for it if there is enough; its contents and size stay as they are.
+    The call reserves the space if there is enough; the file's contents and size stay unchanged.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -41,7 +41,7 @@ def refuses_growth(path: Path, num_bytes: int) -> str | None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return how much this user can still write to the file system of ``path``; None if that is not known."""
+    """Return how much this user can still write to the file system of ``path``; None if unknown."""
     try:
         status = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
     except OSError:
@@ -50,14 +50,14 @@ def free_bytes(path: Path) -> int | None:
 
 
 def reason(path: Path, error: OSError) -> str:
-    """Return why ``error`` was raised for ``path``, by the state of its file system where it shows, else as text."""
+    """Return why ``error`` was raised for ``path``: its file system's state if that explains it, or else its text."""
     if error.errno == errno.ENOSPC:
         return _lack(path) or str(error.strerror)
     return str(error.strerror or error)
 
 
 def _lack(path: Path) -> str | None:
-    """Return what the file system of ``path`` has run out of; None if it has some of everything."""
+    """Return which resource of ``path``'s file system is used up; None if none is."""
     try:
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         status = os.statvfs(place)

@@ -1,6 +1,6 @@
-"""GPUs of AMD and Intel as the Linux kernel lists them: files below ``/sys/class``, no driver library, no program.
+"""AMD and Intel GPUs as listed by the Linux kernel: files below ``/sys/class``; no driver library, no program.
 
-Reading them starts neither ROCm nor Level Zero, so that a process which does can still be forked.
+Reading these files starts neither ROCm nor Level Zero, so the process can still be forked.
 
 Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
 ``/sys/class/kfd``, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
@@ -18,30 +18,31 @@ from nblaunch.host.gpus import DeviceMeter, Gpu, visible_devices
 
 _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"
-_INTEGRATED = "0000:00:02.0"  # where Intel's processors have their own GPU on the PCI bus
+_INTEGRATED = "0000:00:02.0"  # place of the GPU inside Intel's processors on the PCI bus
 
 
 def amd_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that ROCm can compute on, in its order, whatever variables hide; ``name`` is the render node.
+    """Return all GPUs that ROCm can compute on, in its order, including hidden ones; ``name`` is the render node.
 
     A container sees all GPUs of the host, but can't read the files of GPUs that it may not use.
     """
     nodes = _CLASSES.glob("kfd/kfd/topology/nodes/[0-9]*/properties")
-    found = []
+    gpus = []
     for file in sorted(nodes, key=lambda path: int(path.parent.name)):
         values = dict(line.split() for line in proc.read(file).splitlines() if len(line.split()) == 2)
         if int(values.get("simd_count", 0)) == 0:
             continue  # a processor
         node = f"renderD{values.get('drm_render_minor')}"
         unique_id = int(values.get("unique_id", 0))
-        found.append(Gpu(f"GPU-{unique_id:016x}" if unique_id else f"GPU-{node}", name=node))
-    return tuple(found)
+        gpus.append(Gpu(f"GPU-{unique_id:016x}" if unique_id else f"GPU-{node}", name=node))
+    return tuple(gpus)
 
 
 def visible_amd_gpus() -> list[Gpu]:
     """Return the AMD GPUs that HIP shows in this process, in its order.
 
-    ROCR_VISIBLE_DEVICES chooses first, HIP_VISIBLE_DEVICES (CUDA_VISIBLE_DEVICES where it is unset) among these.
+    ROCR_VISIBLE_DEVICES chooses first; HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES if it is unset) chooses among
+    these.
     """
     shown = amd_gpus()
     hip = env.read("HIP_VISIBLE_DEVICES")
@@ -54,10 +55,10 @@ def visible_amd_gpus() -> list[Gpu]:
 
 
 class AmdMeter(DeviceMeter):
-    """Reads AMD's GPUs from files of their driver.
+    """Reads AMD GPUs from files of their driver.
 
     Args:
-        gpus: in the order of local ranks.
+        gpus: GPUs in the order of local ranks.
     """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
@@ -69,7 +70,7 @@ class AmdMeter(DeviceMeter):
 
 
 def num_intel_gpus() -> int:
-    """Return how many GPUs of Intel the host has as torch counts them: tiles of cards, integrated GPUs only alone."""
+    """Return the number of Intel GPUs as torch counts them: tiles of cards; integrated GPUs only without cards."""
     folders = [
         card / "device"
         for card in _CLASSES.glob("drm/card[0-9]*")
@@ -94,7 +95,7 @@ def num_visible_intel_gpus() -> int:
 
 
 def _selected(selector: str, count: int) -> set[int]:
-    """Return which of so many devices ``ONEAPI_DEVICE_SELECTOR`` leaves, as ``"level_zero:0,1;opencl:*"``."""
+    """Return which of ``count`` devices ``ONEAPI_DEVICE_SELECTOR``, such as ``"level_zero:0,1;opencl:*"``, selects."""
     chosen: set[int] = set()
     for term in selector.lower().split(";"):
         interface, _, devices = term.strip().partition(":")

@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and folders that are private to a user.
+"""Files that are replaced atomically, and folders that are private to a user.
 
 A private folder is opened once (:func:`open_private`): nblaunch reads its owner and mode from the open descriptor, and
 opens its files relative to it. A user who may rename the folder, or one above it, can't put another in its place
@@ -20,14 +20,14 @@ from typing import IO
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
-"""What file systems without fsync for folders answer (FUSE mounts of cloud storage, some network file systems)."""
+"""Error numbers of file systems without fsync for folders (FUSE mounts of cloud storage, some network disks)."""
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder and its missing parents, each for this user alone, regardless of the umask.
+    """Create a folder and its missing parents, accessible to this user alone, regardless of the umask.
 
     Raises:
-        OSError: it can't be made.
+        OSError: it can't be created.
     """
     if not path.is_dir():
         if not path.parent.is_dir():
@@ -40,10 +40,10 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
 
     Args:
         path: path of the folder.
-        dir_fd: descriptor of the folder that a relative path begins in.
+        dir_fd: descriptor of the folder that a relative path starts from.
 
     Raises:
-        PermissionError: it is not a folder, is another user's, or other users may enter it; the message says which.
+        PermissionError: it is not a folder, belongs to another user, or lets other users in; the message says which.
         FileNotFoundError: it does not exist.
         OSError: it can't be opened.
     """
@@ -66,7 +66,7 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
 
 @contextmanager
 def private_folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
-    """Open a folder as :func:`open_private` does while the block runs."""
+    """Open a folder like :func:`open_private`, and close it after the block."""
     fd = open_private(path, dir_fd)
     try:
         yield fd
@@ -75,7 +75,7 @@ def private_folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]
 
 
 def keep_from_cleaners(folder_fd: int) -> None:
-    """Lock a folder while the descriptor is open: cleaners of temporary files pass over it and all that is in it.
+    """Lock a folder while the descriptor is open: programs that clean up temporary files skip it and its contents.
 
     Source: tmpfiles.d(5), "a BSD file lock". Does nothing on file systems without such locks.
     """
@@ -84,7 +84,7 @@ def keep_from_cleaners(folder_fd: int) -> None:
 
 
 def read(folder_fd: int, name: str) -> bytes | None:
-    """Return what a file of a folder holds; None if it does not exist.
+    """Return the contents of a file in a folder; None if it does not exist.
 
     Raises:
         OSError: it can't be read.
@@ -100,16 +100,16 @@ def read(folder_fd: int, name: str) -> bytes | None:
 def replace(
     folder_fd: int, name: str, write: Callable[[IO[bytes]], object], *, is_lasting: bool = True
 ) -> None:
-    """Replace a file in one step: it always holds either its old or its new contents.
+    """Replace a file atomically: it always has either its old or its new contents.
 
     Args:
-        folder_fd: descriptor of its folder, in which no other process writes a file of this name.
+        folder_fd: descriptor of its folder; no other process may write a file of this name there.
         name: name of the file.
-        write: writes its contents to a file that is open to be read, too.
-        is_lasting: have the system put it on the disk, so that it is there after a power failure as well.
+        write: writes the contents to a file that is also open for reading.
+        is_lasting: force the file to the disk, so that it survives a power failure.
 
     Raises:
-        OSError: the disk is full, for example; the file is as it was.
+        OSError: for example, the disk is full; the file is unchanged.
     """
     aside = f"{name}.new"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -129,7 +129,7 @@ def replace(
 
 
 def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
-    """Make a file that keeps room on the disk, for :func:`replace_within`.
+    """Create a file that reserves disk space for :func:`replace_within`.
 
     Raises:
         OSError: the disk has too little room.
@@ -139,10 +139,10 @@ def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
 
 
 def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) -> None:
-    """Replace a file in one step, in the room that :func:`reserve` has kept: also on a disk that is full.
+    """Replace a file atomically in the space that :func:`reserve` has kept, even if the disk is full.
 
     Raises:
-        OSError: the reserved room is gone, and the disk has too little other room.
+        OSError: the reserved space is gone, and the disk is too full.
     """
     try:
         fd = os.open(reserve_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
@@ -158,7 +158,7 @@ def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) ->
 
 
 def sync_folder(folder_fd: int) -> None:
-    """Have the system put the names of a folder on the disk, where its file system can."""
+    """Force the names in a folder to the disk, if the file system supports it."""
     try:
         os.fsync(folder_fd)
     except OSError as error:
@@ -167,12 +167,12 @@ def sync_folder(folder_fd: int) -> None:
 
 
 def make_once(folder_fd: int, name: str, contents: bytes) -> bytes:
-    """Return what a file of a folder holds, which is made with these contents if it is not there.
+    """Return the contents of a file in a folder; create it with ``contents`` if it does not exist.
 
     If several processes call this at the same time, all of them return the same contents.
 
     Raises:
-        OSError: it can't be made or read.
+        OSError: it can't be created or read.
     """
     present = read(folder_fd, name)
     if present is not None:

@@ -1,8 +1,8 @@
 """GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and how busy devices are.
 
-All that is known of NVIDIA's comes from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
-does not initialise CUDA, so that a process which asks it can still be forked. No program is started: nvidia-smi takes
-seconds where a driver is slow. AMD's and Intel's GPUs are in ``drm.py``.
+All readings of NVIDIA GPUs come from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
+does not initialise CUDA, so the process can still be forked. No program is started, because nvidia-smi takes seconds
+with a slow driver. ``drm.py`` reads AMD and Intel GPUs.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from nblaunch.packages import is_installed
 _Answer = TypeVar("_Answer")
 
 INSTANCE = "MIG-"
-"""Beginning of the UUID of a MIG instance."""
+"""Prefix of the UUID of a MIG instance."""
 
 _DEVICES = Path("/dev")
 _WITHOUT_P2P = "RTX 40"
-_TRUTHFUL_DRIVER = (550, 40, 7)  # from here on the driver no longer claims P2P for them
+_TRUTHFUL_DRIVER = (550, 40, 7)  # newer drivers no longer claim P2P for them
 
 
 # --- utilisation of devices, of any family ---------------------------------------------------------------------------
 
 
 class DeviceMeter:
-    """Reads how busy a backend's devices are, from outside of the workers, until it is closed. This class reads none.
+    """Reads how busy a backend's devices are, from outside the workers, until it is closed. This class reads none.
 
-    The launcher does so while workers run, so it must not create a device context. Memory is reported by the workers
+    The launcher uses it while workers run, so it must not create a device context. Workers report device memory
     themselves (``Backend.device_memory``).
     """
 
     def read(self) -> list[float | None]:
         """Return the utilisation of each device, in the order of local ranks. Never raises.
 
-        It is the share of the last moments in which the device computed, 0 to 1; None if it can't be read.
+        The utilisation is the fraction of the last moments in which the device computed, 0 to 1; None if unknown.
         """
         return []
 
     def close(self) -> None:
-        """Release what reading needs."""
+        """Release the resources for reading."""
 
 
 # --- which GPUs workers may use --------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ class Gpu:
     Args:
         uuid: UUID of the GPU.
         mig_uuids: UUIDs of the MIG instances that it is partitioned into.
-        name: its model, as ``"Tesla T4"``.
-        is_partitioned: MIG is enabled on it, so that CUDA shows instances or nothing.
+        name: its model, such as ``"Tesla T4"``.
+        is_partitioned: MIG is enabled, so CUDA shows instances or nothing.
     """
 
     uuid: str
@@ -69,14 +69,14 @@ class Gpu:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The UUIDs of what workers can compute on: the instances of a GPU that is partitioned, or itself."""
+        """The UUIDs of the devices that workers can use: the instances of a partitioned GPU, or the GPU itself."""
         return self.mig_uuids or (() if self.is_partitioned else (self.uuid,))
 
 
 def physical_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs of this host in the driver's order, regardless of CUDA_VISIBLE_DEVICES.
 
-    NVML is asked until it answers, which it may do once nvidia-ml-py has been installed from a cell.
+    NVML is asked again until it answers, because a cell may install nvidia-ml-py.
     """
     try:
         return _listed()
@@ -90,7 +90,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def uncounted() -> str | None:
-    """Return why GPUs that are here can't be counted; None if they can, or there are none."""
+    """Return why this host's GPUs can't be counted; None if they can, or there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
     if device is None:
         return None
@@ -138,10 +138,10 @@ def _named_devices(gpus: Sequence[Gpu], entry: str) -> tuple[str, ...]:
         return gpus[index].devices if index < len(gpus) else ()
     if not entry.startswith(("GPU-", INSTANCE)):
         return ()
-    known = {uuid: (uuid,) for gpu in gpus for uuid in gpu.mig_uuids} | {
+    devices = {uuid: (uuid,) for gpu in gpus for uuid in gpu.mig_uuids} | {
         gpu.uuid: gpu.devices for gpu in gpus
     }
-    matching = [uuids for uuid, uuids in known.items() if uuid.startswith(entry)]
+    matching = [uuids for uuid, uuids in devices.items() if uuid.startswith(entry)]
     return matching[0] if len(matching) == 1 else ()
 
 

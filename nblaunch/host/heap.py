@@ -1,4 +1,4 @@
-"""The objects of this process that Python's collector knows, and the time in which it leaves them alone."""
+"""The objects of this process that Python's garbage collector knows, and a period in which it ignores them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 _FROZEN_BY_PYTHON = 2000
-"""Python 3.12 starts with some hundred frozen objects; a frozen heap with torch in it has 200,000."""
+"""Number of frozen objects of a frozen heap: Python 3.12 starts with some hundred, and torch adds 200,000."""
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keep the collector of forked processes away from the objects that they share with this one.
+    """Keep the garbage collector of forked processes away from the objects that they share with this one.
 
-    A collection writes to the header of every object that it looks at, which would copy the page it lies on.
+    A collection writes to the header of every object that it visits, which would copy the object's page.
     """
     was_frozen = _is_frozen()
     gc.freeze()
@@ -27,7 +27,7 @@ def frozen() -> Iterator[None]:
 
 
 def all_objects() -> list[Any]:
-    """Return all objects, also where the user has frozen the heap: the collector does not list what is frozen."""
+    """Return all objects, even if the user has frozen the heap: the collector does not list frozen objects."""
     if not _is_frozen():
         return gc.get_objects()
     gc.unfreeze()

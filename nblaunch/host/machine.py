@@ -1,11 +1,11 @@
-"""Which machine this is, and whether a process that left a mark runs here, has ended, or is another machine's.
+"""Which machine this is, and whether a process that left a mark runs here, has ended, or runs on another machine.
 
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
-The name of a machine changes (a laptop in another network), and containers have names of their own on the same kernel.
-So nblaunch identifies a machine by ``/etc/machine-id``, its present kernel by the boot id, and the processes that can
-be seen from here by their namespace. The name is for display, and identifies a machine that lacks this file.
+The name of a machine changes (a laptop in another network), and containers on the same kernel have their own names.
+nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the set of
+visible processes by their namespace. The name is for display, and identifies a machine without this file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 _CLOCK_SLACK_S = 60.0
-"""How much the clocks of two machines that share a disk may differ."""
+"""Largest difference in seconds between the clocks of two machines that share a disk."""
 
 
 class ProcessState(enum.Enum):
-    """What is known of a process that left a mark."""
+    """The state of a process that left a mark."""
 
     RUNS = "runs"
     ENDED = "has ended"
@@ -37,12 +37,12 @@ class ProcessState(enum.Enum):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine since its last start, as one of its processes sees it.
+    """A machine since its last start, as seen by one of its processes.
 
     Args:
-        id: id of its installation; its name where it has none.
-        boot_id: id of the present run of its kernel, which containers share; empty if it has none.
-        pid_namespace: namespace of the processes that can be seen; empty if that is not known.
+        id: id of the installation; the machine's name if there is none.
+        boot_id: id of the current run of its kernel, which containers share; empty if there is none.
+        pid_namespace: namespace of the visible processes; empty if unknown.
         name: name for display.
     """
 
@@ -54,12 +54,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """One process of one machine, never taken for another that has its number later.
+    """One process of one machine, distinct from later processes with the same number.
 
     Args:
-        pid: its process id.
-        started: clock ticks from the start of the machine to the start of the process; 0 if that is not known.
-        machine: machine on which it runs.
+        pid: process id.
+        started: clock ticks from the start of the machine to the start of the process; 0 if unknown.
+        machine: the machine that it runs on.
     """
 
     pid: int
@@ -72,11 +72,11 @@ class ProcessMark:
         return cls(os.getpid(), proc.start_ticks(os.getpid()), this_machine())
 
     def state(self, written_s: float) -> ProcessState:
-        """Return what is known of the process.
+        """Return the state of the process.
 
         Args:
-            written_s: ``time.time()`` when it wrote something last, as a file's time says. Machines that were copied
-                share an id: what was written after this one had started was written by another.
+            written_s: ``time.time()`` of the last write, from a file's time. Copied machines share an id: what was
+                written after this machine started was written by another one.
         """
         here = this_machine()
         if self.machine.boot_id == here.boot_id and (here.boot_id or self.machine.id == here.id):
@@ -94,6 +94,6 @@ def this_machine() -> Machine:
     installed = next(filter(None, map(proc.read, _MACHINE_IDS)), "")
     try:
         namespace = str(_PID_NAMESPACE.stat().st_ino)
-    except OSError:  # there is no /proc
+    except OSError:  # no /proc
         namespace = ""
     return Machine(installed or name, proc.read(_BOOT_ID), namespace, name)

@@ -1,9 +1,9 @@
-"""Host memory: what a process holds, how its allocator gives it back, and how much can still be had.
+"""Host memory: what a process uses, how its allocator returns memory, and how much is still available.
 
-A model that moves from the host to a device passes through private copies of its parameters. glibc takes them from its
-heap and keeps the heap, so that eight workers end with eight models' worth of host memory that nothing uses.
-:func:`tune_allocator` has it take large blocks straight from the system, to which they return when they are freed;
-:func:`trim` gives back what is left. Both are glibc's alone: where another allocator is preloaded they do nothing.
+A model that moves from the host to a device passes through private copies of its parameters. glibc takes these copies
+from its heap and keeps the heap, so eight workers would end with eight models' worth of unused host memory.
+:func:`tune_allocator` makes glibc take large blocks directly from the system, which gets them back when they are freed;
+:func:`trim` returns the rest. Both do nothing if another allocator is preloaded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def tune_allocator() -> bool:
-    """Have blocks of 1 MiB and more returned to the system when they are freed; whether the allocator agreed.
+    """Make the allocator return blocks of 1 MiB and more to the system when they are freed; return whether it agreed.
 
-    Setting the threshold also stops glibc from raising it by itself at the first large block that is freed.
+    Setting the threshold also stops glibc from raising it when the first large block is freed.
     """
     try:
         return ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES) == 1
@@ -32,7 +32,7 @@ def tune_allocator() -> bool:
 
 
 def trim() -> None:
-    """Give unused memory of the heap back to the system, where the allocator can."""
+    """Return unused memory of the heap to the system, if the allocator can."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
@@ -40,23 +40,23 @@ def trim() -> None:
 
 
 def proportional_bytes(pid: int | str = "self") -> int | None:
-    """Return the memory of a process in bytes, shared pages divided by the number of processes that share them.
+    """Return the memory of a process in bytes, with shared pages divided by the number of processes that share them.
 
-    The sum over a kernel and its workers is what they take together. None if the system does not report it.
+    The sum over a kernel and its workers is their total memory. None if the system does not report it.
     Source: proc_pid_smaps(5), "Pss" in ``smaps_rollup``.
     """
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return None
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Return whether memory of this process is in others, too, as after a fork; False if that is not known.
+    """Return whether other processes share memory of this one, as after a fork; False if unknown.
 
-    Looks at three of its pages.
+    It checks three pages.
 
     Source: kernel documentation, admin-guide/mm/pagemap: bit 63 "present", bit 56 "exclusively mapped".
     """
@@ -75,19 +75,19 @@ def is_shared(address: int, num_bytes: int) -> bool:
 
 
 def limit_and_available() -> tuple[int | None, int | None]:
-    """Return the tightest limit in bytes (without one: the memory of the host), and what is available within it.
+    """Return the tightest limit in bytes (without one, the host's memory), and the memory available within it.
 
-    None if the system does not report it. Reads a handful of small files.
+    None if the system does not report it. The function reads a few small files.
     """
     return within(_host_memory(), proc.cgroup_folders("memory"))
 
 
 def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None, int | None]:
-    """Return limit and available memory by given facts.
+    """Return the limit and the available memory, given the host's memory and its control groups.
 
     Args:
-        host: ``MemTotal`` and ``MemAvailable`` in bytes, as far as they are known.
-        folders: of the control groups that may hold limits.
+        host: ``MemTotal`` and ``MemAvailable`` in bytes, if known.
+        folders: folders of the control groups that may have limits.
 
     Source: Linux's documentation, admin-guide/cgroup-v2 ("memory.max") and cgroup-v1/memory ("memory.limit_in_bytes").
     """
@@ -95,7 +95,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
     for folder in folders:
         bound = _number(folder, "memory.max", "memory.limit_in_bytes")
         if bound is None or limit is None or bound >= limit:
-            continue  # no limit of its own; version 1 writes that as a huge number
+            continue  # the group has no limit; version 1 writes a huge number
         used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0
         free = max(0, bound - used + _reclaimable(folder))
         limit, available = bound, min(free, available if available is not None else free)
@@ -112,15 +112,15 @@ def _host_memory() -> dict[str, int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the page cache that the group would give up before anything is killed."""
+    """Return the page cache that the group would release before the system kills a process."""
     values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
-    # Version 1 reports both, and what is in use there counts groups below this one.
+    # Version 1 reports both, and its usage includes the groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 
 def _number(folder: Path, *names: str) -> int | None:
     for name in names:
-        text = proc.read(f"{folder}/{name}")  # quicker than a path
+        text = proc.read(f"{folder}/{name}")  # faster than a Path
         if text.isdigit():
             return int(text)
     return None

@@ -1,4 +1,4 @@
-"""Readings of the system, of running processes and of control groups from ``/proc`` and ``/sys``, where they exist."""
+"""Readings of the system, of running processes and of control groups from ``/proc`` and ``/sys``, if they exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
 _START = 19
-_POSIX_SESSION = 3  # its place among the fields after the command's name
+_POSIX_SESSION = 3  # its position among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
@@ -22,9 +22,9 @@ def read(path: Path | str) -> str:
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """Return a file's contents; empty if it can't be read, as when its process has ended."""
+    """Return a file's contents; empty if it can't be read, for example because its process has ended."""
     try:
-        fd = os.open(path, os.O_RDONLY)  # not open(), which makes three system calls more
+        fd = os.open(path, os.O_RDONLY)  # not open(), which makes three more system calls
     except OSError:
         return b""
     try:
@@ -39,13 +39,15 @@ def read_bytes(path: Path | str) -> bytes:
 
 
 def open_files(folder: Path) -> list[str]:
-    """Return what a process has open, by its folder ``/proc/N/fd``."""
-    found = []
-    with suppress(OSError):  # it has ended, or is another user's, or there is no /proc
+    """Return the targets of a process's open descriptors, from its folder ``/proc/N/fd``."""
+    targets = []
+    with suppress(OSError):  # it has ended, or belongs to another user, or there is no /proc
         for entry in folder.iterdir():
-            with suppress(OSError):  # closed meanwhile: of this process, what has listed the folder always is
-                found.append(os.readlink(entry))
-    return found
+            with suppress(
+                OSError
+            ):  # closed meanwhile; in this process, always the descriptor that listed the folder
+                targets.append(os.readlink(entry))
+    return targets
 
 
 def main_thread_cpu_seconds(pid: int) -> float | None:
@@ -54,7 +56,7 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
 
 
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return leader of a POSIX session -> processor time of its processes. Reads a file per process there is."""
+    """Return leader of a POSIX session -> processor time of its processes. Reads one file per process."""
     seconds = dict.fromkeys(pids, 0.0)
     for pid in _all_pids():
         fields = _stat_fields(pid)
@@ -70,12 +72,12 @@ def _cpu_seconds(fields: list[str]) -> float | None:
 def _all_pids() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:  # there is no /proc
+    except OSError:  # no /proc
         return []
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine did; 0 if it does not run or is not known.
+    """Return when a process started, in clock ticks since the machine started; 0 if it does not run or is unknown.
 
     Source: proc_pid_stat(5), starttime. A zombie has ended.
     """
@@ -84,7 +86,7 @@ def start_ticks(pid: int) -> int:
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Return whether the process with this number runs that started then (:func:`start_ticks`; 0 = not known)."""
+    """Return whether process ``pid`` runs and started at ``started`` (:func:`start_ticks`; 0 = unknown)."""
     if started:
         return start_ticks(pid) == started
     try:
@@ -92,12 +94,12 @@ def is_running(pid: int, started: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # it belongs to another user
     return True
 
 
 def boot_time_s() -> float:
-    """Return ``time.time()`` of the start of this machine; 0.0 if it is not known. Source: proc_stat(5), btime."""
+    """Return ``time.time()`` of the machine's start; 0.0 if unknown. Source: proc_stat(5), btime."""
     for line in read("/proc/stat").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -105,10 +107,10 @@ def boot_time_s() -> float:
 
 
 def own_bytes(pid: int) -> int | None:
-    """Return resident memory that is not backed by files or shared mappings.
+    """Return the resident memory of a process that is backed by neither files nor shared mappings.
 
-    Source: proc_pid_statm(5), resident - shared. Pages that a forked worker still shares with the kernel count here,
-    too: separating them takes milliseconds.
+    Source: proc_pid_statm(5), resident - shared. This includes pages that a forked worker still shares with the
+    kernel, because separating them takes milliseconds.
     """
     fields = _read(pid, "statm").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else None
@@ -121,7 +123,7 @@ def unusual_state(pid: int) -> str | None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether the process has a handler of its own for a signal."""
+    """Return whether the process has its own handler for a signal."""
     return bool(caught_signals(pid) >> (signum - 1) & 1)
 
 
@@ -135,7 +137,7 @@ def caught_signals(pid: int) -> int:
 
 
 def _stat_fields(pid: int, thread: str = "") -> list[str]:
-    """Return the fields after the command's name, of the whole process or of one thread of it."""
+    """Return the fields after the command's name, for the whole process or for one of its threads."""
     return _read(pid, f"task/{thread}/stat" if thread else "stat").rpartition(")")[2].split()
 
 
@@ -150,15 +152,15 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 def cgroup_folders(controller: str, root: Path = CGROUPS, own_groups: Path = OWN_GROUPS) -> list[Path]:
     """Return the folders that may hold ``controller``'s files for this process: its group's, then its parents'.
 
-    Source: cgroups(7), "/proc files". Inside a container the path is the host's while the files lie at the root, so
-    the root of each hierarchy is always among them.
+    Source: cgroups(7), "/proc files". Inside a container the path is the host's, but the files are at the root, so
+    the root of each hierarchy is always included.
     """
     return list(_cgroup_folders(controller, root, read(own_groups)))
 
 
 @lru_cache(maxsize=16)
 def _cgroup_folders(controller: str, root: Path, groups: str) -> tuple[Path, ...]:
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -168,5 +170,5 @@ def _cgroup_folders(controller: str, root: Path, groups: str) -> tuple[Path, ...
         else:
             continue
         folder = base / path.lstrip("/")
-        found += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
-    return tuple(dict.fromkeys(found))
+        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
+    return tuple(dict.fromkeys(folders))

@@ -1,15 +1,15 @@
-"""Signal handlers of this process, held back while the launcher is between two states.
+"""Signal handlers of this process, held back while the launcher is between two consistent states.
 
-Python calls a handler between any two lines of the main thread. One that raises, as the handler of SIGALRM does that
-limits the time of a cell, would leave the launcher there: with unwatched workers, a lock that is never
-released, a model of which a half is loaded.
+Python can call a handler between any two lines of the main thread. If a handler raises, such as a SIGALRM handler that
+limits the time of a cell, it would leave the launcher in an inconsistent state: with unwatched workers, a lock that is
+never released, or a half-loaded model.
 
-    with held_back():        handlers of all signals are noted
-        run_arrived()        they are called here, where an exception does no harm
-                             and at the end of the block
+    with held_back():        arriving signals are only recorded
+        run_arrived()        calls their handlers here, where an exception does no harm
+                             and the end of the block calls the rest
 
-A mask of signals does not do this: the system gives a signal to another thread of the kernel then, and Python calls the
-handler in the main thread all the same.
+A signal mask would not do: the system would deliver the signal to another thread of the kernel, and Python would still
+call the handler in the main thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 _NUMBERS = tuple(sorted(signal.valid_signals()))
 
 _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-"""The handlers that :func:`_note` stands in for, by signal."""
+"""The handlers that :func:`_note` replaces, by signal."""
 
 _arrived: deque[int] = deque()
 _outermost: held_back | None = None
@@ -34,12 +34,12 @@ _outermost: held_back | None = None
 
 
 class held_back:
-    """Hold Python's signal handlers back in ``with held_back():``, which may be nested.
+    """Holds Python's signal handlers back in ``with held_back():``, which may be nested.
 
-    They are called in the order of their signals when the outermost block ends, each once. Nothing happens outside of
-    the main thread, where Python calls no handler.
+    The end of the outermost block calls each of them once, in the order of their signals. Outside the main thread,
+    where Python calls no handlers, nothing happens.
 
-    This class does not use ``contextmanager``, which would run lines of its own once handlers are no longer held back.
+    This class does not use ``contextmanager``, which would run its own lines after handlers are released.
     """
 
     def __enter__(self) -> None:
@@ -63,7 +63,7 @@ class held_back:
             return
         try:
             _outermost = (
-                None  # from here on handlers are called at once, also those that are not put back yet
+                None  # from here on handlers are called at once, including those that are not restored yet
             )
             _put_back()
         except BaseException:  # raised by a handler
@@ -73,10 +73,10 @@ class held_back:
 
 
 def run_arrived() -> None:
-    """Call the handlers of signals that have arrived since handlers are held back, in the main thread.
+    """Call the handlers of the signals that have arrived since handlers were held back, in the main thread.
 
     Raises:
-        BaseException: a handler raised it. The handlers behind that one are called the next time.
+        BaseException: a handler raised it. The next call continues with the handlers behind it.
     """
     if _arrived and threading.current_thread() is threading.main_thread():
         while _arrived:
@@ -85,7 +85,7 @@ def run_arrived() -> None:
 
 
 def take(number: int) -> bool:
-    """Return whether a signal has arrived whose handler is held back; the handler is not called for it any more."""
+    """Return whether a signal has arrived whose handler is held back; that handler is then not called any more."""
     if number not in _arrived:
         return False
     _arrived.remove(number)
@@ -101,7 +101,7 @@ def _note(number: int, frame: FrameType | None) -> Any:
 
 
 def _take_out() -> None:
-    """Put :func:`_note` in the place of all handlers that were set from Python."""
+    """Replace all handlers that were set from Python by :func:`_note`."""
     for number in _NUMBERS:
         handler = signal.getsignal(number)
         if callable(handler) and handler is not _note:
@@ -110,14 +110,14 @@ def _take_out() -> None:
 
 
 def _put_back() -> None:
-    """Put the handlers back; one that was set in the block stays."""
+    """Restore the handlers, except those that were set in the block."""
     for number, handler in list(_handlers.items()):
         if signal.getsignal(number) is _note:
             signal.signal(number, handler)
 
 
 def _let_go_in_child() -> None:
-    """Give a forked child the handlers of its parent: what the parent does at present is not the child's task."""
+    """Restore the parent's handlers in a forked child, which is not in the parent's critical block."""
     global _outermost
     if _outermost is not None:
         _outermost = None

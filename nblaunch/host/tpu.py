@@ -1,12 +1,12 @@
-"""A TPU host, read without touching its chips, and the environment of its worker processes.
+"""A TPU host, read without accessing its chips, and the environment of its worker processes.
 
-Nothing here opens a device: this module counts chips on the PCI bus, and looks up the owner of a lock file. Its values
-are taken from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` compares them.
+Nothing here opens a device: this module counts chips on the PCI bus and looks up the owner of a lock file. Its
+constants come from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` compares them.
 
-The slice of the host, with the type of its chips and the number of its hosts, is known from the environment
-(containers, Kaggle) or from a metadata server (Cloud VMs). If neither has it, nblaunch uses the chips on the PCI bus.
-torch_xla asks the server if ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise. In both cases it
-fails on missing values: :meth:`TpuSlice.completed` supplies them.
+The slice of the host, with the type of its chips and the number of its hosts, comes from the environment (containers,
+Kaggle) or from a metadata server (Cloud VMs). If neither has it, nblaunch uses the chips on the PCI bus. torch_xla asks
+the server if ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise. It fails on missing values in both
+cases, so :meth:`TpuSlice.completed` supplies them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _CHIPS = {
 }
 _BASE_PORT = 8476
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-# On the bus of a v7x host each of a chip's two halves is a device; the fourth dimension counts them.
+# On the bus of a v7x host, each half of a chip is a device; the fourth dimension counts the halves.
 _V7X_BOUNDS = {1: "1,1,1", 2: "1,1,1,2", 8: "2,2,1,2"}
 
-# Everything that may set, before a worker starts, which chips it owns and which are its peers. torch_xla sets them
-# only where they are unset, so one left over from the image or from another library would silently win
+# All variables that may decide, before a worker starts, which chips it owns and which are its peers. torch_xla only
+# sets those that are unset, so a variable left over from the image or from another library would silently win
 # (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
 TOPOLOGY_VARIABLES = (
     "TPU_PROCESS_BOUNDS",
@@ -65,7 +65,7 @@ TOPOLOGY_VARIABLES = (
 
 @cache
 def chips() -> Counter[str]:
-    """Return the TPU chips of this host by kind, as ``Counter({"v5e": 8})``. Read once per process."""
+    """Return the TPU chips of this host by kind, such as ``Counter({"v5e": 8})``. Read once per process."""
     return chips_on(PCI_DEVICES)
 
 
@@ -79,17 +79,17 @@ def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
     """Return the TPU chips on a PCI bus by their kind.
 
     Args:
-        pci: the folder of its devices.
-        vfio: the folder of device files of VFIO groups: only chips of a group that is there count; None: all do.
+        pci: folder of the bus's devices.
+        vfio: folder of the device files of VFIO groups: only chips of an existing group count; None: all do.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
         if proc.read(device / "vendor") != _GOOGLE:
             continue
         kind = _CHIPS.get(proc.read(device / "device"))
         if kind and (vfio is None or (vfio / (device / "iommu_group").resolve().name).exists()):
-            found[kind] += 1
-    return found
+            counts[kind] += 1
+    return counts
 
 
 @cache
@@ -102,7 +102,7 @@ def device_files_in(dev: Path, names_tpu: bool) -> int:
     """Count chips by their device files, for containers that hide the PCI bus.
 
     Args:
-        dev: the folder of device files.
+        dev: folder of the device files.
         names_tpu: whether the environment names a TPU: VFIO groups may belong to any device.
     """
     accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
@@ -110,13 +110,13 @@ def device_files_in(dev: Path, names_tpu: bool) -> int:
     return len(accelerators) or len(groups)
 
 
-def has_two_cores(found: Mapping[str, int]) -> bool:
-    """Return whether these are chips of the first kinds, where a process would have to drive two devices."""
-    return bool(found.get(_CHIPS[_TWO_CORES]))
+def has_two_cores(kinds: Mapping[str, int]) -> bool:
+    """Return whether these are early chips with two devices each, which a process would have to drive together."""
+    return bool(kinds.get(_CHIPS[_TWO_CORES]))
 
 
 def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
-    """Return whether that many workers make a mesh on a host with that many chips: one, or one per chip."""
+    """Return whether ``num_workers`` workers form a mesh on a host with these chips: one worker, or one per chip."""
     return num_workers == 1 or (
         num_workers == num_chips and num_chips in (_V7X_BOUNDS if is_v7x else _BOUNDS)
     )
@@ -125,16 +125,16 @@ def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
     """Return the variables of one worker per chip, or of a single worker; None removes a variable.
 
-    They are all variables that torch_xla's ``configure_topology`` would set. So it finds nothing to complete,
-    regardless of the metadata server and the environment. A single worker sees one chip.
+    These are all variables that torch_xla's ``configure_topology`` would set. torch_xla then adds nothing, regardless
+    of the metadata server and the environment. A single worker sees one chip.
 
     Args:
         local_rank: local rank of the worker.
         local_world_size: number of workers: 1, or the number of chips.
-        is_v7x: whether the chips are of this kind, which has a fourth dimension.
+        is_v7x: whether the chips are v7x, which have a fourth dimension.
 
     Raises:
-        KeyError: no mesh has so many chips.
+        KeyError: there is no mesh for this number of chips.
     """
     changes: dict[str, str | None] = dict.fromkeys(TOPOLOGY_VARIABLES)
     changes["PJRT_LOCAL_PROCESS_RANK"] = str(local_rank)
@@ -151,10 +151,10 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 
 
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
-    """Return a process that uses the chips through libtpu, by its open lock file or device: this one first; or None.
+    """Return a process that uses the chips through libtpu, by its open lock file or device; this process comes first.
 
-    The file alone proves nothing: it stays when a process is killed (jax-ml/jax#10192), and nblaunch never deletes it.
-    Processes of other users can't be looked into and are not found.
+    The file alone proves nothing: it remains when a process is killed (jax-ml/jax#10192), and nblaunch never deletes
+    it. Processes of other users can't be inspected. None if no process is found.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
     for descriptors in sorted(
@@ -166,7 +166,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_refusal(is_ours: bool, where: str = "") -> str | None:
-    """Return why the chips can't be used now, because a process has taken them, and what to do; None if none has.
+    """Return why the chips can't be used now because a process has taken them, and what to do; None if none has.
 
     Args:
         is_ours: whether this process is known to use them.
@@ -175,7 +175,7 @@ def holder_refusal(is_ours: bool, where: str = "") -> str | None:
     holder = lock_holder()
     if is_ours or holder == os.getpid():
         return (
-            f"this process has taken the TPU chips itself{where}, and gives them back only when it ends: restart "
+            f"this process has taken the TPU chips itself{where}, and releases them only when it ends: restart "
             "the kernel, and use the device only inside the function"
         )
     if holder is not None:
@@ -187,14 +187,14 @@ def holder_refusal(is_ours: bool, where: str = "") -> str | None:
 
 
 def command_of(pid: int, processes: Path = PROC) -> str:
-    """Return the command line of a process, shortened; ``"?"`` where it can't be read."""
+    """Return the command line of a process, shortened; ``"?"`` if it can't be read."""
     words = proc.read(processes / str(pid) / "cmdline").replace("\0", " ").strip()
     return f"{words[:77]}..." if len(words) > 80 else words or "?"
 
 
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _TIMEOUT_S = 1.0
-_CORES_COUNT = ("v2", "v3", "v4", "v5p")  # their types count cores, two to a chip; the others what PCI shows
+_CORES_COUNT = ("v2", "v3", "v4", "v5p")  # types that count cores, two per chip; others count PCI devices
 _TYPES = {"v4": "v4", "v5": "v5p", "v5p": "v5p", "v5e": "v5litepod", "v6e": "v6e", "v7x": "tpu7x"}
 
 
@@ -203,8 +203,8 @@ class TpuSlice:
     """The slice of this host.
 
     Args:
-        accelerator_type: as ``"v5litepod-8"``, whose number counts the whole slice; empty if it is not known.
-        hosts: hosts of the slice; empty if they are not known.
+        accelerator_type: such as ``"v5litepod-8"``, whose number counts the whole slice; empty if unknown.
+        hosts: hosts of the slice; empty if unknown.
         has_server: whether torch_xla will ask a metadata server, and one exists.
         num_chips: number of chips of this host.
     """
@@ -215,7 +215,7 @@ class TpuSlice:
     num_chips: int
 
     def refusal(self) -> str | None:
-        """Return why the chips of this host can't be used on their own; None if they can."""
+        """Return why this host's chips can't compute without other hosts; None if they can."""
         if len(self.hosts) > 1:
             return (
                 f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips must all compute "
@@ -236,7 +236,7 @@ class TpuSlice:
         return None
 
     def completed(self) -> dict[str, str | None]:
-        """Return variables without which torch_xla would fail on this host; none where a server answers."""
+        """Return variables that torch_xla needs on this host; empty if a metadata server answers."""
         if self.has_server:
             return {}
         return {
@@ -248,12 +248,12 @@ class TpuSlice:
 
 
 def slice_of_host(num_chips: int) -> TpuSlice:
-    """Return the slice of this host, which has ``num_chips`` chips, however they were counted."""
+    """Return the slice of this host, which has ``num_chips`` chips by any way of counting."""
     server = None if env.read("TPU_SKIP_MDS_QUERY") else ask_metadata_server("tpu-env")
-    found = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
-    named = env.read("TPU_ACCELERATOR_TYPE") or (found[1] if found else "")
+    match = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
+    named = env.read("TPU_ACCELERATOR_TYPE") or (match[1] if match else "")
     if named and "-" not in named:
-        named = f"{named}-{num_chips}"  # torch_xla can't parse it without its number
+        named = f"{named}-{num_chips}"  # torch_xla can't parse a type without a number
     hosts = tuple(filter(None, env.read("TPU_WORKER_HOSTNAMES").split(",")))
     if server is not None:
         endpoints = (ask_metadata_server("worker-network-endpoints") or "").split(",")
@@ -263,9 +263,11 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 
 @cache
 def ask_metadata_server(key: str) -> str | None:
-    """Return what the metadata server of a Cloud VM has for ``key``; None if there is none. Once per process."""
+    """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine's own link
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # the server is on this machine's link
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read().decode()
@@ -275,16 +277,16 @@ def ask_metadata_server(key: str) -> str | None:
 
 
 def num_chips_of(accelerator_type: str) -> int:
-    """Return the chips, as PCI shows them, of all hosts of a slice of this type; 0 if it is not known."""
-    found = re.fullmatch(r"([a-z]+\d[a-z]*)-(\d+)", accelerator_type)
-    if found is None:
+    """Return the number of chips, as PCI shows them, on all hosts of a slice of this type; 0 if unknown."""
+    match = re.fullmatch(r"([a-z]+\d[a-z]*)-(\d+)", accelerator_type)
+    if match is None:
         return 0
-    count = int(found[2])
-    return max(1, count // 2) if found[1] in _CORES_COUNT else count
+    count = int(match[2])
+    return max(1, count // 2) if match[1] in _CORES_COUNT else count
 
 
 def _type_of(kinds: Mapping[str, int]) -> str:
-    """Return the type of a single host with these chips; empty if none are seen, or of several kinds."""
+    """Return the type of a single host with these chips; empty if there are none, or several kinds."""
     if len(kinds) != 1:
         return ""
     ((kind, count),) = kinds.items()

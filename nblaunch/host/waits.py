@@ -1,15 +1,15 @@
-"""Waits that nothing outside of a process can end, read from ``/proc``.
+"""Waits that nothing outside a process can end, read from ``/proc``.
 
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
-``futex``, with a flag that says that no other process shares the word of memory it waits on. Without a deadline, only
-another thread of the same process can wake it, or the handler of a signal. Where all threads of a process sleep so, the
-process waits for ever: that is certain. A thread that waits for a pipe, a socket, a file, a clock, another process or
-a lock shared with one sleeps in another system call, without the flag, or with a deadline.
+``futex``, with a flag that says that no other process shares the memory it waits on. Without a deadline, only another
+thread of the same process can wake it, or a signal handler. If all threads of a process sleep this way, the process
+certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock shared
+with one sleeps in another system call, without the flag, or with a deadline.
 
-The main thread may also wait for something that the calling process has as well, such as a pipe or a semaphore between
-processes: then only other processes can end the wait.
+The main thread may also wait for an object that the calling process has, too, such as a pipe or a semaphore between
+processes. Only other processes can then end the wait.
 
-Where the system does not show system calls (no ``/proc``, other processors, a sandbox), nothing is known.
+On systems that do not show system calls (no ``/proc``, other processors, a sandbox), this module reports nothing.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
 """Numbers of the system calls. Source: syscall tables of Linux, ``asm/unistd.h``."""
 
 _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
-_PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and what is left without flags
+_PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and the mask that removes flags
 
 BARS_THREAD = "tqdm_monitor"
 """Name of the thread that refreshes tqdm's bars by a clock."""
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore", BARS_THREAD)
-"""Threads that serve other threads, such as torch's, which carry messages. They end no wait while the others are
+"""Threads that serve other threads, such as torch's message threads. They end no wait while the others are
 idle."""
 
 
 def name_this_thread(name: str) -> None:
-    """Name the calling thread for the system, which keeps 15 characters; nothing if it does not show threads."""
+    """Name the calling thread for the system, which keeps 15 characters; do nothing if the system shows no threads."""
     with suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
 Wait = tuple[int, str, str]
-"""Thread, address of what it waits on, how often it has been put to sleep."""
+"""Thread, address that it waits on, number of times that it has gone to sleep."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Waits:
     """The waits of a process whose main thread can be woken only by another of its threads.
 
     Args:
-        main: the wait of the main thread. An equal one later means that the thread has not run in between.
-        others: the waits of the other threads, where each is of the same kind; None if a thread may go on by itself.
+        main: wait of the main thread. An equal wait later means that the thread has not run in between.
+        others: waits of the other threads, if all are of the same kind; None if a thread may continue by itself.
     """
 
     main: Wait
@@ -63,13 +63,13 @@ class Waits:
 
     @property
     def are_endless(self) -> bool:
-        """Whether no thread of the process can ever go on."""
+        """Whether no thread of the process can ever continue."""
         return self.others is not None
 
 
 def endless_waits(pid: int) -> Waits | None:
-    """Return what a process waits for; None if its main thread runs, or something else may wake it."""
-    main = _endless_wait(pid, pid)  # most often the only file that is read
+    """Return the waits of a process; None if its main thread runs, or something else may wake it."""
+    main = _endless_wait(pid, pid)  # usually the only file to read
     if main is None or _may_be_woken_by_signal(pid):
         return None
     return Waits(main, _waits_of_others(pid))
@@ -91,7 +91,7 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
 
 
 def wait_for_others(pid: int) -> Wait | None:
-    """Return the wait of a process's main thread to write, or for a lock between processes; None if it has none."""
+    """Return the main thread's wait to write, or for a lock between processes; None if it has none."""
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields or (fields[0] != str(_WRITE) and not _is_shared_futex(fields)):
         return None
@@ -99,7 +99,7 @@ def wait_for_others(pid: int) -> Wait | None:
 
 
 def has_what_is_awaited(pid: int) -> bool:
-    """Return whether the calling process has the pipe, socket or semaphore of :func:`wait_for_others`."""
+    """Return whether the calling process also has the pipe, socket or semaphore of :func:`wait_for_others`."""
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields:
         return False
@@ -115,7 +115,7 @@ def has_what_is_awaited(pid: int) -> bool:
 
 
 def _mapped_file(pid: int, address: int) -> str:
-    """Return the device, inode and path of the file of shared memory at ``address``; empty if it is not of one."""
+    """Return the device, inode and path of the shared memory file mapped at ``address``; empty if there is none."""
     for line in proc.read(f"/proc/{pid}/maps").splitlines():
         # addresses, permissions, offset, device, inode, path; source: proc_pid_maps(5)
         range_, _, _, *file = line.split(maxsplit=5)
@@ -126,7 +126,7 @@ def _mapped_file(pid: int, address: int) -> str:
 
 
 def _system_call(folder: str) -> list[str]:
-    """Return what a thread waits in: number, six arguments, stack pointer, program counter; empty for one that runs."""
+    """Return the system call of a waiting thread: number, six arguments, stack pointer, program counter; else empty."""
     fields = proc.read(f"{folder}/syscall").split()
     return fields if len(fields) == 9 else []
 
@@ -166,12 +166,12 @@ _ENDS_NO_WAIT = sum(
         signal.SIGABRT,
     )
 )
-"""Signals that a worker has handlers for by itself: for an interrupt, and for crashes."""
+"""Signals that a worker always has handlers for: for an interrupt, and for crashes."""
 
 _CLASSIC = (1 << 31) - 1
-"""Signals 1 to 31. Those above are real-time signals, by which the launcher asks for stacks."""
+"""Signals 1 to 31. The launcher asks for stacks with a higher one, a real-time signal."""
 
 
 def _may_be_woken_by_signal(pid: int) -> bool:
-    """Return whether the process handles signals that come from clocks, files, other processes or users."""
+    """Return whether the process handles signals that clocks, files, other processes or users send."""
     return bool(proc.caught_signals(pid) & _CLASSIC & ~_ENDS_NO_WAIT)
