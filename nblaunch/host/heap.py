@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _FROZEN_BY_PYTHON = 2000
-"""Number of frozen objects of a frozen heap: Python 3.12 starts with some hundred, and torch adds 200,000."""
+"""More frozen objects mean a frozen heap: Python 3.12 itself freezes some hundred; a heap with torch has 200,000."""
 
 
 @contextmanager

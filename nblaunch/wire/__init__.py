@@ -1,30 +1,30 @@
-"""What crosses between processes of a job, and how: formats and shared memory.
+"""Data that processes of a job exchange, and how: formats and shared memory.
 
 To a worker:
 
-    assignment.py       the call, and what one worker has to do
-    accelerate_states.py  states of Hugging Face Accelerate, which join the worker
+    assignment.py       the call, and the task of one worker
+    accelerate_states.py  states of Hugging Face Accelerate, which move to the worker
 
 From a worker:
 
-    channel.py          events on a pipe, values in them as Python's own types
-    board.py            progress in shared memory, the losses as a bounded number of means
+    channel.py          events on a pipe; values in them are Python's own types
+    board.py            progress in shared memory; the losses as a bounded number of means
     collective_calls.py the last collectives of each rank, behind the board
     spans.py            what each rank spent its time on, behind the board
     outbox.py           return value, weights, states of optimizers
     originals.py        which weights have not changed
-    exceptions.py       an exception with its causes, as text and as object
+    exceptions.py       an exception with its causes, as text and as an object
 
-Both ways between launcher and workers:
+In both directions between launcher and workers:
 
     pickling/           values in memory files, pickled
     argument_paths.py   torch modules and optimizers in the arguments, by argument path
-    worker_commands.py  commands of a session and to the debugger, and replies, on a pair of sockets
+    worker_commands.py  commands of a session and to the debugger, and replies, on a socket pair
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:
 
     locks.py            between the workers of a machine
     signing.py          pickles signed with the key of the job
-    schema.py           dataclasses as JSON, never unpickled
+    schema.py           dataclasses as JSON, which is never unpickled
 """

@@ -1,9 +1,9 @@
-"""States of Hugging Face Accelerate that were made in a notebook cell: how they travel, and how they join a worker.
+"""States of Hugging Face Accelerate from a notebook cell: how they are sent, and how they move to a worker.
 
-``PartialState``, ``AcceleratorState`` and ``GradientState`` describe the process in which they were made; all
-instances of a class share one dict. A worker empties these dicts. Where an instance of the notebook is used there,
-directly or by an ``Accelerator`` or ``TrainingArguments`` that holds it, the state is built anew, for the worker, from
-the settings that it had in the notebook.
+``PartialState``, ``AcceleratorState`` and ``GradientState`` describe the process that created them; all instances of a
+class share one dict. A worker empties these dicts. If the function uses an instance from the notebook, directly or
+through an ``Accelerator`` or ``TrainingArguments``, the state is built again for the worker, from the settings that it
+had in the notebook.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PLUGINS = (
 
 @dataclass(frozen=True)
 class _Settings:
-    """What the states of a process were made with.
+    """The settings that created a process's states.
 
     Args:
         cpu: compute on the CPU.
         accelerator: arguments of ``AcceleratorState``; None if there was no Accelerator.
-        accumulation: keyword arguments of gradient accumulation.
+        accumulation: keyword arguments for gradient accumulation.
     """
 
     cpu: bool
@@ -39,11 +39,11 @@ class _Settings:
 
 
 _settings: _Settings | None = None
-"""The settings of the notebook's states, in a process that has received one."""
+"""The settings of the notebook's states, in a process that has received them."""
 
 
 def reset_in_worker() -> None:
-    """Empty the states that this forked worker has inherited, and let instances of the notebook join it."""
+    """Empty the states that this forked worker has inherited, and attach the notebook's instances to it."""
     module: Any = sys.modules.get(_MODULE)
     if module is None:
         return
@@ -55,7 +55,7 @@ def reset_in_worker() -> None:
 
 
 def reduction(obj: Any) -> tuple[Any, ...] | None:
-    """Return how to pickle ``obj`` where it is one of the states; None if it is anything else."""
+    """Return how to pickle ``obj`` if it is one of the states; None otherwise."""
     module: Any = sys.modules.get(_MODULE)
     name = type(obj).__name__
     if module is None or name not in _NAMES or type(obj) is not getattr(module, name, None):
@@ -64,7 +64,7 @@ def reduction(obj: Any) -> tuple[Any, ...] | None:
 
 
 def _instance(name: str, settings: _Settings | None) -> Any:
-    """Return an instance that shows the process in which it is used."""
+    """Return an instance that describes the process that uses it."""
     module: Any = importlib.import_module(_MODULE)
     if settings is not None and not module.PartialState._shared_state:
         _let_instances_join(module, settings)
@@ -104,14 +104,14 @@ def _let_instances_join(module: Any, settings: _Settings) -> None:
 def _build_accelerator_state(module: Any, cpu: bool, arguments: dict[str, Any]) -> None:
     if arguments["fsdp_plugin"] is None and env.as_flag(env.snapshot().get("ACCELERATE_USE_FSDP", "")):
         raise RuntimeError(
-            "the accelerate.Accelerator of the notebook shards models over one process, and its state does not say "
-            "with which plugin. Create it inside the function: Accelerator(fsdp_plugin=...)"
+            "the notebook's accelerate.Accelerator shards models over one process, and its state does not contain the "
+            "plugin. Create it inside the function: Accelerator(fsdp_plugin=...)"
         )
     module.AcceleratorState(cpu=cpu, _from_accelerator=True, **arguments)
 
 
 def _build_at_first_use(cls: Any, build: Callable[[], Any]) -> None:
-    """Build the state when an attribute of an instance is missing because there is none; it has these as they are."""
+    """Build the state if an attribute of an instance is missing because there is no state yet."""
     original = getattr(cls.__getattr__, "original", cls.__getattr__)
 
     def get(self: Any, name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Torch modules, optimizers and learning rate schedulers in the arguments of a call, by argument paths that kernel and
-workers have in common.
+"""Torch modules, optimizers and learning rate schedulers in the arguments of a call, under paths that are equal in the
+kernel and in workers.
 
-The search covers the arguments themselves, and what lists, tuples, dicts and objects of the user's classes among them
-hold. It lists each module once, by the first path that leads to it. It leaves out a module inside another one that it
-lists, since the outer module's weights include the inner one's.
+The search covers the arguments, and the contents of lists, tuples, dicts and objects of user classes among them. It
+lists each module once, under the first path that leads to it. It omits a module inside another listed module, because
+the outer module's weights include the inner one's.
 """
 
 from __future__ import annotations
@@ -17,39 +17,45 @@ from types import SimpleNamespace
 from typing import Any
 
 ArgPath = int | str
-"""An argument path: an argument's position, or the way to what is inside one: ``args[0]['generator']``."""
+"""An argument path: the position of an argument, or the way to an object inside it: ``args[0]['generator']``."""
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
-"""A container that holds more items is taken for data, and is not searched."""
+"""A container with more items counts as data and is not searched."""
 _MAX_OBJECTS = 20_000
-"""Objects that are looked at in one call."""
+"""Largest number of objects to visit in one call."""
 _WITHOUT_MODULES = frozenset(
     {"builtins", "functools", "logging", "nblaunch", "numpy", "pandas", "threading", "torch", "types"}
 )
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not searched."""
 
 
 def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
-    """Return the modules in ``args`` by their argument paths, in order. Imports nothing, torch included."""
+    """Return the modules in ``args`` by argument path, in order. This imports nothing, not even torch."""
     torch: Any = sys.modules.get("torch")
-    found = _objects_in(args, torch.nn.Module) if torch is not None else {}
-    return found if len(found) < 2 else _outermost(found)
+    modules = _objects_in(args, torch.nn.Module) if torch is not None else {}
+    return modules if len(modules) < 2 else _outermost(modules)
 
 
 def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
-    """Return the optimizers in ``args`` and their schedulers, each once, as :func:`modules_in` does.
+    """Return the optimizers in ``args`` and their schedulers, each once, like :func:`modules_in`.
 
-    All paths are texts. A scheduler goes on from the learning rates of its optimizer, and is left out where that is not
+    All paths are texts. A scheduler depends on its optimizer's learning rates, and is omitted if that optimizer is not
     in ``args``.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}
     once: dict[int, tuple[ArgPath, Any]] = {}
-    for path, one in _objects_in(args, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)).items():
-        once.setdefault(id(one), (path_name(path), one))
-    return {path: one for path, one in once.values() if not is_scheduler(one) or id(one.optimizer) in once}
+    for path, optimizer in _objects_in(
+        args, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    ).items():
+        once.setdefault(id(optimizer), (path_name(path), optimizer))
+    return {
+        path: optimizer
+        for path, optimizer in once.values()
+        if not is_scheduler(optimizer) or id(optimizer.optimizer) in once
+    }
 
 
 def is_scheduler(value: Any) -> bool:
@@ -59,37 +65,37 @@ def is_scheduler(value: Any) -> bool:
 
 
 def _objects_in(args: Sequence[Any], kind: type | tuple[type, ...]) -> dict[ArgPath, Any]:
-    found: dict[ArgPath, Any] = {}
+    objects: dict[ArgPath, Any] = {}
     seen: set[int] = set()
     for position, arg in enumerate(args):
         if isinstance(arg, kind):
-            found[position] = arg
+            objects[position] = arg
         else:
-            found.update(_inside(arg, f"args[{position}]", kind, _MAX_DEPTH, seen))
-    return found
+            objects.update(_inside(arg, f"args[{position}]", kind, _MAX_DEPTH, seen))
+    return objects
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
-    """Return the modules that :func:`modules_in` found at ``paths``, in any process, as far as they are in ``args``.
+    """Return the modules that :func:`modules_in` found at ``paths``, in any process, if they are in ``args``.
 
-    An object may leave a module behind when it is pickled.
+    Pickling an object may drop a module.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not paths:
         return {}
     if any(isinstance(path, str) for path in paths):
-        found = modules_in(args)
+        modules = modules_in(args)
     else:
-        found = {path: args[path] for path in paths if isinstance(path, int)}
-    return {path: found[path] for path in paths if isinstance(found.get(path), torch.nn.Module)}
+        modules = {path: args[path] for path in paths if isinstance(path, int)}
+    return {path: modules[path] for path in paths if isinstance(modules.get(path), torch.nn.Module)}
 
 
 def optimizers_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
     """Return the optimizers and schedulers that :func:`optimizers_in` found at ``paths``; see :func:`modules_at`."""
     if not paths:
         return {}
-    found = optimizers_in(args)
-    return {path: found[path] for path in paths if path in found}
+    optimizers = optimizers_in(args)
+    return {path: optimizers[path] for path in paths if path in optimizers}
 
 
 def path_name(path: ArgPath) -> str:
@@ -104,7 +110,7 @@ def _inside(
         return
     seen.add(id(value))
     for step, part in _parts(value):
-        # A proxy's own idea of its class may raise.
+        # A proxy's __class__ may raise.
         if issubclass(type(part), kind):
             yield name + step, part
         elif depth > 1 and id(part) not in seen:
@@ -112,7 +118,7 @@ def _inside(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a container holds, each with the step to it."""
+    """Yield the contents of a container, each with the step to it."""
     cls = type(value)
     if issubclass(cls, (list, tuple)):
         if len(value) <= _MAX_ITEMS:
@@ -131,7 +137,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object of a user's or a library's class has set on itself; a proxy's own code is not asked."""
+    """Return the instance attributes of an object of a user's or library's class, without calling a proxy's code."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -140,15 +146,15 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _key(key: Any, index: int) -> str:
-    """Return ``['name']``, or the number of the key where its text may differ between processes."""
+    """Return ``['name']``, or the number of the key if its text may differ between processes."""
     return f"[{key!r}]" if isinstance(key, (str, int, enum.Enum)) else f"[key {index}]"
 
 
-def _outermost(found: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
+def _outermost(modules: dict[ArgPath, Any]) -> dict[ArgPath, Any]:
     """Return each module once, without modules that are parts of others."""
-    parts = {id(part) for module in found.values() for part in module.modules() if part is not module}
+    parts = {id(part) for module in modules.values() for part in module.modules() if part is not module}
     kept: dict[int, ArgPath] = {}
-    for path, module in found.items():
+    for path, module in modules.items():
         if id(module) not in parts:
             kept.setdefault(id(module), path)
-    return {path: found[path] for path in kept.values()}
+    return {path: modules[path] for path in kept.values()}

@@ -1,6 +1,6 @@
-"""What a worker receives when it starts: a call, and an assignment as one plain value, whatever the start method.
+"""The start data of a worker: a call, and an assignment as one plain value, for every start method.
 
-The launcher also sends the sources of cells to a fresh interpreter; a forked worker has them already.
+The launcher also sends the sources of cells to a fresh interpreter; a forked worker already has them.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _HAS_REAL_TIME_SIGNALS = hasattr(signal, "SIGRTMIN")
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR2
-"""Asks a worker for its Python stack. A real-time signal, since frameworks use SIGUSR1 and SIGUSR2 for themselves."""
+"""Asks a worker for its Python stack. It is a real-time signal, because frameworks use SIGUSR1 and SIGUSR2."""
 
 NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR1
-"""Asks a worker that did not answer, being blocked in native code: only then may its frames be read at any moment."""
+"""Asks again, if a worker blocked in native code has not answered: its frames may then be read at any moment."""
 
 NUM_THREADS = "threads of Python: "
-"""Begins the line after a stack that a worker has written by itself."""
+"""Prefix of the line after a stack that a worker has written itself."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one worker has to do. Descriptors are numbers that are valid in the worker.
+    """The task of one worker. Descriptors are numbers that are valid in the worker.
 
     Args:
-        topology: its ranks.
+        topology: its ranks and sizes.
         backend: name of the device family.
-        environment: variables to set (None removes one), complete.
+        environment: all variables to set (None removes one).
         accelerator_defaults: settings for an ``Accelerator`` in the function.
         attempt: number of the attempt in this launcher, from 0; restarts of nodes are in ``environment``.
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
-        outbox_fd: empty memory file for its return value and trained states; -1 where none is wanted.
-        command_fd: socket on which the kernel sends it commands; -1 where it sends none.
-        debug_fd: socket to the debugger in it; -1 where there is none.
-        log_path: file for everything it prints.
+        outbox_fd: empty memory file for its return value and trained states; -1 if none are wanted.
+        command_fd: socket for commands from the kernel; -1 if the kernel sends none.
+        debug_fd: socket to its debugger; -1 if it has none.
+        log_path: file for its output.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
-        post_mortem: keep the worker where its function has failed, for a debugger.
-        has_breakpoints: ``breakpoint()`` opens pdb here, typed into the kernel.
+        post_mortem: keep the worker after its function has failed, for a debugger.
+        has_breakpoints: ``breakpoint()`` opens pdb here; the user types into the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
-        returns_value: whether what the function returns here is wanted.
-        is_main: whether it sends what all ranks have alike, as the weights of a model that each of them holds.
-        wanted_modules: argument paths of the modules whose weights are wanted back, the same on every rank: which ones
-            send them, ``worker/delivery.py`` decides when the function has returned.
-        wanted_optimizers: argument paths of the optimizers and schedulers whose states are wanted, in the same way.
+        returns_value: whether the kernel wants this worker's return value.
+        is_main: whether it sends what all ranks share, such as the weights of a model that each of them holds.
+        wanted_modules: argument paths of the modules whose weights the kernel wants, equal on every rank;
+            ``worker/delivery.py`` decides which ranks send them when the function has returned.
+        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, likewise.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
-        key: key of the job, for objects between its ranks (``wire/signing.py``); b"" where machines have none in
-            common.
+        key: key of the job, for objects between its ranks (``wire/signing.py``); b"" if the machines do not share
+            one.
         parent_pid: the process that starts it; the worker ends if that process is gone.
-        registered_backend: the backend, pickled, for a fresh interpreter that could not find it by its name.
-        descendant_tag: tag by which its descendants are found (``host/descendants.py``).
+        registered_backend: the pickled backend, for a fresh interpreter that can't find it by name.
+        descendant_tag: tag that marks its descendants (``host/descendants.py``).
     """
 
     topology: Topology
@@ -114,7 +114,7 @@ class Assignment:
 
 
 def capture_sources() -> dict[str, str]:
-    """Return the text of the cells that this process has run, by file name: their files do not exist."""
+    """Return the text of the cells that this process has run, by file name, because their files do not exist."""
     return {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())
@@ -123,6 +123,6 @@ def capture_sources() -> dict[str, str]:
 
 
 def restore_sources(sources: Mapping[str, str]) -> None:
-    """Let tracebacks show the lines of files that do not exist: file name -> text."""
+    """Let tracebacks show lines of files that do not exist: file name -> text."""
     for name, text in sources.items():
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

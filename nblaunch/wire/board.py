@@ -4,20 +4,20 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
-Behind the slots lie the last collectives of each rank (``collective_calls.py``) and what it spent its time on
-(``spans.py``), in the same file.
+Behind the slots, the same file holds the last collectives of each rank (``collective_calls.py``) and its recorded time
+spans (``spans.py``).
 
-Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so that there
-is nothing to lock: a reading may combine fields of two neighbouring steps, but each number in it is whole. The curve of
-losses has many words, and a version number that is odd while the worker writes it. Writing a step costs well under a
-microsecond, and no system call.
+Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so no locks
+are needed: a reading may combine fields of two neighbouring steps, but each number in it is whole. The loss curve has
+many words, and a version number that is odd while the worker writes it. Writing a step takes well under a microsecond,
+and no system call.
 
-A :class:`LossCurve` is the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
+A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
-    steps 1 2 3 4 5 6 7 8 | 9 ...            a bin holds the mean loss of 1 optimizer step at first; when all are full,
+    steps 1 2 3 4 5 6 7 8 | 9 ...            a bin first holds the mean loss of 1 optimizer step; when all are full,
     bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds the mean of 2 steps, then 4, 8 ...
 
-Bins end at fixed steps, whenever they are read: two runs with equal losses have equal curves.
+Bins end at fixed steps, independent of the readings: two runs with equal losses have equal curves.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from nblaunch.wire.collective_calls import REGION_BYTES, CallReader
 from nblaunch.wire.spans import SpanReader, SpanWriter
 
 MAX_BINS = 64
-"""Largest number of complete bins; one that is not complete may follow."""
+"""Largest number of complete bins; an incomplete one may follow."""
 
 
 LARGEST_DRAWN = 1e300
-"""Curves leave out larger values, as they do infinity and nan: the sum of some would be infinite."""
+"""Curves omit larger values, as well as infinity and nan, because sums of them could be infinite."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LossCurve:
     Args:
         num_steps: optimizer steps so far, the end of the last bin.
         steps_per_bin: steps in every bin but the last, which may have fewer.
-        means: one per bin; may be not finite.
+        means: one per bin; may be infinite or nan.
     """
 
     num_steps: int = 0
@@ -84,38 +84,40 @@ _BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = rang
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
-_MAX_READS = 5  # of a curve that changes meanwhile; a rank that died while it wrote leaves it so for ever
+_MAX_READS = (
+    5  # of a curve that changes meanwhile; a rank that dies while writing leaves its version odd for good
+)
 
 
 @dataclass(frozen=True)
 class SlotReading:
-    """What one slot held when it was read.
+    """The contents of one slot at the time of reading.
 
     Args:
-        rank: whose slot.
-        state: what the worker says it does.
+        rank: rank of the slot.
+        state: the worker's own report of its state.
         step: batches taken from prepared loaders (or steps of ``progress``) in the current loop, from 0.
-        total: batches of the current loop; -1 where that is not known.
+        total: batches of the current loop; -1 if unknown.
         epoch: number of the current or last loop over a training loader, from 1; 0 before the first.
         samples: samples seen by this rank since the start.
-        loss: last loss read; None before the first.
+        loss: last loss; None before the first.
         losses: all losses, in means.
         step_time_s: ``monotonic()`` of the last step; 0.0 before the first. Comparable across processes of a host.
-        interrupts: SIGINTs that the worker's Python code has noticed.
-        built_bytes: bytes of parameters that were built inside the worker instead of being passed to it.
-        device_bytes: memory of its device that the rank has taken; 0 if nothing is known.
-        device_peak_bytes: the most so far.
-        device_limit_bytes: all that the device has; 0 if that is not known.
-        busy_time_s: seconds that the rank did not wait for others, from the end of one backward to the next.
-        busy_steps: number of steps in which that was measured.
+        interrupts: number of SIGINTs that the worker's Python code has received.
+        built_bytes: bytes of parameters that the worker has built instead of receiving them.
+        device_bytes: device memory that the rank uses; 0 if unknown.
+        device_peak_bytes: peak of ``device_bytes``.
+        device_limit_bytes: total memory of the device; 0 if unknown.
+        busy_time_s: seconds in which the rank did not wait for others, from the end of one backward to the next.
+        busy_steps: number of steps that ``busy_time_s`` covers.
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
-        num_checks: looks at ``accelerator.should_stop``.
-        num_epochs: how many epochs there will be; 0 if that is not known.
+        num_checks: number of checks of ``accelerator.should_stop``.
+        num_epochs: total number of epochs; 0 if unknown.
         loop: number of the current loop, from 1; 0 before the first.
-        trained: step, total and epoch at the end of the last loop over a training loader; zeros before.
+        trained: step, total and epoch at the end of the last training loop; zeros before the first ends.
         steps_done: steps of all loops since the start.
-        job_steps: completed optimizer steps and their number in the whole training, if a framework counts them; else
+        job_steps: completed and total optimizer steps of the whole training, if a framework counts them; otherwise
             zeros.
     """
 
@@ -146,7 +148,7 @@ class SlotReading:
 
 
 class _Word:
-    """An integer of a slot, as an attribute of it."""
+    """An integer of a slot, as an attribute."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -160,9 +162,9 @@ class _Word:
 
 
 class StepBoundaries:
-    """The checks of a rank before each step of an optimizer, at one of which an interrupt ends all ranks.
+    """A rank's checks before each optimizer step; an interrupt ends all ranks at one of them.
 
-    It offers the same fields that a :class:`Slot` has for checks of ``accelerator.should_stop``.
+    It has the same fields as a :class:`Slot` has for checks of ``accelerator.should_stop``.
     """
 
     num_checks = _Word(_BOUNDARY_CHECKS)
@@ -180,7 +182,7 @@ class StepBoundaries:
         return number, ints[_BOUNDARY_PROPOSAL]
 
     def begin_anew(self) -> None:
-        """Count from 0 again, in the worker: ranks of a session need not have run the same code before."""
+        """Count from 0 again, in the worker, because ranks of a session need not have run the same code before."""
         self.num_checks = self.stop_reply = 0
 
     def clear_proposal(self) -> None:
@@ -189,7 +191,7 @@ class StepBoundaries:
 
 
 class Slot:
-    """The writer's side: a rank's own slot. Methods are cheap enough to be called at every step."""
+    """The writer's side: a rank's own slot. Methods are fast enough for a call in every step."""
 
     epoch = _Word(_EPOCH)
     """Number of the current or last epoch, from 1; 0 before the first."""
@@ -198,17 +200,17 @@ class Slot:
     num_progress_signs = _Word(_PROGRESS_SIGNS)
     """Other signs of progress: collectives, bars that advanced, the begin of a session's command."""
     built_bytes = _Word(_BUILT_BYTES)
-    """Bytes of parameters that were built in this process."""
+    """Bytes of parameters that this process has built."""
     num_checks = _Word(_CHECKS)
-    """How often the rank has looked at ``accelerator.should_stop``; set in a copy of another machine's slot."""
+    """Number of the rank's checks of ``accelerator.should_stop``; set in a copy of another machine's slot."""
     stop_reply = _Word(_STOP_REPLY)
     """Reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
     stop_proposal = _Word(_STOP_PROPOSAL)
-    """The check at which the launcher proposes to stop; 0 without a request. Written by the launcher."""
+    """The check at which the launcher proposes to stop; 0 without a proposal. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)
-    """1 where the user interrupts the rank, which then sends what it has trained. Written by the launcher."""
+    """1 if the user interrupts the rank, which then sends what it has trained. Written by the launcher."""
     handing_over = _Word(_HANDING_OVER)
-    """1 while the rank waits until tensors that it has put into queues are taken. The launcher writes 0."""
+    """1 while the rank waits until its tensors are taken from queues. The launcher writes 0."""
     stop_decision = _Word(_STOP_DECISION)
     """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
 
@@ -219,11 +221,11 @@ class Slot:
         span_memory: memoryview | None = None,
     ) -> None:
         self.call_memory = call_memory
-        """Memory for the rank's last collectives; None if they are not read."""
+        """Memory for the rank's last collectives; None if no process reads them."""
         self.span_memory = span_memory
-        """Memory for what the rank spends its time on; None if that is not read."""
+        """Memory for the rank's time spans; None if no process reads them."""
         self.spans: SpanWriter | None = None
-        """Records what the rank spends its time on; None before :meth:`record_spans`."""
+        """Records the rank's time spans; None before :meth:`record_spans`."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
@@ -232,7 +234,7 @@ class Slot:
             self.spans = SpanWriter(self.span_memory)
 
     def detach(self) -> None:
-        """Write to private memory from now on, in a process that inherited this slot from the rank that forked it."""
+        """Write to private memory from now on, in a process that the rank has forked."""
         self._write_to(memoryview(bytearray(_SLOT_BYTES)))
         if self.spans is not None:
             self.spans.detach()
@@ -246,16 +248,16 @@ class Slot:
 
     @property
     def state(self) -> WorkerState:
-        """What the rank does."""
+        """The state of the rank."""
         return WorkerState(self._ints[_STATE])
 
     def set_state(self, state: WorkerState) -> None:
-        """Set what the rank does."""
+        """Set the state of the rank."""
         self._ints[_STATE] = state
 
     @property
     def loop(self) -> tuple[int, int, WorkerState, int, int, int]:
-        """The loop that is shown, as :meth:`start_loop` takes it."""
+        """The displayed loop, as the arguments of :meth:`start_loop`."""
         ints = self._ints
         return (
             ints[_TOTAL],
@@ -267,7 +269,7 @@ class Slot:
         )
 
     def clear_progress(self) -> None:
-        """Forget loops and losses, for another command of a session. What is compared with before goes on."""
+        """Forget loops and losses for the next command of a session. Values for comparisons continue."""
         self.start_loop(-1, 0, self.state)
         self.end_training(0, 0, 0)
         self.set_job_steps(0, 0)
@@ -280,10 +282,10 @@ class Slot:
         """Start a loop over a loader, or resume an outer one.
 
         Args:
-            total: batches; -1 where unknown.
+            total: batches; -1 if unknown.
             epoch: as in :class:`SlotReading`.
-            state: what the rank does in this loop.
-            step: batches that are done.
+            state: state of the rank in this loop.
+            step: number of completed batches.
             number: number of the loop.
             num_epochs: as in :class:`SlotReading`.
         """
@@ -297,17 +299,17 @@ class Slot:
         self._doubles[_STEP_TIME] = monotonic()
 
     def end_training(self, step: int, total: int, epoch: int) -> None:
-        """Record where a loop over a training loader has ended."""
+        """Record the end of a loop over a training loader."""
         ints = self._ints
         ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
 
     def set_job_steps(self, done: int, total: int) -> None:
-        """Set how many optimizer steps of the whole training are done, and how many there will be."""
+        """Set the completed and the total number of optimizer steps of the whole training."""
         ints = self._ints
         ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 
     def advance_to(self, step: int, samples: int) -> None:
-        """Set the batches of this loop that were handed to the user, and the samples since the start."""
+        """Set the number of batches that this loop has handed to the user, and of samples since the start."""
         ints = self._ints
         ints[_STEPS_DONE] += step - ints[_STEP]
         ints[_STEP] = step
@@ -323,14 +325,14 @@ class Slot:
         self._ints[_STEPS_DONE] += 1
 
     def set_loss(self, loss: float) -> None:
-        """Set the last loss, perhaps not finite."""
+        """Set the last loss; it may be infinite or nan."""
         self._doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
     def set_losses(self, curve: LossCurve) -> None:
         """Set the losses so far."""
         ints = self._ints
-        ints[_CURVE_VERSION] += 1  # odd while it is written
+        ints[_CURVE_VERSION] += 1  # odd during the write
         ints[_CURVE_STEPS] = curve.num_steps
         ints[_CURVE_STEPS_PER_BIN] = curve.steps_per_bin
         ints[_CURVE_LENGTH] = len(curve.means)
@@ -352,7 +354,7 @@ class Slot:
         self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
-        """Set bytes of the device: taken now, peak, total (0 if that is not known)."""
+        """Set bytes of the device: used, peak, total (0 if unknown)."""
         ints = self._ints
         ints[_DEVICE_BYTES] = taken
         ints[_DEVICE_PEAK_BYTES] = peak
@@ -365,7 +367,7 @@ class Slot:
         return number, ints[_STOP_PROPOSAL]
 
     def read(self, rank: int) -> SlotReading:
-        """Read all of it as one reading; numbers may be of different moments."""
+        """Read all fields as one reading; they may be from different moments."""
         ints = self._ints
         return SlotReading(
             rank=rank,
@@ -395,7 +397,7 @@ class Slot:
         )
 
     def _losses(self) -> LossCurve:
-        """Read the curve; return the same object as before if the curve has not changed since."""
+        """Read the curve; return the previous object if the curve has not changed since."""
         ints = self._ints
         for _ in range(_MAX_READS):
             version = ints[_CURVE_VERSION]
@@ -409,7 +411,7 @@ class Slot:
         return self._read_curve[1]
 
     def release(self) -> None:
-        """Let go of the memory; the slot can't be used any more."""
+        """Release the memory; the slot can't be used any more."""
         for memory in (self.call_memory, self.span_memory):
             if memory is not None:
                 memory.release()
@@ -418,12 +420,12 @@ class Slot:
 
 
 def private_slot() -> Slot:
-    """Return a slot of no board, for processes without a launcher: one code path for all."""
+    """Return a slot without a board, so that processes without a launcher run the same code."""
     return Slot(memoryview(bytearray(_SLOT_BYTES)))
 
 
 class Board:
-    """All slots of a job, in a memory file that forked and fresh workers alike can map by its descriptor."""
+    """All slots of a job, in a memory file that both forked and fresh workers can map by its descriptor."""
 
     def __init__(self, num_slots: int, fd: int) -> None:
         self.fd = fd
@@ -445,12 +447,12 @@ class Board:
 
     @classmethod
     def create(cls, num_slots: int) -> Board:
-        """Create a board in a memory file of its own."""
+        """Create a board in its own memory file."""
         fd = create_memory_file("nblaunch-board")
         try:
             os.ftruncate(fd, _region_starts(num_slots)[-1])
             return cls(num_slots, fd)
-        except OSError:  # mapping it takes one more descriptor
+        except OSError:  # mapping it takes another descriptor
             os.close(fd)
             raise
 
@@ -488,13 +490,13 @@ class Board:
             slot.release()
         self._slots = []
         self._view.release()
-        self._map.close()  # it holds a descriptor of its own
+        self._map.close()  # it holds its own descriptor
         os.close(self.fd)
         self.fd = -1
 
 
 def _region_starts(num_slots: int) -> list[int]:
-    """Return where slots, calls and spans begin, each on a page of its own, and where all ends."""
+    """Return the offsets of slots, calls and spans, each on a new page, and of the end."""
     starts = [0]
     for size in (_SLOT_BYTES, REGION_BYTES, spans.REGION_BYTES):
         starts.append(starts[-1] + -(-num_slots * size // 4096) * 4096)
@@ -502,7 +504,7 @@ def _region_starts(num_slots: int) -> list[int]:
 
 
 def create_memory_file(name: str) -> int:
-    """Open an empty file that lives in memory alone and vanishes with its last user.
+    """Open an empty file that exists only in memory and vanishes with its last user.
 
     ``memfd_create`` is not bounded by the size of ``/dev/shm``, which containers keep at 64 MB.
     """

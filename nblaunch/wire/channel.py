@@ -1,23 +1,23 @@
-"""Events on their way from one process to another: pickled, and sent in packets through a pipe.
+"""Events between processes: pickled, and sent in packets through a pipe.
 
     worker      ── EventSender ──┐
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
-Workers only send here. The launcher reaches them otherwise: by signals, by proposals on the board
-(``stop_agreement.py``), and in sessions and for the debugger by sockets (``worker_commands.py``). With the agent of
-its node it talks both ways, through a pipe each (``nodes/messages.py``). The receiving end never blocks, so that one
-silent worker can't hold up the others; a sender waits while the pipe is full.
+This pipe only carries messages from workers. The launcher reaches workers through signals, proposals on the board
+(``stop_agreement.py``), and in sessions and for the debugger through sockets (``worker_commands.py``). It exchanges
+messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end never
+blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
 
-The events of a detached job are kept in a file in the same form, each signed (``detached/``).
+A file keeps the events of a detached job in the same form, each signed (``detached/``).
 
-Threads of a worker, its signal handlers and processes that it forks share its pipe and send without a lock: a packet
-names its event by a random number, and is small enough for the system to write it in one piece, even if others write
-at the same time (source: pipe(7), PIPE_BUF). If a sender is killed or interrupted in the middle of an event, that event
-stays incomplete, but every other event stays whole.
+Threads, signal handlers and forked children of a worker share its pipe and send without a lock: each packet identifies
+its event by a random number, and is small enough for the system to write it in one piece, even if others write at the
+same time (source: pipe(7), PIPE_BUF). If a sender is killed or interrupted in the middle of an event, that event stays
+incomplete, but every other event arrives whole.
 
-A class of the user's script or notebook may not exist where the event arrives (a launcher that runs scripts, a fresh
-interpreter, a class inside a function). So an event's pickle names classes of nblaunch and of ``builtins`` alone; other
-values are pickled as Python's own types (:func:`plain`), and any process can read it.
+A class from the user's script or notebook may not exist in the receiving process (a launcher that runs scripts, a fresh
+interpreter, a class inside a function). The pickle of an event therefore only names classes of nblaunch and of
+``builtins``; other values are converted to Python's own types (:func:`plain`), so that any process can read them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nblaunch.events import Event, Note
 from nblaunch.wire import signing
 
 _HEADER = struct.Struct("<8sQ")
-"""Header of a packet: its event, and how many bytes of this event are still to come, this packet's included."""
+"""Header of a packet: its event, and the remaining bytes of this event, including this packet."""
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
@@ -50,7 +50,7 @@ class EventSender:
 
     Args:
         fd: writing end of the pipe.
-        key: to sign events with (``wire/signing.py``); b"" in a pipe, which has no name.
+        key: key to sign events with (``wire/signing.py``); b"" for a pipe, which has no name.
     """
 
     def __init__(self, fd: int, key: bytes = b"") -> None:
@@ -59,14 +59,14 @@ class EventSender:
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one event whole. Do not fail if the launcher has gone: its workers are about to end, too.
+        """Write one whole event. Do not fail if the launcher is gone: its workers are about to end, too.
 
         Raises:
-            OSError: the descriptor was closed in this process; its number may belong to another file by now.
+            OSError: this process has closed the descriptor; its number may now belong to another file.
         """
         try:
             body = dump_plain(event)
-        except Exception as error:  # what the user's code has put into it
+        except Exception as error:  # the event contains an object of the user's code
             kind = type(event).__name__
             text = f"an event could not be sent and is lost: {kind!r} ({type(error).__name__}: {error})"
             body = dump_plain(Note(event.rank, event.time_s, text, "warning"))
@@ -75,7 +75,7 @@ class EventSender:
         with suppress(BrokenPipeError):
             for packet in _packets(signing.seal(body, self._key)):
                 while packet:
-                    # A pipe takes it whole, a file on a full disk may not.
+                    # A pipe accepts all of it; a file on a full disk may not.
                     packet = packet[os.write(self.fd, packet) :]
 
 
@@ -86,13 +86,13 @@ def _packets(body: bytes) -> Iterator[bytes]:
 
 
 class EventReceiver:
-    """The launcher's end: turns the bytes that have arrived into whole events.
+    """The launcher's end: combines received bytes into whole events.
 
-    An event that can't be read becomes a warning; the events that follow it are not lost.
+    An event that can't be read becomes a warning; the following events are not lost.
 
     Args:
         fd: reading end of the pipe.
-        source: who sends, for such a warning: ``"rank 3"``.
+        source: the sender, for such a warning: ``"rank 3"``.
         key: key that events are signed with; b"" = they are not signed.
     """
 
@@ -101,14 +101,14 @@ class EventReceiver:
         self._source = source
         self._key = key
         self._pending = bytearray()
-        self._begun: dict[bytes, bytearray] = {}  # name of an event -> what has arrived of it
+        self._begun: dict[bytes, bytearray] = {}  # id of an event -> its bytes so far
         os.set_blocking(fd, False)
 
     def receive(self, max_bytes: int = sys.maxsize) -> tuple[list[Event], bool]:
-        """Return all events that are complete by now, and whether all senders have closed their end.
+        """Return all events that are complete, and whether all senders have closed their end.
 
         Args:
-            max_bytes: how much to read at most.
+            max_bytes: largest number of bytes to read.
         """
         is_closed = False
         while max_bytes > 0:
@@ -129,7 +129,7 @@ class EventReceiver:
         while len(self._pending) - start >= _HEADER.size:
             name, missing = _HEADER.unpack_from(self._pending, start)
             body_at = start + _HEADER.size
-            if not missing:  # zeros, which a file may end with after a power failure
+            if not missing:  # zeros, which may end a file after a power failure
                 start = body_at
                 continue
             end = body_at + min(missing, _BODY_BYTES)
@@ -147,43 +147,43 @@ class EventReceiver:
             event = pickle.loads(signing.unseal(bytes(body), self._key))
             if not isinstance(event, Event):
                 raise TypeError(f"{type(event).__name__} is not an event")
-        except Exception as error:  # a detached job may be of another release
+        except Exception as error:  # a detached job may use another release
             why = f"{type(error).__name__}: {error}"
             return Note.of_job(f"an event of {self._source} could not be read and is lost: {why}", "warning")
         return event
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the reading end."""
         os.close(self.fd)
 
 
 _OURS = ("nblaunch.", "builtins")
 _MAX_TEXT = 10_000
-"""Largest number of characters of an object that travels as its text."""
+"""Largest number of characters of an object that is sent as text."""
 
 
 def plain(value: Any) -> Any:
     """Return ``value`` in one of Python's own types, even if the code of its class raises.
 
-    Numbers and texts of derived classes become values of the base class, and enum members become their values. Tensors
+    Numbers and texts of derived classes become values of the base class; enum members become their values. Tensors
     and arrays without dimensions become numbers. Mappings, sequences and sets of derived classes become dicts and
-    lists. All else becomes its ``repr``.
+    lists. All other objects become their ``repr``.
 
     Raises:
-        RecursionError: it holds itself.
+        RecursionError: the value contains itself.
     """
     try:
         return _plain(value)
     except RecursionError:
         raise
-    except Exception as error:  # it is the user's code that is asked
+    except Exception as error:  # raised by the user's class
         return f"<{type(value).__name__}, which has no text: {type(error).__name__}>"
 
 
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    # By the base classes' own methods, which no derived class has changed.
+    # With the base classes' own methods, which derived classes can't override.
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):
@@ -205,10 +205,10 @@ def _plain(value: Any) -> Any:
 
 
 def dump_plain(message: Any) -> bytes:
-    """Pickle a message as events are: it names classes of nblaunch and of ``builtins`` alone.
+    """Pickle a message in the way of events: it only names classes of nblaunch and of ``builtins``.
 
     Raises:
-        RecursionError: what is not of these holds itself.
+        RecursionError: an object of another class contains itself.
     """
     stream = io.BytesIO()
     _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
@@ -216,7 +216,7 @@ def dump_plain(message: Any) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects as :func:`plain` returns them, unless they are nblaunch's or Python's own."""
+    """Pickles objects in the form of :func:`plain`, unless they are nblaunch's or Python's own."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, BuiltinFunctionType)):

@@ -1,17 +1,17 @@
-"""The last collectives of each rank, in memory that survives the rank: what it called, on which line, in which order.
+"""The last collectives of each rank, in memory that survives the rank: the call, its line, and the order.
 
     worker  CallWriter ──> texts: lines of code and groups, each once │ ring: the last calls ──> CallReader  launcher
 
-A call has the number that it has in its group, and a chain: a digest of what had to be the same on all ranks in this
-call and in all before. Two ranks with equal chains at a number have agreed up to there, so that a comparison needs to
-look at nothing else. Chains are computed from integers, whose hashes do not differ between processes.
+Each call has a number within its group and a chain: a digest of everything that must be equal on all ranks, in this
+call and in all earlier ones. If two ranks have equal chains at a number, they have agreed up to that call, so a
+comparison needs nothing else. Chains are computed from integers, whose hashes do not differ between processes.
 
-``backward``, the forward of ``DistributedDataParallel`` and steps of optimizers are calls, too, with counts of their
-own: the collectives that torch starts from C++ have no other trace here. What they say is evidence and no rule, so they
-are not part of a chain.
+``backward``, the forward of ``DistributedDataParallel`` and optimizer steps are calls, too, with their own counts,
+because collectives that torch starts from C++ leave no other trace here. They are evidence and not a rule, so they are
+not part of a chain.
 
-Everything has a fixed size. Where the texts are full, both begin anew. A call costs about a microsecond and no system
-call. A reading may come while a rank writes: entries that were overwritten meanwhile are left out.
+All memory has a fixed size. When the texts are full, texts and calls start again. A call takes about a microsecond and
+no system call. A reading may happen while a rank writes: it omits entries that were overwritten meanwhile.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from time import monotonic
 from typing import Any
 
 NUM_CALLS = 256
-"""How many calls of a rank are kept."""
+"""Number of recorded calls of a rank."""
 
 _ENTRY = struct.Struct("<9q2d")
-_SERIAL = struct.Struct("<q")  # with which an entry begins
+_SERIAL = struct.Struct("<q")  # the first field of an entry
 _MAX_SPLITS = 32
 _SPLITS = 8  # word of the header
 _HEADER_BYTES = 8 * (_SPLITS + 2 + 2 * _MAX_SPLITS)
 _TEXT_BYTES = 12 << 10
 _FIRST_ENTRY = _HEADER_BYTES + _TEXT_BYTES
 REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY.size) // 4096) * 4096
-"""Memory of a rank; the system provides the pages that are written to."""
+"""Memory of a rank; the system only provides pages that are written to."""
 
 _VERSION, _HEAD, _FIRST, _TEXT_LENGTH = range(4)  # words of the header
 _MAX_READS = 3
 
 UNCOUNTED = -1
-"""The size of a call in which ranks may have different sizes."""
+"""The size of a call whose size may differ between ranks."""
 
 _NUM_DIMENSIONS = 4
 _NO_SHAPE = (0, 0, 0, 0)
 _MAX_RANKS_TEXT = 2000  # characters
 
-# What is called. Those after the first tuple are no collectives.
+# Kinds of calls; the first tuple holds the collectives.
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -73,8 +73,8 @@ class Group:
     """A process group.
 
     Args:
-        ranks: of the job, in the order of the group.
-        number: how many groups with the same ranks the process had before it.
+        ranks: ranks of the job, in the order of the group.
+        number: number of earlier groups of the process with the same ranks.
         is_default: it is the group of the whole job.
     """
 
@@ -90,20 +90,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Site:
-    """What was called, and where: equal for all iterations of a loop.
+    """The kind and place of a call: equal for all iterations of a loop.
 
     Args:
         kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`.
-        group: in which; None for what has none.
-        dtype: of the tensors; empty without any.
-        num_tensors: how many tensors of the shape that the call has.
-        num_dimensions: of that shape.
-        reduction: as ``SUM``; empty if there is none.
-        root: rank of the job that sends, receives or is the peer; -1 where there is none.
+        group: its process group; None without one.
+        dtype: data type of the tensors; empty without tensors.
+        num_tensors: number of the call's tensors with this shape.
+        num_dimensions: number of dimensions of the shape.
+        reduction: such as ``SUM``; empty without one.
+        root: rank of the job that sends, receives or is the peer; -1 without one.
         name: name of the library's function that the user's code called.
-        filename: of the user's code; empty if it is not known.
-        line: in it.
-        detail: what else distinguishes it.
+        filename: file of the user's code; empty if unknown.
+        line: line in that file.
+        detail: any other property that distinguishes the call.
     """
 
     kind: str
@@ -124,14 +124,14 @@ class Call:
     """One call of a rank.
 
     Args:
-        serial: its number among all calls of the rank, from 1.
-        site: what and where.
+        serial: number among all calls of the rank, from 1.
+        site: kind and place.
         number: number in its group, or among calls of its kind if it is not a collective, from 1.
-        chain: digest of all collectives of the group up to it.
-        size: elements that must be as many on all ranks; :data:`UNCOUNTED` where they need not be.
-        shape: of the tensor, of at most four dimensions.
-        time_s: ``monotonic()``.
-        value: the learning rate of a step; 1.0 for a forward after which gradients are exchanged.
+        chain: digest of all collectives of the group up to this one.
+        size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
+        shape: shape of the tensor, up to four dimensions.
+        time_s: ``monotonic()`` of the call.
+        value: learning rate of a step; 1.0 for a forward after which gradients are exchanged.
     """
 
     serial: int
@@ -150,16 +150,16 @@ class Call:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be the same on all ranks."""
+        """The properties that must be equal on all ranks."""
         site = self.site
         return site.kind, self.size, site.dtype, site.reduction, site.root, site.detail
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Rows that the last ``all_to_all`` with unequal parts sends to each rank of the group, and receives from it.
+    """Rows that the last ``all_to_all`` with unequal parts sends to, and receives from, each rank of the group.
 
-    ``number`` is the number of the call in its group.
+    ``number`` is the number of that call in its group.
     """
 
     number: int
@@ -169,7 +169,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The last calls of a rank, oldest first; ``num_calls`` is how many there were in all."""
+    """The last calls of a rank, oldest first; ``num_calls`` counts all its calls."""
 
     calls: tuple[Call, ...] = ()
     num_calls: int = 0
@@ -177,7 +177,7 @@ class RankCalls:
 
     @property
     def last(self) -> Call | None:
-        """The last one."""
+        """The last call; None without calls."""
         return self.calls[-1] if self.calls else None
 
 
@@ -188,7 +188,7 @@ class CallWriter:
     """The writer's side of a rank's region.
 
     Args:
-        memory: :data:`REGION_BYTES` bytes of the board; None for memory of its own, in a process without a launcher.
+        memory: :data:`REGION_BYTES` bytes of the board; None = own memory, in a process without a launcher.
     """
 
     def __init__(self, memory: memoryview | None = None) -> None:
@@ -203,20 +203,18 @@ class CallWriter:
         self._begin_anew(1)
 
     def detach(self) -> None:
-        """Write to private memory from now on, in a process that was forked from the rank."""
+        """Write to private memory from now on, in a process that the rank has forked."""
         self._write_to(None)
 
     def _begin_anew(self, first: int) -> None:
         words = self._words
         words[_VERSION] = self._version = max(self._version, words[_VERSION]) + 1
         words[_TEXT_LENGTH], words[_FIRST] = 0, first
-        self._positions: dict[
-            Any, int
-        ] = {}  # of the texts of sites and of groups, which are not negative numbers
+        self._positions: dict[Any, int] = {}  # positions of the texts of sites and groups; never negative
         self._text_length = 0
 
     def add_group(self, group: Group) -> int:
-        """Make a group known; return what stands for it in a site."""
+        """Register a group; return its identifier for sites."""
         self._groups.append(group)
         return len(self._groups) - 1
 
@@ -232,11 +230,11 @@ class CallWriter:
         """Record a call; return its serial number.
 
         Args:
-            site: the arguments of :class:`Site`, in their order; the group as :meth:`add_group` gave it, or -1.
-            number: as in :class:`Call`, like the following.
-            chain: digest.
-            size: elements.
-            shape: filled up with zeros.
+            site: the arguments of :class:`Site`, in order; the group as returned by :meth:`add_group`, or -1.
+            number: as in :class:`Call`.
+            chain: as in :class:`Call`.
+            size: as in :class:`Call`.
+            shape: as in :class:`Call`, padded with zeros.
             value: value of a step or forward.
         """
         serial = next(self._serials)
@@ -251,31 +249,31 @@ class CallWriter:
         return serial
 
     def withdraw(self, serial: int) -> None:
-        """Take back a call that was refused, so that it is not read."""
+        """Remove a call that torch has refused, so that it is not read."""
         start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size
         if _SERIAL.unpack_from(self._memory, start)[0] == serial:
             _SERIAL.pack_into(self._memory, start, 0)
 
     def put_splits(self, number: int, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Record the parts of the ``all_to_all`` that comes next, in a group of moderate size.
+        """Record the parts of the next ``all_to_all``, in a group of moderate size.
 
         Args:
             number: number of the call in its group.
             sent: rows for each rank of the group.
-            received: rows from each.
+            received: rows from each rank of the group.
         """
         size = len(sent)
         if size != len(received) or size > _MAX_SPLITS:
             return
         words = self._words
-        words[_SPLITS] = 0  # not valid while it is written
+        words[_SPLITS] = 0  # invalid during the write
         for place, rows in enumerate((*sent, *received), start=_SPLITS + 2):
             words[place] = rows
         words[_SPLITS + 1] = size
         words[_SPLITS] = number
 
     def _add(self, site: tuple[Any, ...], serial: int) -> int:
-        """Write a site, and its group if that is new; return its position among the texts."""
+        """Write a site, and its group if that is new; return the site's position among the texts."""
         handle = site[1]
         added: dict[Any, str] = {}
         if handle >= 0 and handle not in self._positions:
@@ -284,7 +282,7 @@ class CallWriter:
         added[site] = json.dumps([site[0], place, *site[2:]])
         text = "".join(f"{line}\n" for line in added.values()).encode()
         if self._text_length + len(text) > _TEXT_BYTES:
-            if not self._positions:  # it is longer than all the room there is
+            if not self._positions:  # it is longer than the whole region
                 return -1
             self._begin_anew(serial)
             return self._add(site, serial)
@@ -298,13 +296,13 @@ class CallWriter:
 
 
 def _group_line(group: Group) -> str:
-    """Return a group as text; of one with very many ranks only how many there are."""
+    """Return a group as text; for a very large group, only the number of its ranks."""
     line = json.dumps([_spans(group.ranks), group.number, group.is_default])
     return line if len(line) <= _MAX_RANKS_TEXT else json.dumps([[], group.number, group.is_default])
 
 
 def _spans(numbers: tuple[int, ...]) -> list[list[int]]:
-    """Return numbers as ``[first, step, how many]``, the order kept."""
+    """Return numbers as ``[first, step, count]``, in order."""
     spans: list[list[int]] = []
     for number in numbers:
         last = spans[-1] if spans else None
@@ -319,7 +317,7 @@ def _spans(numbers: tuple[int, ...]) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def _group_of(line: str) -> Group:
-    """Return the group of a line: of all ranks that have the same one, the same object."""
+    """Return the group of a line; ranks with the same group get the same object."""
     spans, number, is_default = json.loads(line)
     return Group(_from_spans(spans), number, is_default)
 
@@ -329,7 +327,7 @@ def _from_spans(spans: list[list[int]]) -> tuple[int, ...]:
 
 
 class CallReader:
-    """The reader's side of a rank's region; keeps the texts that it has read."""
+    """The reader's side of a rank's region; caches the texts that it has read."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -339,16 +337,16 @@ class CallReader:
 
     @property
     def num_calls(self) -> int:
-        """How many calls there were; cheap."""
+        """Number of the rank's calls; cheap."""
         return self._words[_HEAD]
 
     def digests(self, limit: int) -> dict[tuple[int, int], float]:
-        """Return a digest for each of the last calls: a quick way to see whether ranks differ.
+        """Return a digest for each of the last calls: a fast check whether ranks differ.
 
         Digests of different ranks under the same key must be equal. Keys are the same in all processes.
 
         Args:
-            limit: how many calls are looked at.
+            limit: number of calls to read.
         """
         words = self._words
         version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
@@ -365,7 +363,7 @@ class CallReader:
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:
-        """Read the last calls; none where the rank writes texts anew all the time."""
+        """Read the last calls; none if the rank keeps starting its texts again."""
         words = self._words
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
@@ -375,7 +373,7 @@ class CallReader:
             self._read_texts(version)
             head_after = words[_HEAD]
             if words[_VERSION] == version:
-                # The slot after the head may be half written.
+                # The slot after the head may be half-written.
                 oldest = max(first, head_after - NUM_CALLS + 2, 1)
                 return RankCalls(self._calls(data, range(oldest, head + 1)), head, self._splits())
         return RankCalls(num_calls=words[_HEAD])
@@ -404,7 +402,7 @@ class CallReader:
                 return _group_of(line)
             group = self._sites[values[1]] if values[1] >= 0 else None
             return Site(values[0], group if isinstance(group, Group) else None, *values[2:])
-        except (ValueError, IndexError, TypeError):  # begun anew while it was read
+        except (ValueError, IndexError, TypeError):  # started again during the reading
             return Site("")
 
     def _calls(self, data: bytes, serials: range) -> tuple[Call, ...]:
@@ -420,6 +418,6 @@ class CallReader:
         return tuple(calls)
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._words.release()
         self._memory.release()

@@ -1,6 +1,6 @@
 """Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
 
-Messages use this module, too, to shorten long texts in the middle.
+Messages also use this module to shorten long texts in the middle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from nblaunch.wire.pickling.payload import to_bytes
 
 MAX_CHARACTERS = 1 << 16
-"""How many characters of an exception's text travel and are shown. The exception itself keeps its whole text."""
+"""Number of characters of an exception's text that are sent and shown. The exception keeps its whole text."""
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Return ``text`` in about the allowed number of characters, with the number of missing ones."""
+    """Return ``text`` in about the allowed number of characters, with the number of missing characters."""
     missing = len(text) - max_characters
     if missing <= 0:
         return text
@@ -29,7 +29,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def fewer_lines(text: str, max_lines: int) -> str:
-    """Return ``text`` in at most ``max_lines`` lines, one with the number of missing ones. The last matter most."""
+    """Return ``text`` in at most ``max_lines`` lines, one of them with the number of missing lines; keep the last."""
     lines = text.splitlines()
     missing = len(lines) - max_lines + 1
     if missing <= 1:
@@ -46,13 +46,13 @@ _MAX_CHAIN = 8
 def dump(error: BaseException) -> bytes | None:
     """Pickle the exception; None if it can't be pickled and rebuilt.
 
-    This function also tries to rebuild the exception: if a constructor takes something else than ``args``, its
-    exception can be written but not read. Such an exception travels in parts.
+    This function also tries to rebuild the exception: if a constructor's parameters differ from ``args``, the
+    exception can be written but not read. Such an exception is sent in parts.
     """
     try:
         body = _to_bytes(_Chain.of(error))
         restored = pickle.loads(body).restore()
-    except BaseException:  # its own code may even call sys.exit(); the caller has the text
+    except BaseException:  # its code may even call sys.exit(); the caller has the text
         return None
     return body if type(restored) is type(error) else None
 
@@ -61,21 +61,21 @@ def load(body: bytes) -> BaseException:
     """Read what :func:`dump` wrote.
 
     Raises:
-        Exception: its class is not to be found in this process.
+        Exception: its class does not exist in this process.
     """
     return pickle.loads(body).restore()
 
 
 def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ()) -> BaseException | None:
-    """Return an exception of the named class with that text; None if this process has no such class.
+    """Return an exception of the named class with this text; None if this process has no such class.
 
-    For what arrives from other machines, where nothing is unpickled: no module is imported and no Python code of the
-    class runs.
+    For exceptions from other machines, which are never unpickled: the function imports no module and runs no Python
+    code of the class.
 
     Args:
         type_name: as in :class:`nblaunch.events.ExceptionInfo`.
         message: text that its ``str`` returns.
-        parts: the exceptions that an exception group holds.
+        parts: the exceptions inside an exception group.
     """
     cls = _class_named(type_name)
     if cls is None or not isinstance(cls.__new__, BuiltinFunctionType):
@@ -84,12 +84,12 @@ def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ())
         error = cls.__new__(cls, message, parts) if parts else cls.__new__(cls, message)
         is_plain = cls.__str__ is Exception.__str__ and not parts
         return error if is_plain else with_text(error, message)
-    except TypeError:  # it is made from something else
+    except TypeError:  # its constructor needs other arguments
         return None
 
 
 def _class_named(type_name: str) -> type[Exception] | None:
-    """Return the class if its module is loaded; a module's ``__getattr__``, which may import others, is not called."""
+    """Return the class if its module is loaded; do not call a module's ``__getattr__``, which may import others."""
     names = type_name.split(".")
     for length in range(len(names) - 1, 0, -1):
         if ".".join(names[:length]) in sys.modules:
@@ -98,21 +98,21 @@ def _class_named(type_name: str) -> type[Exception] | None:
     else:
         homes = ["__main__", "builtins"]
     for home in homes:
-        found: Any = sys.modules[home]
+        target: Any = sys.modules[home]
         for name in names:
-            found = vars(found).get(name) if hasattr(found, "__dict__") else None
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+            target = vars(target).get(name) if hasattr(target, "__dict__") else None
+        if isinstance(target, type) and issubclass(target, Exception):
+            return target
     return None
 
 
 def set_attribute(error: BaseException, name: str, value: Any) -> None:
-    """Set an attribute also where the class forbids it, as a frozen dataclass does for each one, ``__cause__`` too."""
+    """Set an attribute even if the class forbids it, as a frozen dataclass does, also for ``__cause__``."""
     BaseException.__setattr__(error, name, value)
 
 
 def with_text(error: BaseException, text: str) -> BaseException:
-    """Return ``error`` with ``text`` for its ``str``: itself if its class allows, else one of a derived class."""
+    """Return ``error`` with ``text`` as its ``str``: the same object if its class allows, or one of a derived class."""
     cls = type(error)
 
     def reduce(self: BaseException) -> tuple[Any, ...]:
@@ -124,8 +124,8 @@ def with_text(error: BaseException, text: str) -> BaseException:
     try:
         set_attribute(error, "__class__", derived)
         return error
-    except TypeError:  # of Python's own classes no object can change into another
-        reduced: Any = error.__reduce__()  # Python's own exceptions have more in it than their ``args``
+    except TypeError:  # objects of Python's own classes can't change their class
+        reduced: Any = error.__reduce__()  # Python's own exceptions contain more than their ``args``
         made: BaseException = derived(*reduced[1])
     set_attribute(made, "args", error.args)
     made.__dict__.update(vars(error))
@@ -135,14 +135,14 @@ def with_text(error: BaseException, text: str) -> BaseException:
 
 
 def parts_of(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the exceptions in an exception group; nothing for other exceptions, and nothing before Python 3.11."""
+    """Return the exceptions in an exception group; empty for other exceptions, and before Python 3.11."""
     group = getattr(builtins, "BaseExceptionGroup", None)
     return tuple(error.exceptions) if group is not None and isinstance(error, group) else ()
 
 
 @dataclass
 class _Chain:
-    """An exception with its ``__cause__`` and ``__context__``, which pickling an exception leaves behind."""
+    """An exception with its ``__cause__`` and ``__context__``, which pickle drops."""
 
     error: BaseException | _Parts
     cause: _Chain | None
@@ -171,9 +171,9 @@ class _Chain:
 
 @dataclass
 class _Parts:
-    """An exception taken apart, for constructors that ``args`` do not fit.
+    """An exception in parts, for constructors whose parameters differ from ``args``.
 
-    It leaves out what can't be pickled and what is too large, such as a model in an attribute.
+    It omits attributes that can't be pickled or are too large, such as a model.
     """
 
     type: type[BaseException]

@@ -1,8 +1,8 @@
 """Locks between the workers of a job on one machine.
 
-They are record locks on the file of the progress board, which every worker has open however it was started. The file
-is neither read nor written here. The system releases the locks of a process that ends, so a worker that is killed
-while it holds one blocks no other.
+They are record locks on the file of the progress board, which every worker has open, whatever its start method. This
+module neither reads nor writes the file. The system releases the locks of a process that ends, so a worker that is
+killed while it holds a lock does not block others.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 MAX_HOLDERS = 2
-"""Workers that hold the semaphore at the same time. With a single holder, the others' processors would lie idle while
-it waits for memory."""
+"""Number of workers that may hold the semaphore at the same time. With a single holder, the other processors would be
+idle while it waits for memory."""
 
 
 class WorkerLocks:
-    """Two locks and a semaphore, as one worker holds them; none waits for another.
+    """Two locks and a semaphore, as held by one worker; they are independent.
 
     Args:
-        fd: descriptor of the file that all workers lock; -1 = there are no other workers, and nothing waits.
+        fd: descriptor of the file that all workers lock; -1 = there are no other workers, so calls never wait.
         rank: rank of this worker.
     """
 
@@ -29,22 +29,22 @@ class WorkerLocks:
         self._slot = rank % MAX_HOLDERS
 
     def lock(self) -> AbstractContextManager[None]:
-        """Return a context manager that one worker enters at a time."""
+        """Return a context manager that only one worker enters at a time."""
         return self._locked(MAX_HOLDERS)
 
     def semaphore(self) -> AbstractContextManager[None]:
         """Return a context manager that at most ``MAX_HOLDERS`` workers enter at the same time.
 
-        Workers whose ranks differ by a multiple of ``MAX_HOLDERS`` wait for each other, also while a place is free.
+        Workers whose ranks differ by a multiple of ``MAX_HOLDERS`` wait for each other, even while a place is free.
         """
         return self._locked(self._slot)
 
     def moment(self) -> AbstractContextManager[None]:
-        """Return a context manager for some instructions of nblaunch's own, also inside the other two."""
+        """Return a context manager for short sections of nblaunch's code, which may be inside the other two."""
         return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:
-        """Stop waiting for locks, in a process that the worker forked: the worker may hold one and wait for it."""
+        """Stop waiting for locks, in a child of the worker: the worker may hold a lock and wait for the child."""
         self._fd = -1
 
     @contextmanager

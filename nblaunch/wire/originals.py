@@ -1,13 +1,13 @@
-"""Finds the tensors that a worker has changed, by comparing them with the launcher's, of which they are copies.
+"""Finds the tensors that a worker has changed, by comparing them with the launcher's originals.
 
 Workers do not send unchanged tensors back.
 
-    forked worker  ── the memory of the process it was forked from, at the same addresses
-    fresh worker   ── the memory file it loaded the call from, which its tensors lie on (copied when written to)
+    forked worker  ── the memory of the process that forked it, at the same addresses
+    fresh worker   ── the memory file of its call, which its tensors are mapped on (copied on write)
 
-Nothing is copied or computed beforehand: the worker only notes where each tensor lay. It compares bytes, and so detects
-every change: by an optimizer, ``.data``, NumPy, or another tensor in its place. ``requires_grad`` does not show changes
-(an average of weights is frozen and changes), and neither does a tensor's version (``.data`` leaves it alone).
+Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
+detects every change: by an optimizer, ``.data``, NumPy, or a replacement of the tensor. ``requires_grad`` does not show
+changes (an average of weights is frozen and changes), and neither does a tensor's version (``.data`` bypasses it).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Stands in a state dict for a tensor of this shape that is as the launcher has it, and so was not sent."""
+    """Replaces, in a state dict, a tensor of this shape that is unchanged and therefore was not sent."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Original:
-    """Where a tensor lay: ``num_bytes`` from ``address``, holes between its elements included."""
+    """Where a tensor was: ``num_bytes`` from ``address``, including holes between its elements."""
 
     address: int
     num_bytes: int
@@ -47,11 +47,11 @@ class _Original:
 
 
 class Originals:
-    """The tensors of some modules as the launcher has them.
+    """The tensors of some modules, as the launcher has them.
 
     Args:
-        fd: a file that holds them. It stays the caller's.
-        address: in memory, of that file's first byte.
+        fd: a file that holds them; the caller owns it.
+        address: address of that file's first byte in memory.
     """
 
     def __init__(self, fd: int, address: int = 0) -> None:
@@ -63,8 +63,8 @@ class Originals:
     def of_this_process(cls) -> Originals | None:
         """Return the originals for processes forked from this one; None if the system hides the memory of processes.
 
-        The file is this process's memory for every process that inherits it: rights are asked when it is opened, and
-        not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
+        The file stands for this process's memory in every process that inherits it: the system checks permissions when
+        it is opened, not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
         """
         try:
             return cls(os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC))
@@ -72,7 +72,7 @@ class Originals:
             return None
 
     def remember(self, modules: Mapping[ArgPath, Any]) -> None:
-        """Note where the tensors of ``modules`` lie now, before anything has changed them."""
+        """Record the addresses of the tensors of ``modules`` before any of them has changed."""
         for path, module in modules.items():
             tensors = (
                 *module.named_parameters(remove_duplicate=False),
@@ -82,16 +82,16 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return ``id`` of a tensor in ``state`` -> test of whether its values, given on the CPU, equal the first ones.
+        """Return ``id`` of a tensor in ``state`` -> test whether its values, on the CPU, equal the original ones.
 
-        Tensors for which this can't be known have no test.
+        Tensors whose originals can't be read have no test.
         """
         noted = self._modules.get(path, {})
-        found = {name: noted[name] for name in state.keys() & noted.keys()}
+        originals = {name: noted[name] for name in state.keys() & noted.keys()}
         tests: dict[int, Callable[[Any], bool]] = {}
-        for name, original in found.items():
+        for name, original in originals.items():
             key = id(state[name])
-            # One tensor under two names: unchanged under one of them may be changed under the other.
+            # A tensor with two names may be unchanged under one name and changed under the other.
             tests[key] = functools.partial(self._is_same, original) if key not in tests else _never
         return tests
 
@@ -104,16 +104,16 @@ class Originals:
             tensor = tensor.contiguous()
         buffer = bytearray(min(_CHUNK_BYTES, original.num_bytes))
         copy = ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))
-        own = tensor.data_ptr()
+        address = tensor.data_ptr()
         for done in range(0, original.num_bytes, _CHUNK_BYTES):
             size = min(_CHUNK_BYTES, original.num_bytes - done)
             try:
                 count = os.preadv(
                     self.fd, [memoryview(buffer)[:size]], original.address - self.address + done
                 )
-            except OSError:  # no longer there, not to be read, or the function has closed our descriptor
+            except OSError:  # no longer there, unreadable, or the function has closed our descriptor
                 return False
-            if count != size or _memcmp(copy, own + done, size) != 0:
+            if count != size or _memcmp(copy, address + done, size) != 0:
                 return False
         return True
 
@@ -123,7 +123,7 @@ def _never(tensor: Any) -> bool:
 
 
 def _original(tensor: Any) -> _Original | None:
-    """Return where a tensor lies; None if it is not plainly in this process's memory, so that it counts as changed."""
+    """Return where a tensor is; None if it is not plainly in this process's memory, so it counts as changed."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

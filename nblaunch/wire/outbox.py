@@ -1,11 +1,11 @@
-"""What a worker leaves for its launcher when its function has returned: the return value, then trained states.
+"""Results of a worker for its launcher after its function has returned: the return value, then trained states.
 
-    worker   ── put_value ──> memory file      ── Returned: where it is
-             ── put_state ──> memory file      ── StateSent, of one module or optimizer after the other
+    worker   ── put_value ──> memory file      ── Returned: where the value is
+    ── put_state ──> memory file      ── StateSent, for one module or optimizer after another
     launcher ── read ──> RankResult
 
-The value comes first, and each part is written and read by itself. If a part can't travel, or the worker dies while it
-writes it, the parts before it are not lost.
+The value comes first, and each part is written and read separately. If a part can't be sent, or the worker dies while
+it writes, the parts before it are not lost.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.pickling import payload, pickle_errors
 
 _MIN_KEPT_BYTES = 64 << 20
-"""Smallest size of a value that stays in the file it came in."""
+"""Smallest size of a value that stays in its memory file."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a worker has left, as far as it could be read.
+    """The results of a worker, as far as they could be read.
 
     Args:
-        value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` stands for each part that
-            can't travel.
+        value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces each part that
+            can't be sent.
         states: argument path -> state dict of that module or optimizer, on the CPU; a
-            :class:`nblaunch.wire.originals.Unchanged` stands for each tensor that is as it was.
+            :class:`nblaunch.wire.originals.Unchanged` replaces each unchanged tensor.
         value_error: why the value can't be rebuilt in this process.
-        state_errors: argument path -> why this state can't be, or which parts of it can't travel.
+        state_errors: argument path -> why this state can't be rebuilt, or which parts of it can't be sent.
     """
 
     value: Any = None
@@ -43,11 +43,11 @@ class RankResult:
 
 
 Reader = Callable[[int, ValueLocation, Mapping[ArgPath, StateSent]], RankResult]
-"""Gets the descriptor of an outbox, where the value is, and the states that were sent, as :func:`read` does."""
+"""Called with the descriptor of an outbox, the place of the value, and the sent states, like :func:`read`."""
 
 
 class Outbox:
-    """What a worker writes its return value and trained states to; :func:`read` is for its launcher.
+    """Writes a worker's return value and trained states; the launcher calls :func:`read`.
 
     Args:
         fd: an empty memory file.
@@ -58,10 +58,10 @@ class Outbox:
         self._writer = payload.PayloadWriter(fd)
 
     def put_value(self, value: Any) -> ValueLocation:
-        """Write the return value. Leave out the parts that can't be pickled, and name them.
+        """Write the return value. Omit parts that can't be pickled, and name them.
 
         Raises:
-            Exception: writing failed for a reason that lies in no part: memory is full, most likely.
+            Exception: writing failed and no part is the reason; probably memory is full.
         """
         value_at, unpicklable = self._append(value, "result", {})
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
@@ -69,13 +69,13 @@ class Outbox:
     def put_state(
         self, path: ArgPath, state: Mapping[str, Any], equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, int, str]:
-        """Write a state dict, with an ``Unchanged`` for each tensor whose test says that the launcher has its values.
+        """Write a state dict, with an ``Unchanged`` for each tensor whose test shows that the launcher has its values.
 
         Returns:
-            Where it is, where it ends, and the parts that were left out because they can't be pickled.
+            Its place, its end, and the parts that were omitted because they can't be pickled.
 
         Raises:
-            Exception: as :meth:`put_value`; the file then has what it had before.
+            Exception: as in :meth:`put_value`; the file then has its previous contents.
         """
         at, parts = self._append(state, f"{path_name(path)}.state_dict()", equality_tests)
         return at, os.fstat(self._fd).st_size, "; ".join(parts)
@@ -83,7 +83,7 @@ class Outbox:
     def _append(
         self, value: Any, name: str, equality_tests: Mapping[int, Callable[[Any], bool]]
     ) -> tuple[int, tuple[str, ...]]:
-        """Write ``value``; return where it is, and the parts of it that were left out."""
+        """Write ``value``; return its place, and the parts that were omitted."""
         try:
             return self._writer.append(value, main_by_reference=True, tests=equality_tests), ()
         except Exception:
@@ -97,9 +97,9 @@ class Outbox:
 
 
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
-    """Read what an :class:`Outbox` wrote. Do not raise if a part's own code raises while it is rebuilt.
+    """Read what an :class:`Outbox` wrote. Do not raise if the code of a part raises while it is rebuilt.
 
-    Data that a dead worker left unfinished is freed first: memory may have run out, and the kernel must not be next.
+    Unfinished data of a dead worker is freed first: memory may have run out, and the kernel must not be killed next.
     """
     end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:
@@ -122,8 +122,8 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value, and why it can't be rebuilt.
 
-    Callers keep the value. A value that takes up almost all of a large file stays there. Any other value is moved out:
-    otherwise a loss would keep the weights beside it in memory, and a thousand losses a thousand descriptors.
+    Callers keep the value. A value that takes up almost all of a large file stays there. Any other value is copied:
+    otherwise a loss would keep the weights next to it in memory, and a thousand losses a thousand descriptors.
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)

@@ -1,11 +1,11 @@
-"""Plain data as JSON, by the annotations of its dataclasses: for what comes from other processes, never unpickled.
+"""Plain data as JSON, converted by the annotations of dataclasses: for data from other processes, never unpickled.
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal one
 
-Any process that reaches a store can write to it. So the reader names the class that it expects, and gets nothing else:
-it looks up no class by a name in the text, and runs no code of the sender's choice. The types are numbers of 64 bits,
-text, truth values, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of pairs, so that
-keys keep their type.
+Any process that reaches a store can write to it. The reader therefore names the class that it expects and accepts
+nothing else: it looks up no class by a name in the text, and runs no code of the sender's choice. The types are 64-bit
+numbers, text, truth values, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of
+pairs, so that keys keep their type.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read_fields(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)
-    # A truth value is a number to Python, but not here; a whole number may stand where any number may.
+    # Python counts truth values as numbers; here they are not. A whole number is valid for any number.
     if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
         raise ValueError(f"{path}: a number with {value.bit_length()} bits is too large")
     if type(value) is hint or (hint is float and type(value) is int):

@@ -1,14 +1,14 @@
-"""Signatures of pickles that other processes could replace, made with a key that only nblaunch's processes have.
+"""Signatures for pickles that other processes could replace, made with a key that only nblaunch's processes have.
 
 Between ranks:
 
     launcher ── key: in the memory that workers inherit, never in a file, a variable or on a store ──> workers
-    rank 0   ── signature + pickle ──> process group ──> rank 1: the signature first, the pickle only if that is right
+    rank 0   ── signature + pickle ──> process group ──> rank 1: checks the signature, then reads the pickle
 
 Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a
-signature, a process that took a rank's place there could make the other ranks run any code.
+signature, a process that takes a rank's place there could make the other ranks run any code.
 
-Files of a detached job are signed with the user's key (``detached/folder.py``), by :func:`seal` and :func:`unseal`.
+Files of a detached job are signed with the user's key (``detached/folder.py``), with :func:`seal` and :func:`unseal`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SIGNATURE_BYTES = 32
 
 
 def new_key() -> bytes:
-    """Return a key for one job."""
+    """Return a new key for one job."""
     return secrets.token_bytes(SIGNATURE_BYTES)
 
 
 def dump(value: Any, key: bytes) -> bytes:
-    """Pickle ``value`` behind its signature; without a key (b"") the pickle alone."""
+    """Pickle ``value`` behind its signature; without a key (b""), only the pickle."""
     return seal(pickle.dumps(value), key)
 
 
 def load(signed: bytes, key: bytes) -> Any:
-    """Load what :func:`dump` wrote.
+    """Load an object from the output of :func:`dump`.
 
     Raises:
-        ValueError: it does not carry the signature of this job. Nothing of it was unpickled.
+        ValueError: it does not carry the signature of this job; nothing was unpickled.
     """
     try:
         body = unseal(signed, key)
@@ -49,12 +49,12 @@ def load(signed: bytes, key: bytes) -> Any:
 
 
 def seal(body: bytes, key: bytes) -> bytes:
-    """Put its signature before ``body``; without a key (b"") return it as it is."""
+    """Return ``body`` behind its signature; without a key (b""), only ``body``."""
     return digest(key, body) + body if key else body
 
 
 def unseal(sealed: bytes, key: bytes) -> bytes:
-    """Return what :func:`seal` was given.
+    """Return the body that :func:`seal` received.
 
     Raises:
         ValueError: it does not carry the signature of this key.
@@ -67,7 +67,7 @@ def unseal(sealed: bytes, key: bytes) -> bytes:
 
 
 def digest(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the signature of ``parts``, one behind the other."""
+    """Return the signature of the concatenated ``parts``."""
     signer = hmac.new(key, digestmod=_DIGEST)
     for part in parts:
         signer.update(part)
@@ -78,7 +78,7 @@ def check(signature: bytes, key: bytes, *parts: bytes | memoryview) -> None:
     """Check the signature of ``parts``.
 
     Raises:
-        ValueError: the signature is another one.
+        ValueError: the signature is wrong.
     """
     if not hmac.compare_digest(signature, digest(key, *parts)):
         raise ValueError("the bytes do not carry the signature of this key")

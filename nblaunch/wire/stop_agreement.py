@@ -1,16 +1,16 @@
-"""Agreeing on the step at which all ranks leave their loops, without a collective at every step.
+"""An agreement on the step at which all ranks leave their loops, without a collective in every step.
 
-If one rank left a step earlier than another, the other would wait in a collective for ever. So the launcher proposes a
-step a little ahead, and it holds only if every rank has received it in time:
+If one rank left a step earlier than another, the other would wait in a collective forever. The launcher therefore
+proposes a step a little ahead, which is valid only if every rank receives it in time:
 
-    launcher                                     each rank, whenever it looks at ``should_stop``
+    launcher                                     each rank, at each check of ``should_stop``
     proposal: "stop at your check number P" ──>  before P: reply P (a promise not to pass P undecided)
-                                                 beyond P already: reply -P
+                                                 already past P: reply -P
     all replied P:  decision P              ──>  at P: stop
     one refused, or waits too long at P:
-                    decision -P             ──>  at P: go on; the launcher proposes a later step
+                    decision -P             ──>  at P: continue; the launcher proposes a later step
 
-A check costs two reads of shared memory. A rank may wait only at check P itself, until the decision is made.
+A check takes two reads of shared memory. A rank waits only at check P, until the decision is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 from nblaunch.wire.board import Slot, StepBoundaries
 
 Ballot = Slot | StepBoundaries
-"""Where a rank counts its checks and replies to proposals."""
+"""The numbers in which a rank counts its checks and replies to proposals."""
 
 _SPIN_S = 0.0005
 _PATIENCE_S = 0.25
@@ -30,11 +30,11 @@ _FIRST_MARGIN = 2
 _AHEAD_S = 0.3
 
 BOUNDARY_S = 1.0
-"""How long an interrupt waits for ranks that train to come to the same optimizer step."""
+"""How long an interrupt waits until all training ranks reach the same optimizer step."""
 
 
 def should_stop(slot: Ballot) -> bool:
-    """Return in a worker whether every rank stops at this check. Called at the same steps on every rank."""
+    """Return, in a worker, whether every rank stops at this check. Every rank must call it at the same steps."""
     count, proposal = slot.begin_check()
     return proposal != 0 and holds(slot, count, proposal)
 
@@ -88,7 +88,7 @@ class Boundary(Agreement, Protocol):
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
     """Propose that all ranks end before the next optimizer step; return None if some have not trained."""
     boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
-    if not boundaries or not all(one.num_checks for one in boundaries.values()):
+    if not boundaries or not all(boundary.num_checks for boundary in boundaries.values()):
         return None
     agreement = StopAgreement(boundaries, now_s, ahead_s=0.0, margin=1)
     agreement.poll(boundaries, now_s)
@@ -101,10 +101,10 @@ class StopAgreement:
     Args:
         slots: rank -> slot of the ranks that still run.
         now_s: ``time.monotonic()``.
-        ahead_s: seconds that a proposal is ahead of the foremost rank: it must have reached all by then.
+        ahead_s: seconds that a proposal is ahead of the foremost rank, so that it reaches all ranks in time.
         patience_s: seconds that a rank may wait at the proposed check.
-        margin: checks that a first proposal is ahead at least.
-        after: number of a check that another launcher proposed before; 0 = none. New proposals are for later checks.
+        margin: minimum number of checks that a first proposal is ahead.
+        after: number of an earlier check that another launcher proposed; 0 = none. New proposals are later.
     """
 
     limit_s = BOUNDARY_S
@@ -149,18 +149,18 @@ class StopAgreement:
             self._proposal = 0
 
     def has_stopped(self, rank: int) -> bool:
-        """Return whether a rank has come to the check that all have agreed on."""
+        """Return whether a rank has reached the check that all have agreed on."""
         slot = self._slots[rank]
         return 0 < slot.stop_proposal == slot.stop_decision and slot.num_checks >= slot.stop_proposal
 
     def withdraw(self) -> None:
-        """Let ranks that wait at a proposed check go on, and make no more proposals."""
+        """Let ranks that wait at a proposed check continue, and make no more proposals."""
         if not self.is_settled:
             self._decide(-self._proposal)
             self.is_settled = self.is_withdrawn = True
 
     def _propose(self, now_s: float) -> None:
-        """Propose a check ``ahead_s`` ahead of the foremost rank, at the pace seen so far."""
+        """Propose a check ``ahead_s`` ahead of the foremost rank, at its current pace."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)

@@ -1,11 +1,11 @@
-"""Commands from the kernel to a worker, for a session or for the debugger; replies; and their connection.
+"""Commands from the kernel to a worker, for a session or the debugger; the replies; and their connection.
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
-A session and a debugger have a connection each, which is made before the worker starts and has no address: only kernel
-and worker, and processes that a worker forks, have an end of it. So messages are pickled, as events are
-(``channel.py``); objects of the user's classes go by memory files. A worker sends a :class:`Reply` to each command of a
-session but :class:`Close`, and to each command to the debugger that has a number.
+A session and a debugger have one connection each. It is made before the worker starts and has no address: only the
+kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like events
+(``channel.py``); memory files carry objects of the user's classes. A worker sends a :class:`Reply` to each command of a
+session except :class:`Close`, and to each command to the debugger that has a number.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from nblaunch.wire.channel import dump_plain
 from nblaunch.wire.outbox import Outbox, RankResult
 
 _HEADER = struct.Struct("<QI")
-"""Bytes of the message, number of the files that follow it."""
+"""Bytes of the message, number of files that follow it."""
 
 _MAX_READ_BYTES = 1 << 20
 NO_DESCRIPTOR = "the process had no file descriptor left to receive it; close files, or raise `ulimit -n`"
-"""Why a message has arrived without its files."""
+"""Why a message arrived without its files."""
 
 
 class CommandConnection:
-    """One end of the connection: messages, each with memory files. One thread at a time may use it.
+    """One end of the connection, for messages with memory files. Only one thread at a time may use it.
 
-    Processes that a worker has forked may hold its end open. So the kernel announces the end of a session
+    Processes that a worker has forked may hold its end open. The kernel therefore announces the end of a session
     (:class:`Close`), and detects the end of a worker by its process.
 
-    The descriptor lives as long as anything refers to the object. The object can't be used in forked processes.
+    The descriptor lives as long as the object. The object can't be used in forked processes.
 
     Args:
-        fd: a socket, which this object owns from now on.
+        fd: a socket, which this object then owns.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        os.set_blocking(fd, True)  # socket.setdefaulttimeout() of the user makes new sockets non-blocking
+        os.set_blocking(fd, True)  # the user's socket.setdefaulttimeout() makes new sockets non-blocking
         self._pid = os.getpid()
 
     def fileno(self) -> int:
@@ -60,8 +60,8 @@ class CommandConnection:
         """Send a message, and the descriptors of files for the other process.
 
         Raises:
-            OSError: the other process has gone.
-            Exception: it holds an object of a user's class that can't be made plain; nothing is sent.
+            OSError: the other process is gone.
+            Exception: it contains an object of a user's class that can't be made plain; nothing is sent.
         """
         data = dump_plain(message)
         rest = memoryview(_HEADER.pack(len(data), len(files)) + data)
@@ -72,12 +72,12 @@ class CommandConnection:
                 socket.send_fds(unix_socket, [b"."], list(files))
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Wait for a message; return it with descriptors of the files that came with it, to be closed.
+        """Wait for a message; return it with descriptors of its files, which the caller must close.
 
-        Files for which this process has no descriptors left are lost.
+        If this process has no descriptors left, the files are lost.
 
         Raises:
-            EOFError, OSError: the other process has gone.
+            EOFError, OSError: the other process is gone.
         """
         size, num_files = _HEADER.unpack(self._read(_HEADER.size))
         data = self._read(size)
@@ -101,25 +101,25 @@ class CommandConnection:
         return files
 
     def __del__(self) -> None:
-        # A forked child had it closed at once, and may use the number otherwise.
+        # A forked child closed it at once, and may use the number for another file.
         if self._pid == os.getpid():
             descriptors.close(self._fd)
 
 
 def connect() -> tuple[CommandConnection, int]:
-    """Return the kernel's end of a new connection, which no forked child keeps, and the worker's.
+    """Return the kernel's end of a new connection, which no forked child keeps, and the worker's end.
 
     Raises:
-        OSError: the system refused a pair of sockets.
+        OSError: the system refused to create a socket pair.
     """
-    own, other = socket.socketpair()
-    descriptors.keep_from_children(own.fileno())
-    return CommandConnection(own.detach()), other.detach()
+    kernel_end, worker_end = socket.socketpair()
+    descriptors.keep_from_children(kernel_end.fileno())
+    return CommandConnection(kernel_end.detach()), worker_end.detach()
 
 
 @contextmanager
 def _socket_of(fd: int) -> Iterator[socket.socket]:
-    """Yield a socket object of a descriptor, for which no other descriptor is needed."""
+    """Yield a socket object for a descriptor, without using another descriptor."""
     unix_socket = socket.socket(fileno=fd)
     try:
         unix_socket.setblocking(True)  # as in CommandConnection
@@ -136,8 +136,8 @@ class SessionCommand:
     """A command to a rank of a session.
 
     Args:
-        group: number of the process group that the rank must be in, counted from 1; 0 = as it is.
-        has_breakpoints: ``breakpoint()`` opens pdb in the worker, typed into the kernel; otherwise it is passed over.
+        group: number of the process group that the rank must be in, counted from 1; 0 = the current one.
+        has_breakpoints: ``breakpoint()`` opens pdb in the worker, and the user types into the kernel; False = skip it.
     """
 
     group: int = 0
@@ -149,11 +149,11 @@ class Execute(SessionCommand):
     """Code to run as a cell, in ``__main__``.
 
     Args:
-        code: Python with IPython's extensions, where the rank has IPython.
-        filename: under which tracebacks name it.
-        first_line: number of its first line in the source that ``source`` holds.
+        code: Python with IPython's extensions, if the rank has IPython.
+        filename: its file name in tracebacks.
+        first_line: number of its first line in ``source``.
         source: for tracebacks; empty = ``code``.
-        shows_value: whether the value of a last expression is displayed; False = it is returned.
+        shows_value: whether to display the value of a last expression; False = return it.
     """
 
     code: str = ""
@@ -164,7 +164,7 @@ class Execute(SessionCommand):
 
     @property
     def is_name(self) -> bool:
-        """Whether it only reads a variable, for which no rank needs another."""
+        """Whether it only reads a variable, so that no rank needs another."""
         return self.code.isidentifier()
 
 
@@ -175,7 +175,7 @@ class SetVariables(SessionCommand):
 
 @dataclass(frozen=True)
 class RunFunction(SessionCommand):
-    """A function to call as a job does; the call follows as a memory file.
+    """A function to call like a job; the call follows as a memory file.
 
     Args:
         returns_all: whether every rank returns its value; False = only rank 0 does.
@@ -188,7 +188,7 @@ class RunFunction(SessionCommand):
 
 @dataclass(frozen=True)
 class LeaveGroup(SessionCommand):
-    """Request to leave the process group, in which another rank waits for this one in vain."""
+    """Request to leave the process group, because another rank waits for this one in vain."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class ReadVariables(DebugCommand):
     """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
 
     Args:
-        function: name and first line of the function whose innermost frame is meant; None, or one that is not running:
-            the innermost frame of the user's code.
+        function: name and first line of the function whose innermost frame is meant; None, or a function that does
+            not run = the innermost frame of the user's code.
         number: number of this command; the reply repeats it.
     """
 
@@ -245,7 +245,7 @@ class Line(DebugCommand):
 
 @dataclass(frozen=True)
 class Release(DebugCommand):
-    """End a worker that is kept where its function failed."""
+    """End a worker that was kept after its function failed."""
 
 
 # --- from the debugger -----------------------------------------------------------------------------------------------
@@ -263,11 +263,11 @@ class Prompted:
     """Pdb waits for a line.
 
     Args:
-        text: what it has printed since the last line, without the prompt.
-        stop: identifies a ``breakpoint()`` that was reached, by file, line and how often; None after that, and in pdb
-            of a failure. It is the same on every rank that runs the same code.
-        prompt: what pdb asks with: another one for the rest of a statement, for the commands of a breakpoint, or in
-            its ``interact``.
+        text: its output since the last line, without the prompt.
+        stop: identifies a ``breakpoint()`` by file, line and count; None after that, and in pdb of a failure. Ranks
+            that run the same code have equal stops.
+        prompt: pdb's prompt: another one for the rest of a statement, for the commands of a breakpoint, or in its
+            ``interact``.
     """
 
     text: str
@@ -277,7 +277,7 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Pdb was left. ``text`` is what it has printed since the last line."""
+    """The user left pdb. ``text`` is its output since the last line."""
 
     text: str = ""
 
@@ -287,11 +287,11 @@ class FrameVariables:
     """The local variables of a frame.
 
     Args:
-        function: its name, and the line where it begins.
+        function: its name and first line.
         filename: file of the code.
-        line: line where the frame stands.
-        aspects: name of an aspect of a variable, as ``batch.shape`` -> its text.
-        stack: name and first line of each function of the user's code that runs, innermost first.
+        line: line that the frame is at.
+        aspects: name of an aspect of a variable, such as ``batch.shape`` -> its text.
+        stack: name and first line of each running function of the user's code, innermost first.
     """
 
     function: tuple[str, int]
@@ -306,19 +306,19 @@ class FrameVariables:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a command. Its outbox follows as a memory file if there is something in it.
+    """The reply to a command. If there is an outbox, it follows as a memory file.
 
     Args:
-        time_s: when it ended, by the wall clock.
+        time_s: when the command ended, by the wall clock.
         failed: the exception that the command raised.
         value: value of an expression, if its type is one of :data:`PLAIN_TYPES`.
-        interrupted: the user's interrupt has ended a call.
-        returned: where any other value lies in the outbox (``wire/outbox.py``).
+        interrupted: the user's interrupt ended a call.
+        returned: place of any other value in the outbox (``wire/outbox.py``).
         sent_states: where the module states of a call lie in the outbox, by argument path.
-        shown: a display of the value, by MIME type, where that was asked for.
+        shown: a display of the value, by MIME type, if it was requested.
         number: number of the command, if it has one.
         has_torch: whether the rank of a session has imported torch.
-        is_preliminary: another reply to the same command follows. This one says what would be there without it.
+        is_preliminary: another reply to the same command follows. This one has the state without it.
     """
 
     time_s: float = 0.0
@@ -339,27 +339,29 @@ class Reply:
 
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
-        """Return the reply that brings ``value``, which is in the outbox if it is not of a plain type."""
-        if type(value) in PLAIN_TYPES:  # a derived class, as an IntEnum, may not exist in the other process
+        """Return a reply with ``value``, which is in the outbox unless its type is plain."""
+        if (
+            type(value) in PLAIN_TYPES
+        ):  # a derived class, such as an IntEnum, may not exist in the other process
             return cls(value=value)
         location = Outbox(outbox_fd).put_value(value)
         return cls(returned=Returned(rank, time.time(), value_location=location))
 
 
 PLAIN_TYPES = (type(None), bool, int, float, str)
-"""Types of values that travel in the reply itself."""
+"""Types of values that are sent in the reply itself."""
 
 
 @dataclass(frozen=True)
 class ReceivedReply:
-    """What a rank replied, and what lay in the outbox that came with it."""
+    """A rank's reply, and the contents of its outbox."""
 
     reply: Reply
     result: RankResult
 
     @classmethod
     def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
-        """Read what came with a reply, and close its files."""
+        """Read the files of a reply, and close them."""
         try:
             if not reply.has_outbox:
                 return cls(reply, RankResult(value=reply.value))
@@ -385,9 +387,9 @@ class ReceivedReply:
 
 
 def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> None:
-    """Send a reply, with its outbox if there is something in it.
+    """Send a reply, with its outbox if it has one.
 
     Raises:
-        OSError: the other process has gone.
+        OSError: the other process is gone.
     """
     connection.send(reply, [outbox_fd] if reply.has_outbox else [])

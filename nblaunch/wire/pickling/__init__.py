@@ -1,9 +1,9 @@
-"""Pickles in memory files, and what pickle does not do by itself.
+"""Pickles in memory files, and extensions of pickle.
 
-payload.py          values in memory files, pickled; objects of the notebook itself by value or by name
-memory_file.py      parts of memory files, written and read
-blocks.py           tensors and arrays that share memory, which they do again when they are read
-hidden_classes.py   classes that claim a module in which they are not to be found
-process_bound.py    objects of one process, which a fresh one makes anew: compiled functions, executors, loaders
+payload.py          pickled values in memory files; the notebook's own objects by value or by name
+memory_file.py      writes and reads parts of memory files
+blocks.py           tensors and arrays that share memory, and share it again after reading
+hidden_classes.py   classes that claim a module that does not contain them
+process_bound.py    objects of one process that a fresh process creates again: compiled functions, executors, loaders
 pickle_errors.py    which part of a value can't be pickled
 """

@@ -1,9 +1,9 @@
-"""Arrays that overlap in memory, and blocks of a file in which they overlap in the same way.
+"""Arrays that overlap in memory, and blocks of a file that preserve the overlap.
 
 The writer first collects the tensors and NumPy arrays of a value. If two of them span overlapping memory, it writes
-this memory once, as one block, on which the reader builds both. So views stay views, whichever was met first, also of a
-tensor and an array. Memory that no array spans is not written: ten elements of a large tensor take the room of ten
-elements.
+this memory once, as one block, and the reader builds both on it. Views therefore stay views, in any order, even if one
+is a tensor and the other an array. Memory that no array spans is not written: ten elements of a large tensor take the
+space of ten elements.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from nblaunch.wire.pickling.memory_file import ALIGN
 
 _MAX_WASTE = 2
 _MAX_WASTE_BYTES = 1 << 16
-"""Arrays with gaps between their elements, as columns of a matrix, are written as one block where that takes at most
-this many times their own bytes, or so few bytes in all. Otherwise each is written by itself: they overlap no more."""
+"""Arrays with gaps between their elements, such as columns of a matrix, are written as one block if it is at most this
+many times as large as their elements, or very small. Otherwise each is written separately and the overlap is lost."""
 
 
 class Place(NamedTuple):
-    """Where an array is in a file: its block, and its first element in that.
+    """The place of an array in a file: its block, and its first element in the block.
 
-    In a block that is shared, or is not in the order of its indices, it has the strides that it had in memory; in any
-    other, the block is the array, without gaps.
+    In a shared block, or in one that is not in the order of the array's indices, the array keeps its strides; any other
+    block is the array without gaps.
     """
 
     offset: int
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The memory of an array on the CPU that is not empty.
+    """The memory of a non-empty array on the CPU.
 
     Args:
         address: address of its first element.
         low: lowest address of its elements.
         high: end of its highest element.
-        num_bytes: bytes of its elements alone.
+        num_bytes: total bytes of its elements.
         item_bytes: bytes of one element.
         is_contiguous: whether its elements are in the order of its indices, without gaps.
     """
@@ -64,11 +64,11 @@ class Span(NamedTuple):
 
 
 class Arrays:
-    """Arrays of one value, to be written once all are known.
+    """Arrays of one value, which are written once all are known.
 
     Args:
-        write: appends bytes to the file, and returns where.
-        written: what earlier values have written, which is not written again: key -> offset.
+        write: appends bytes to the file, and returns their offset.
+        written: data of earlier values, which is not written again: key -> offset.
     """
 
     def __init__(self, write: Callable[[Any], int], written: dict[Any, int]) -> None:
@@ -79,7 +79,7 @@ class Arrays:
         self._places: list[Place] = []
 
     def add(self, span: Span, key: Any = None, copy: Callable[[], Any] = bytes) -> int:
-        """Take an array, whose memory must stay as it is until all is written; return its number.
+        """Add an array, whose memory must not change until all are written; return its number.
 
         Args:
             span: its memory.
@@ -94,14 +94,14 @@ class Arrays:
         return number
 
     def put_now(self, key: Any, copy: Callable[[], Any], num_bytes: int) -> int:
-        """Write an array that is not in this memory, or is empty; return its number. Arguments as of :meth:`add`."""
+        """Write an array that is on a device or empty; return its number. Arguments as in :meth:`add`."""
         if num_bytes and key not in self._written:
             self._written[key] = self._write(copy())
         self._places.append(Place(self._written[key] if num_bytes else 0, num_bytes, 0, False))
         return len(self._places) - 1
 
     def put(self) -> list[Place]:
-        """Write all that are not written yet; return all places by number."""
+        """Write all arrays that are not written yet; return all places by number."""
         for numbers in self._overlapping():
             spans = [self._spans[number] for number in numbers]
             low, high = spans[0].low, max([span.high for span in spans])
@@ -115,7 +115,7 @@ class Arrays:
         return self._places
 
     def _overlapping(self) -> list[list[int]]:
-        """Return numbers of arrays whose spans overlap together."""
+        """Return groups of numbers whose spans overlap."""
         groups: list[list[int]] = []
         high = -1
         for number in sorted(self._spans, key=lambda number: self._spans[number].low):
@@ -127,7 +127,7 @@ class Arrays:
         return groups
 
     def _put_block(self, numbers: Sequence[int], spans: Sequence[Span], low: int, high: int) -> None:
-        # Elements of different sizes: each at a multiple of its own in the block as in memory.
+        # Align elements of different sizes to multiples of their sizes, as in memory.
         is_aligned = all((span.address - low) % span.item_bytes == 0 for span in spans)
         pad = 0 if is_aligned else low % ALIGN
         offset = self._put_memory(low, high, pad)
@@ -135,7 +135,7 @@ class Arrays:
             self._places[number] = Place(offset, pad + high - low, pad + span.address - low, True)
 
     def _put_memory(self, low: int, high: int, pad: int = 0) -> int:
-        """Write what lies between two addresses, after ``pad`` bytes; return the offset of the padding."""
+        """Write the bytes between two addresses, after ``pad`` bytes; return the offset of the padding."""
         key = (low, high, pad)
         if key not in self._written:
             raw: Any = (ctypes.c_char * (high - low)).from_address(low)
@@ -158,5 +158,5 @@ _UNKNOWN = Place(0, 0, 0, False)
 def _is_one_block(spans: Sequence[Span], num_bytes: int) -> bool:
     if len(spans) == 1:
         return spans[0].num_bytes == num_bytes
-    own = sum({(span.address, span.num_bytes): span.num_bytes for span in spans}.values())
-    return num_bytes <= max(_MAX_WASTE * own, _MAX_WASTE_BYTES)
+    element_bytes = sum({(span.address, span.num_bytes): span.num_bytes for span in spans}.values())
+    return num_bytes <= max(_MAX_WASTE * element_bytes, _MAX_WASTE_BYTES)

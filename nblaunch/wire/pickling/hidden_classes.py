@@ -1,8 +1,8 @@
-"""Classes that claim a module in which they are not to be found, as pytest's ``Skipped`` claims ``builtins``.
+"""Classes that claim a module that does not contain them, such as pytest's ``Skipped``, which claims ``builtins``.
 
-cloudpickle copies such a class. The copy in the kernel is another class, which no ``except`` names, and whose
-``super().__init__`` fails. A module that holds the class under its name is found instead, as pickle does for functions
-without a module.
+cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` names, and whose
+``super().__init__`` fails. This module instead finds a module that holds the class under its name, as pickle does for
+functions without a module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HEAP_TYPE = 1 << 9  # made by a class statement; source: Py_TPFLAGS_HEAPTYPE, I
 
 
 def reduction(cls: Any) -> tuple[Any, ...] | None:
-    """Return how to pickle a class by its true module; None if it claims the true one, or has none."""
+    """Return how to pickle a class by its true module; None if it claims that module, or has none."""
     if not isinstance(cls, type) or not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
         return None
     name = cls.__qualname__
@@ -28,7 +28,7 @@ def reduction(cls: Any) -> tuple[Any, ...] | None:
 
 
 def _holds(module: Any, name: str, cls: type) -> bool:
-    """Return whether ``module`` has ``cls``, without calling a ``__getattr__``, which may import others."""
+    """Return whether ``module`` has ``cls``, without calling its ``__getattr__``, which may import other modules."""
     return getattr(module, "__dict__", {}).get(name) is cls
 
 

@@ -1,4 +1,4 @@
-"""Parts of memory files: appended at aligned offsets, and read where they lie or into memory of their own."""
+"""Parts of memory files: appended at aligned offsets, and read in place or as copies."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB - 4 KiB at a time
 
 
 def aligned(offset: int) -> int:
-    """Return the next offset at which something may begin."""
+    """Return the next aligned offset."""
     return -(-offset // ALIGN) * ALIGN
 
 
 class MappedFile:
-    """Parts of a file where they lie, mapped copy-on-write."""
+    """Reads parts of a file in place, mapped copy-on-write."""
 
     def __init__(self, fd: int) -> None:
         self._view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def part(self, offset: int, size: int) -> Any:
-        """Return that many bytes, to be read and written."""
+        """Return ``num_bytes`` bytes that can be read and written."""
         return self._view[offset : offset + size]
 
 
 class CopiedFile:
-    """Parts of a file, each in memory of its own; arrays that shared memory when they were written share it again."""
+    """Reads copies of parts of a file; arrays that shared memory when they were written share it again."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._parts: dict[tuple[int, int], Any] = {}
 
     def part(self, offset: int, size: int) -> Any:
-        """Return that many bytes, to be read and written."""
+        """Return ``num_bytes`` bytes that can be read and written."""
         if (offset, size) not in self._parts:
             self._parts[offset, size] = self._copy(offset, size)
         return self._parts[offset, size]
@@ -44,7 +44,7 @@ class CopiedFile:
     def _copy(self, offset: int, size: int) -> Any:
         if size < _MIN_PAGES_BYTES:
             whole: Any = bytearray(size)
-        else:  # these need not be zeroed, and are back with the system as soon as they are given up
+        else:  # these need no zeroing, and return to the system as soon as they are released
             whole = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         rest = memoryview(whole)
         while rest:
@@ -56,7 +56,7 @@ class CopiedFile:
 
 
 class FileWriter:
-    """Appends raw bytes to a file at aligned offsets, from ``end`` on. Small parts are written together."""
+    """Appends raw bytes to a file at aligned offsets, from ``end`` on. It writes small parts together."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -65,13 +65,13 @@ class FileWriter:
         self._pending_at = 0
 
     def skip(self, num_bytes: int) -> int:
-        """Leave room, to be written later; returns where."""
+        """Reserve space to be written later; return its offset."""
         start = aligned(self.end)
         self.end = start + num_bytes
         return start
 
     def write(self, data: Any) -> int:
-        """Append bytes; return where."""
+        """Append bytes; return their offset."""
         view = memoryview(data).cast("B")
         start = aligned(self.end)
         self.end = start + len(view)
@@ -87,12 +87,12 @@ class FileWriter:
         return start
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write buffered parts."""
         pending, self._pending = self._pending, bytearray()
         self._write_at(self._pending_at, memoryview(pending))
 
     def go_back(self, end: int) -> None:
-        """Give back what lies beyond ``end``."""
+        """Truncate the file at ``end``."""
         self._pending = bytearray()
         os.ftruncate(self._fd, end)
         self.end = end
@@ -104,13 +104,13 @@ class FileWriter:
 
 
 class NullWriter(FileWriter):
-    """Takes everything and keeps nothing, to try whether a value can be pickled, and in how many bytes."""
+    """Discards all data, to test whether a value can be pickled, and to count the bytes."""
 
     def __init__(self) -> None:
         super().__init__(-1)
 
     def write(self, data: Any) -> int:
-        """Count bytes; return where they would be."""
+        """Count bytes; return the offset that they would have."""
         start = aligned(self.end)
         self.end = start + memoryview(data).nbytes
         return start

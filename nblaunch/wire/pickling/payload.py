@@ -1,21 +1,21 @@
-"""Python values in a memory file: the call on its way to fresh workers, and results on their way back.
+"""Python values in a memory file: the call for fresh workers, and the workers' results.
 
-    offset 0   header: where the pickles are, how long they are, how many buffers the table names
-    64 ...     large buffers and tensors of devices, raw, 64-byte aligned, each written as soon as the pickler meets it
-    then       tensors on the CPU and NumPy arrays, as blocks in which they overlap as in memory (``blocks.py``)
-    then       two pickles: what describes tensors and arrays; the value (cloudpickle: functions and classes of
+    offset 0   header: place and length of the pickles, number of buffers in the table
+    64 ...     large buffers and tensors of devices, raw, 64-byte aligned, each written when the pickler reaches it
+    then       tensors on the CPU and NumPy arrays, as blocks that preserve their overlap in memory (``blocks.py``)
+    then       two pickles: descriptions of tensors and arrays; the value (cloudpickle: functions and classes of
                ``__main__`` by value). Then the table of buffers
-    then       where the file has a name, the signature of header, pickles and table: of all that can run code
+    then       if the file has a name, the signature of header, pickles and table, which are all that can run code
     then       the next value of the file, if there is one: its header, and so on
 
-Nothing passes through a pipe, so that no process waits for another. What is read is either built on the file's pages,
-mapped privately (:func:`load_mapped`), or copied into memory of its own (:func:`load_copied`). Tensors arrive on the
+No data passes through a pipe, so no process waits for another. The reader either builds objects on the file's pages,
+mapped privately (:func:`load_mapped`), or copies them into its own memory (:func:`load_copied`). Tensors arrive on the
 CPU.
 
-Objects of the notebook itself: to a fresh interpreter, functions and classes of ``__main__`` go by value, since it has
-no such cells; they become members of its own ``__main__``, so that what it pickles by name itself (checkpoints, tasks
-of a process pool) is found. Back to the kernel they go by *reference*: an exception class or a result class defined in
-a cell must arrive as that very class, or ``except MyError`` would not catch it.
+Objects of the notebook: functions and classes of ``__main__`` go to a fresh interpreter by value, because it has no
+cells. They become members of its ``__main__``, so that names in its own pickles (checkpoints, tasks of a process pool)
+are found. They return to the kernel by *reference*: an exception class or a result class from a cell must arrive as
+that same class, or ``except MyError`` would not catch it.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _MIN_BUFFER_BYTES = 4096
 
 
 class Damaged(ValueError):
-    """A file is not as it was written: it was cut, or others have written it. Nothing of it was unpickled."""
+    """A file has changed since it was written: it was cut, or others have written to it. Nothing was unpickled."""
 
 
 class NotebookPickler(cloudpickle.CloudPickler):
-    """cloudpickle, with a choice of how ``__main__`` is treated.
+    """cloudpickle, with a choice for ``__main__``.
 
     Args:
         stream: where to write.
-        main_by_reference: name functions and classes that this process's ``__main__`` holds; False = copy them into the
-            ``__main__`` of the process that reads.
-        options: for the pickler.
+        main_by_reference: refer by name to functions and classes of this process's ``__main__``; False = copy them into
+            the ``__main__`` of the reading process.
+        options: options for the pickler.
     """
 
     def __init__(self, stream: io.BytesIO, *, main_by_reference: bool, **options: Any) -> None:
@@ -68,19 +68,19 @@ class NotebookPickler(cloudpickle.CloudPickler):
         self._main_by_reference = main_by_reference
         self._main = sys.modules.get("__main__")
         if not main_by_reference:
-            # The global names of a function, by the id of what it has here.
+            # The global names of a function, by the id of its globals here.
             self.globals_ref[id(vars(self._main))] = _NAMES_OF_MAIN
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is _NAMES_OF_MAIN:
             return _names_of_main, ()
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            # cloudpickle refuses modules with a class of their own, as torch.backends.cudnn.
+            # cloudpickle refuses modules with their own class, such as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
         if _is_on_device(obj):
             return _same, (_moved_to_cpu(obj),)
         if _is_ddp(obj):
-            # The wrapper belongs to a process group, and can't be rebuilt without it.
+            # The wrapper belongs to a process group, and can't be rebuilt without that group.
             return _same, (obj.module,)
         of_state = accelerate_states.reduction(obj)
         if of_state is not None:
@@ -104,14 +104,14 @@ class NotebookPickler(cloudpickle.CloudPickler):
     def _is_of_main(self, obj: Any) -> bool:
         if obj.__module__ != "__main__":
             return False
-        found: Any = self._main
+        target: Any = self._main
         for name in obj.__qualname__.split("."):  # Outer.Inner is looked up in steps
-            found = getattr(found, name, None)
-        return found is obj
+            target = getattr(target, name, None)
+        return target is obj
 
 
 def _is_on_device(obj: Any) -> bool:
-    """Return whether ``obj`` is a tensor whose reader would open a device; a parameter is pickled by its data."""
+    """Return whether ``obj`` is a tensor that would open a device when read; a parameter is pickled by its data."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not isinstance(obj, torch.Tensor) or isinstance(obj, torch.nn.Parameter):
         return False
@@ -119,13 +119,13 @@ def _is_on_device(obj: Any) -> bool:
 
 
 def _moved_to_cpu(tensor: Any) -> Any:
-    """Return a copy on the CPU with all else that a tensor has: attributes, and that a leaf needs gradients."""
+    """Return a copy on the CPU that keeps the tensor's attributes, and a leaf's need for gradients."""
     with sys.modules["torch"].no_grad():
         moved = tensor.to("cpu")
     if tensor.is_leaf and tensor.requires_grad:
         moved.requires_grad_()
     for name, value in vars(tensor).items():
-        vars(moved).setdefault(name, value)  # its class may have set those that depend on the device
+        vars(moved).setdefault(name, value)  # its class may have set device-dependent ones
     return moved
 
 
@@ -139,7 +139,7 @@ def _same(value: Any) -> Any:
 
 
 class _NamesOfMain:
-    """Stands for the names of ``__main__`` of the process that reads."""
+    """Stands for the names in ``__main__`` of the reading process."""
 
 
 _NAMES_OF_MAIN = _NamesOfMain()
@@ -157,17 +157,17 @@ def _names_of_main() -> dict[str, Any]:
 
 
 def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -> None:
-    """Complete a function or class as cloudpickle does, and make it a member of ``__main__``."""
-    set_state, own = state
-    set_state(obj, own)
+    """Complete a function or class like cloudpickle, and make it a member of ``__main__``."""
+    set_state, attributes = state
+    set_state(obj, attributes)
     setattr(sys.modules["__main__"], obj.__name__, obj)
 
 
 def send_cells_by_value() -> None:
-    """Let the processes that ``multiprocessing`` starts afresh get what a cell defined: loaders' ``Dataset`` classes.
+    """Send definitions of cells, such as loaders' ``Dataset`` classes, to fresh ``multiprocessing`` processes.
 
     ``multiprocessing`` pickles functions and classes by name. A fresh interpreter (``spawn``; ``forkserver``, the
-    default of Python 3.14) has no cells in its ``__main__``. It runs a script again, and so has its definitions.
+    default of Python 3.14) has no cells in its ``__main__``. It does run scripts again, and so has their definitions.
     """
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
@@ -177,7 +177,7 @@ def send_cells_by_value() -> None:
 
 @contextmanager
 def cells_sent_by_value() -> Iterator[None]:
-    """Act as :func:`send_cells_by_value` during the block only, since this process is the user's."""
+    """Act like :func:`send_cells_by_value` only during the block, because this is the user's process."""
     pickler: Any = ForkingPickler
     before = vars(pickler).get("reducer_override")
     send_cells_by_value()
@@ -191,7 +191,7 @@ def cells_sent_by_value() -> Iterator[None]:
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
-    # Tasks of processes that are there already, which may be forked ones with the same cells, go by name.
+    # Tasks for existing processes, which may be forks with the same cells, go by name.
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
@@ -202,7 +202,7 @@ def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = Non
     """Pickle ``value``.
 
     Raises:
-        OverflowError: it takes more than ``max_bytes``, found out before all of it was written.
+        OverflowError: it takes more than ``max_bytes``; raised before all of it is written.
         Exception: it can't be pickled.
     """
     stream = io.BytesIO() if max_bytes is None else _BoundedStream(max_bytes)
@@ -224,13 +224,13 @@ class _BoundedStream(io.BytesIO):
 
 
 class PayloadWriter:
-    """Appends values to a file that is empty at first. A tensor that several of them hold is written once."""
+    """Appends values to an initially empty file. It writes a tensor that several values share once."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._writer = FileWriter(fd)
         self._regions: dict[Any, int] = {}
-        # They keep tensors alive, so that no region of memory is used anew.
+        # They keep tensors alive, so that no region of memory is reused.
         self._picklers: list[_Pickler] = []
 
     def append(
@@ -241,19 +241,19 @@ class PayloadWriter:
         tests: Mapping[int, Callable[[Any], bool]] | None = None,
         key: bytes = b"",
     ) -> int:
-        """Write ``value`` and return where it is, for :func:`load_mapped`.
+        """Write ``value`` and return its place, for :func:`load_mapped`.
 
         Args:
-            value: what to write.
+            value: the value to write.
             main_by_reference: as in :class:`NotebookPickler`.
-            tests: ``id`` of a tensor -> a function that says of its values, on the CPU, whether the reader has them.
-                Then an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
+            tests: ``id`` of a tensor -> a function that returns whether the reader already has its values, on the CPU.
+                If so, an :class:`nblaunch.wire.originals.Unchanged` is written in the tensor's place.
             key: key to sign it with (``wire/signing.py``); b"" = unsigned.
 
         Raises:
             Exception: pickling raised it; :func:`nblaunch.wire.pickling.pickle_errors.unpicklable_parts` finds the
                 part. Other values can still be appended.
-            OSError, MemoryError: memory or disk is full. What was written of ``value`` is given back.
+            OSError, MemoryError: memory or disk is full. The file is truncated to its previous end.
         """
         end, regions = self._writer.end, dict(self._regions)
         try:
@@ -285,12 +285,12 @@ class PayloadWriter:
 
 
 def dump(value: Any, fd: int) -> None:
-    """Write ``value`` alone to the empty file ``fd``; raises as :meth:`PayloadWriter.append` does."""
+    """Write a single ``value`` to the empty file ``fd``; raise like :meth:`PayloadWriter.append`."""
     PayloadWriter(fd).append(value)
 
 
 def load_mapped(fd: int, at: int = 0, key: bytes = b"") -> Any:
-    """Read what was written at ``at``. The tensors in it live on the file's pages, mapped copy-on-write.
+    """Read the value at ``at``. Its tensors live on the file's pages, mapped copy-on-write.
 
     As long as one of them lives, so does the whole file, with a descriptor.
 
@@ -303,13 +303,13 @@ def load_mapped(fd: int, at: int = 0, key: bytes = b"") -> Any:
 
 
 def load_mapped_with_address(fd: int) -> tuple[Any, int]:
-    """Load what was written first; return the memory address of the file's first byte, too."""
+    """Load the first value; also return the memory address of the file's first byte."""
     file = MappedFile(fd)
     return _read(file, 0), ctypes.addressof(ctypes.c_char.from_buffer(file.part(0, 1)))
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
-    """Read what was written at ``at`` into memory of its own, for values that are kept: the file may hold much more."""
+    """Read the value at ``at`` into its own memory, for values that are kept: the file may hold much more."""
     return _read(CopiedFile(fd), at)
 
 
@@ -329,10 +329,10 @@ def _parts(file: MappedFile | CopiedFile, header: Any) -> tuple[Any, Any]:
 
 
 def _check(fd: int, at: int, key: bytes) -> None:
-    """Check the signature of what was written at ``at``, which follows the table of buffers.
+    """Check the signature of the value at ``at``, which follows the table of buffers.
 
     Raises:
-        Damaged: the signature is another one, or the file was cut.
+        Damaged: the signature is wrong, or the file was cut.
     """
     try:
         file = MappedFile(fd)
@@ -341,26 +341,26 @@ def _check(fd: int, at: int, key: bytes) -> None:
         start, length, num_buffers = _HEADER.unpack(header)
         end = aligned(start + length) + num_buffers * _ENTRY.size
         signing.check(bytes(file.part(aligned(end), signing.SIGNATURE_BYTES)), key, header, body, table)
-    except (ValueError, struct.error) as error:  # an empty file can't be mapped, a short one has no header
+    except (ValueError, struct.error) as error:  # an empty file can't be mapped; a short one has no header
         raise Damaged(str(error)) from None
 
 
 def pickles_in(fd: int) -> list[bytes]:
-    """Return the pickles of what :func:`dump` wrote, unread: what describes tensors and arrays, and the value."""
+    """Return the pickles in the output of :func:`dump`, unread: descriptions of tensors and arrays, and the value."""
     file = MappedFile(fd)
     body, _ = _parts(file, file.part(0, _HEADER.size))
     data = bytes(body)
-    found = []
+    pickles = []
     while data:
         *_, (_, _, last) = pickletools.genops(data)  # STOP, of one byte
         assert last is not None, "positions in bytes are known"
-        found.append(data[: last + 1])
+        pickles.append(data[: last + 1])
         data = data[last + 1 :]
-    return found
+    return pickles
 
 
 def pickling_error(value: Any) -> Exception | None:
-    """Return None if :func:`dump` accepts ``value``, otherwise the error that it raises. Writes nothing."""
+    """Return None if :func:`dump` accepts ``value``, or else the error that it raises. Writes nothing."""
     try:
         _Pickler(io.BytesIO(), NullWriter(), {}, False, {}).dump(value)
     except Exception as error:
@@ -369,7 +369,7 @@ def pickling_error(value: Any) -> Exception | None:
 
 
 def num_bytes(value: Any) -> int:
-    """Return how large a file with ``value`` is, about. Writes nothing.
+    """Return the approximate size of a file with ``value``. Writes nothing.
 
     Raises:
         Exception: pickling raised it.
@@ -382,10 +382,10 @@ def num_bytes(value: Any) -> int:
 
 
 class _Pickler(NotebookPickler):
-    """Writes dense tensors, arrays and large buffers beside the pickle.
+    """Writes dense tensors, arrays and large buffers outside the pickle.
 
-    Tensors go by persistent id rather than as out-of-band buffers: a pickler's memo would keep the CPU copy of every
-    GPU tensor alive until the end, all at once.
+    It uses persistent ids rather than out-of-band buffers: a pickler's memo would keep the CPU copies of all GPU
+    tensors alive at once, until the end.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class _Pickler(NotebookPickler):
         self._writer = writer
         self._tests = tests
         self.descriptions: list[tuple[Any, ...]] = []
-        # Objects are kept beside their number, so that no other gets the same id meanwhile, and their memory stays.
+        # Objects are stored with their numbers, so that no other object gets the same id, and their memory stays.
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._torch: Any = sys.modules.get("torch")
         self._numpy: Any = sys.modules.get("numpy")
@@ -450,12 +450,12 @@ class _Pickler(NotebookPickler):
     def _add_tensor(self, tensor: Any, on_cpu: Any) -> int:
         address, item_bytes = tensor.data_ptr(), tensor.element_size()
         num_bytes = tensor.numel() * item_bytes
-        # A lazily conjugated or negated view differs from its base by a bit alone.
+        # A lazily conjugated or negated view differs from its base only in a bit.
         is_lazy = (tensor.is_conj(), tensor.is_neg())
         is_in_memory = tensor.device.type == "cpu" and not any(is_lazy) and num_bytes > 0
         if is_in_memory and tensor.is_contiguous():
             return self.arrays.add(Span(address, address, address + num_bytes, num_bytes, item_bytes, True))
-        # Devices that don't show their memory, as XLA's, say 0: then every tensor has its own.
+        # Devices that don't expose their memory, such as XLA's, return 0: every tensor then has its own.
         place = address or ("object", id(tensor))
         key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
 
@@ -486,25 +486,25 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def _raw(dense: Any) -> Any:
-    """Return the memory of a tensor on the CPU; keeps it alive."""
+    """Return the memory of a tensor on the CPU, and keep the tensor alive."""
     raw: Any = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(dense.data_ptr())
     raw.tensor = dense
     return raw
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether the tensor is nothing but dense numbers; any other kind is pickled by its own means."""
+    """Return whether the tensor consists of dense numbers only; other kinds use their own pickling."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
-        and not tensor.is_nested  # which has no shape
+        and not tensor.is_nested  # a nested tensor has no shape
         and tensor.device.type != "meta"
         and not vars(tensor)
     )
 
 
 def _is_plain_array(array: Any) -> bool:
-    """Return whether the array is nothing but dense numbers or texts of fixed size, each in memory of its own."""
+    """Return whether the array consists of dense numbers or fixed-size texts only, each with its own memory."""
     dtype = array.dtype
     return (
         dtype.kind in _PLAIN_KINDS
@@ -518,7 +518,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors and arrays on parts of the file; one per object that was written: tied ones stay tied."""
+    """Builds tensors and arrays on parts of the file, one per written object, so that tied ones stay tied."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which part of a value can't be pickled, by its name in the user's code."""
+"""Names the part of a value that can't be pickled, as in the user's code."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _MAX_PARTS = 5
 
 @dataclass(frozen=True)
 class Unpicklable:
-    """Stands in a result for a part that could not travel. ``description`` is its ``repr``, ``why`` the error."""
+    """Replaces a part of a result that could not be sent. ``description`` is its ``repr``, ``why`` the error."""
 
     description: str
     why: str
 
 
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
-    """Return the smallest parts of ``value`` that can't be pickled, as ``result['loader'].lock``, with errors."""
+    """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors."""
     return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
     """Return the variables of a call that can't be pickled: arguments, closure variables and globals."""
-    found: list[tuple[str, Exception]] = []
+    parts: list[tuple[str, Exception]] = []
     for name, value in _variables(function, args):
-        found += unpicklable_parts(value, name)
-    return found[:_MAX_PARTS] or unpicklable_parts(function, getattr(function, "__name__", "function"))
+        parts += unpicklable_parts(value, name)
+    return parts[:_MAX_PARTS] or unpicklable_parts(function, getattr(function, "__name__", "function"))
 
 
 def without_unpicklable(value: Any) -> Any:
-    """Return ``value`` with an :class:`Unpicklable` for each part that can't be pickled; containers are copied."""
+    """Return ``value`` with an :class:`Unpicklable` in place of each part that can't be pickled; copy containers."""
     return _pruned(value, _MAX_DEPTH)
 
 
@@ -52,9 +52,9 @@ def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]
     is_explained = False
     if depth > 0 and not isinstance(error, NotPicklable):
         for part_name, part in _parts(value, name):
-            for found in _search(part, part_name, depth - 1):
+            for inner in _search(part, part_name, depth - 1):
                 is_explained = True
-                yield found
+                yield inner
     if not is_explained:
         yield name, error
 
@@ -71,7 +71,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """Return everything that travels with a call, by its name in the user's code."""
+    """Return everything that is sent with a call, by its name in the user's code."""
     while isinstance(function, functools.partial):
         yield from function.keywords.items()
         function, args = function.func, (*function.args, *args)

@@ -1,12 +1,12 @@
-"""Objects that belong to the kernel's process. A fresh process makes some of them anew, with the same settings:
+"""Objects that belong to the kernel's process. A fresh process creates some of them again, with the same settings:
 
-compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold the state of a
-                     thread; the fresh process finds the compiled code again in inductor's cache on the disk
-executors            pools of threads and of processes, which start both when the first task comes
-data loaders         without the iterator and its processes that ``persistent_workers`` keeps
+compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold state of a
+                     thread; the fresh process finds the compiled code in inductor's cache on disk
+executors            pools of threads and of processes, both of which start with the first task
+data loaders         without the iterator and processes that ``persistent_workers`` keeps
 
-Others are refused, with a reason: a connection would arrive as the number of a descriptor, which belongs to another
-file in the fresh process; queues and locks between processes hold connections and semaphores.
+Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
+file in the fresh process; queues and locks between processes contain connections and semaphores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Reduction = tuple[Any, ...]
 
 
 class NotPicklable(TypeError):
-    """An object can't be pickled as a whole. Which of its parts can't is of no use to know."""
+    """An object can't be pickled as a whole. It does not help the user to know which of its parts can't."""
 
 
 def reduction(obj: Any) -> Reduction | None:
-    """Return how to pickle ``obj`` for a fresh process; None if pickle knows.
+    """Return how to pickle ``obj`` for a fresh process; None if pickle can.
 
     Raises:
-        NotPicklable: it can reach other processes by a fork alone.
+        NotPicklable: only a fork can pass it to another process.
     """
     if isinstance(obj, types.FunctionType):
         return _of_compiled(obj)
@@ -54,13 +54,13 @@ def _of_compiled(function: types.FunctionType) -> Reduction | None:
         return None
     settings = {name: getattr(context, name) for name in _SETTINGS if hasattr(context, name)}
     settings["dynamic"] = getattr(context, "_dynamic", None)
-    known = inspect.signature(kind).parameters
+    parameters = inspect.signature(kind).parameters
     return _compile, (
         kind,
         context.callback,
         context._backend_ctx_ctor,
         context.first_ctx,
-        {name: value for name, value in settings.items() if name in known},
+        {name: value for name, value in settings.items() if name in parameters},
         original,
     )
 
@@ -72,7 +72,7 @@ def _compile(
 
 
 def _of_thread_executor(pool: Any) -> Reduction | None:
-    # A class of the user's may take other arguments; Python 3.14 keeps the initializer elsewhere.
+    # A user's class may take other arguments; Python 3.14 stores the initializer elsewhere.
     if (
         pool._shutdown
         or type(pool).__module__ != "concurrent.futures.thread"
