@@ -76,8 +76,8 @@ class ExitStatus:
     def __str__(self) -> str:
         if not self.is_known:
             return "an unknown exit status"
-        own = f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
-        return f"ended with its forkserver (pid {self.server_pid}): {own}" if self.server_pid else own
+        text = f"killed by {self.signal_name}" if self.code < 0 else f"exit code {self.code}"
+        return f"ended with its forkserver (pid {self.server_pid}): {text}" if self.server_pid else text
 
 
 _UNKNOWN_CODE = (

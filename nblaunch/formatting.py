@@ -76,13 +76,13 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 def spans(numbers: Iterable[int]) -> str:
     """Return numbers as text, with ranges for consecutive ones: ``3``, ``0, 2, 5-63``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def duration(seconds: float) -> str:

@@ -166,10 +166,10 @@ class Choice(Converter):
         by_lower = {choice.lower(): choice for choice in self.choices}
         if "no" in by_lower:  # other ways to write it in YAML 1.1 and Python
             by_lower |= dict.fromkeys(("false", "off"), by_lower["no"])
-        found = by_lower.get(str(value).strip().lower())
-        if found is None:
+        match = by_lower.get(str(value).strip().lower())
+        if match is None:
             raise ValueError(f"must be one of {', '.join(self.choices)}")
-        return found
+        return match
 
     def accept(self, value: Any) -> str:
         match = [choice for choice in self.choices if isinstance(value, str) and choice == value.lower()]

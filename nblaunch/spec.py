@@ -77,13 +77,13 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
     Raises:
         ValueError: the text has another form.
     """
-    found = _ENDPOINT.fullmatch(endpoint.strip())
-    port = int(found["port"]) if found and found["port"] else None
-    if found is None or (port is not None and not 1 <= port <= 65535):
+    match = _ENDPOINT.fullmatch(endpoint.strip())
+    port = int(match["port"]) if match and match["port"] else None
+    if match is None or (port is not None and not 1 <= port <= 65535):
         raise ValueError(
             f"rdzv_endpoint={endpoint!r} is not an address such as 'host:29400' or '[fd00::1]:29400'"
         )
-    return found["host"].strip("[]"), port
+    return match["host"].strip("[]"), port
 
 
 def parse_port(use_port: str | int | None) -> int | None:

@@ -125,7 +125,9 @@ def explain_unknown(options: Iterable[str]) -> str:
         if not option.startswith("-"):
             continue
         sentences.append(
-            f"--{name}: {reason}" if reason else unknown(f"--{name}", [f"--{one}" for one in valid])
+            f"--{name}: {reason}"
+            if reason
+            else unknown(f"--{name}", [f"--{candidate}" for candidate in valid])
         )
     return "; ".join(sentences)
 

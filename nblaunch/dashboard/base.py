@@ -24,16 +24,16 @@ Bundle = Mapping[str, Any]
 """MIME type -> data, as in ``display(..., raw=True)``."""
 
 RATE_BYTES_S = 17_500.0
-"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in all."""
+"""Bytes per second that a dashboard sends to a notebook; with the output of 8 workers, about 22 kB/s in total."""
 
 
 def uptime() -> float:
-    """Return seconds on a clock that never jumps, and goes on in a suspended machine, as the times of events do."""
+    """Return seconds on a clock that never jumps and that runs in a suspended machine, like the times of events."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Controls(Protocol):
-    """Requests to a running job. They are safe in any thread and return at once."""
+    """Requests to a running job. They are safe in any thread and return immediately."""
 
     def stop(self) -> None:
         """Request that all ranks leave their training loops at the same step."""
@@ -49,7 +49,7 @@ class Controls(Protocol):
 
 
 class ShownJob(Controls, Protocol):
-    """A job that dashboards are connected with."""
+    """A job that dashboards can be connected with."""
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Let ``show_again()`` show the job in the running cell; it returns False if it can't."""
@@ -62,8 +62,8 @@ class Dashboard(abc.ABC):
     and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. Where an error of this process
     ends a session's command, ``close`` comes without ``JobEnded``.
 
-    Methods with an empty body are for what only some dashboards do. ``control`` and ``show_again`` are for those that
-    have buttons, or an output that can be shown in several cells; they are called from the thread of a cell.
+    Methods with an empty body are optional. ``control`` and ``show_again`` are for dashboards with buttons, or with an
+    output that several cells can show; they are called from the thread of a cell.
     """
 
     @abc.abstractmethod
@@ -77,10 +77,10 @@ class Dashboard(abc.ABC):
         """Show the final state of the job. Calls after the first do nothing."""
 
     def control(self, controls: Controls) -> None:
-        """Connect buttons with the job; only one in the background has any."""
+        """Connect buttons with the job; only a background job has buttons."""
 
     def show_again(self) -> bool:
-        """Show the job in the running cell as well; return False if there is nothing to show."""
+        """Also show the job in the running cell; return False if there is nothing to show."""
         return False
 
 
@@ -88,8 +88,8 @@ class Dashboard(abc.ABC):
 class GuardedDashboard(Dashboard):
     """A wrapper that switches a dashboard off at its first error.
 
-    A job must not fail because its table could not be drawn (a closed output, a disconnected front end). The error is
-    logged once, with its traceback, under ``nblaunch.dashboard.base``. KeyboardInterrupt is passed on to the launcher.
+    A job must not fail because its table could not be drawn (a closed output, a disconnected front end). The wrapper
+    logs the error once, with its traceback, under ``nblaunch.dashboard.base``. It passes KeyboardInterrupt on.
     """
 
     def __init__(self, inner: Dashboard) -> None:
@@ -112,7 +112,7 @@ class GuardedDashboard(Dashboard):
         return bool(self._guard(self.inner.show_again))
 
     def _guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the call returns; None if it fails, or one has failed before."""
+        """Return the result of the call; None if it fails, or if a call has failed before."""
         if self._is_broken:
             return None
         try:
@@ -129,7 +129,7 @@ class GuardedDashboard(Dashboard):
 
 @final
 class Pace:
-    """The times of updates: the first after ``first_s``, then every ``interval_s``, later every ``slow_s`` seconds.
+    """The times of updates: the first after ``first_s`` seconds, then every ``interval_s``, later every ``slow_s``.
 
     Updates slow down after ``slow_after_s``, so that a long job sends fewer messages to the front end. Large updates
     are published less often, because a remote front end has to download them.
@@ -139,7 +139,7 @@ class Pace:
         interval_s: seconds between publications at first.
         slow_s: seconds between publications after ``slow_after_s``.
         slow_after_s: seconds from the start.
-        clock: seconds on a clock that never jumps.
+        clock: returns seconds on a clock that never jumps.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Pace:
         return self._clock() - self._started_s
 
     def restart(self, ago_s: float = 0.0) -> None:
-        """Set the start to when the job started, ``ago_s`` seconds before now."""
+        """Set the start to the start of the job, ``ago_s`` seconds ago."""
         self._started_s = self._clock() - ago_s
         self._next_s = self._started_s + self._first_s
 
@@ -173,7 +173,7 @@ class Pace:
         return self._clock() >= self._next_s
 
     def note_published(self, num_bytes: int = 0) -> None:
-        """Record a publication of ``num_bytes``, now."""
+        """Record that ``num_bytes`` are published now."""
         now_s = self._clock()
         is_slow = now_s - self._started_s >= self._slow_after_s
         pause_s = self._slow_s if is_slow else self._interval_s
@@ -190,7 +190,7 @@ class ViewingDashboard(Dashboard):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._view = JobView()
-        # Not folded yet: one by one they take far longer where there are many ranks.
+        # Not folded yet: folding them singly takes far longer with many ranks.
         self._events: list[Event] = []
         self._is_closed = False
 
@@ -223,7 +223,7 @@ class ViewingDashboard(Dashboard):
 
     @abc.abstractmethod
     def _draw(self) -> None:
-        """Show ``self._view`` and note in the pace that it was published."""
+        """Show ``self._view`` and record the publication in the pace."""
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:
@@ -231,5 +231,5 @@ class ViewingDashboard(Dashboard):
 
 
 def _as_cancelled(view: JobView) -> JobView:
-    """Return ``view``, as cancelled if no event has reported the outcome."""
+    """Return ``view``, marked as cancelled if no event has reported the outcome."""
     return view if view.is_over else fold(view, JobEnded(-1, view.now_s, outcome="cancelled"))

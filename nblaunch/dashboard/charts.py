@@ -8,8 +8,7 @@
     step└──┬────┬────┬──
           100  200  300
 
-The curves of ranks are thin and behind their mean. A chart depends only on the values, so that equal runs have equal
-charts.
+The curves of ranks are thin and behind their mean. A chart depends only on the values, so equal runs have equal charts.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _THIN_OPACITY = ".5"  # of thin lines and axes
 _MAX_LINES = 8  # raw lines of ranks
 _MAX_CHARTS = 6
 _MAX_POINTS, _MAX_RAW_POINTS = 64, 192  # of a line; of all raw lines together
-_LOG_RATIO = 100  # from the smallest to the largest value: more is drawn on a logarithmic scale
+_LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a logarithmic scale
 
 
 def charts(view: JobView) -> list[str]:
-    """Return charts of the losses and of logged metrics, to stand side by side; at the end, the first one is large.
+    """Return charts of the losses and of logged metrics, to be placed side by side; at the end, the first one is large.
 
-    A metric that has not changed, as a constant learning rate, has no chart.
+    A metric that has not changed, such as a constant learning rate, has no chart.
     """
     drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
     parts = [_losses(drawn, len(view.ranks), _LARGE if view.is_over else _SIZE)] if drawn else []
@@ -89,10 +88,10 @@ def chart(
     Args:
         name: name of the quantity.
         main: at least two points.
-        raw: thin lines behind, of which ``main`` is the mean.
-        name_of_raw: in the legend.
+        raw: thin lines behind it; ``main`` is their mean.
+        name_of_raw: their name in the legend.
         first_step: step from which the caption counts; None: the first point.
-        size: of the picture, in pixels.
+        size: size of the picture, in pixels.
     """
     width, height = size
     front = thinned(main)
@@ -116,8 +115,8 @@ def chart(
 
 
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
-    """Return the mean of lines of at least two points each, which may be 2, 4, 8... times as far apart as others'."""
-    # The last point of a line is closer where its bin is not complete, and others are missing where losses were nan.
+    """Return the mean of lines of at least two points each; their distances may differ by a factor of 2, 4, 8..."""
+    # The last point of a line is closer if its bin is incomplete, and points are missing if losses were nan.
     width = max(median(b[0] - a[0] for a, b in pairwise(line)) for line in lines) or 1.0
     bins: dict[int, list[Point]] = {}
     for line in lines:
@@ -251,12 +250,12 @@ def _placed(value: float, low: float, high: float, at_low: float, at_high: float
 
 
 def _group(lines: Sequence[str], style: str) -> str:
-    """Return lines in a common style; all together are faint, since faint lines that lie on each other would add up."""
+    """Return lines in a common style; they are faint as a group, because overlapping faint lines would add up."""
     return f'<g fill="none" stroke-linejoin="round" {style}>{"".join(lines)}</g>' if lines else ""
 
 
 def _path(axes: _Axes, line: Sequence[Point], digits: int) -> str:
-    """Return a line whose points are given by their distance from the one before, which takes the fewest bytes."""
+    """Return a line with each point relative to the one before, which takes the fewest bytes."""
     places = [(round(axes.x(x)), round(axes.y(y), digits)) for x, y in line]
     steps = " ".join(f"{x - left} {y - top:.{digits}f}" for (left, top), (x, y) in pairwise(places))
     return f'<path d="M{places[0][0]} {places[0][1]:.{digits}f}l{steps}"></path>'

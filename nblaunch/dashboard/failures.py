@@ -1,4 +1,4 @@
-"""Failures of a job in few lines: the cause first, with its line and what to do; then what it has caused."""
+"""Failures of a job in a few lines: first the cause, with its line and what to do; then its consequences."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Failure(NamedTuple):
 
     Args:
         who: the ranks, or ``"job"``.
-        text: type and message, or what happened to ranks that failed because of another.
+        text: type and message, or what happened to ranks that failed because of another one.
         where: the line of the user's code; may be empty.
-        advice: what explains it, and what to do; lines.
-        is_secondary: it was caused by another failure in the list.
+        advice: lines that explain it and say what to do.
+        is_secondary: another failure in the list caused it.
     """
 
     who: str
@@ -32,26 +32,26 @@ class Failure(NamedTuple):
 def failures(view: JobView) -> tuple[Failure, ...]:
     """Return the failures: the root cause first, equal ones of several ranks once, consequences in one line."""
     failed = [rank for rank in view.ranks if rank.failure]
-    own = [rank for rank in failed if not rank.is_consequence]
+    causes = [rank for rank in failed if not rank.is_consequence]
     others = [rank for rank in failed if rank.is_consequence]
-    if not own:  # the cause is not known yet, or has left no failure of its own
-        own, others = others[:1], others[1:]
-    found = _causes(view, own)
+    if not causes:  # the cause is not known yet, or has no failure of its own
+        causes, others = others[:1], others[1:]
+    shown = _causes(view, causes)
     if others:
         who = formatting.ranks(rank.rank for rank in others)
-        found.append(Failure(who, "lost the connection", is_secondary=True))
-    is_of_none = not found or (view.end.has_hung and view.end.failed_rank is None)
+        shown.append(Failure(who, "lost the connection", is_secondary=True))
+    is_of_none = not shown or (view.end.has_hung and view.end.failed_rank is None)
     if is_of_none and view.outcome == "failed" and view.end.message:
-        found = [
+        shown = [
             Failure("job", _first_line(view.end.message), advice=_advice(view)),
-            *(failure._replace(advice=()) for failure in found),
+            *(failure._replace(advice=()) for failure in shown),
         ]
-    return tuple(found)
+    return tuple(shown)
 
 
-def _causes(view: JobView, own: list[RankView]) -> list[Failure]:
+def _causes(view: JobView, failed_ranks: list[RankView]) -> list[Failure]:
     grouped: dict[tuple[bool, str, str], list[RankView]] = {}
-    for rank in own:
+    for rank in failed_ranks:
         is_other = rank.rank != view.end.failed_rank
         grouped.setdefault((is_other, rank.failure, rank.failed_at), []).append(rank)
     merged: dict[tuple[str, str], list[RankView]] = {}

@@ -1,6 +1,6 @@
-"""The lines that a job prints in a cell, of which many are folded.
+"""The lines that a job prints in a cell; many of them are folded.
 
-the first lines, as they come
+the first lines, as they arrive
 ▸ show all: 7,942 more lines
 the last lines
 """
@@ -15,7 +15,7 @@ from nblaunch import formatting
 from nblaunch.dashboard.base import Bundle
 
 MAX_IN_CELL = 60
-"""Largest number of lines that a cell prints of a job; the others are folded."""
+"""Largest number of lines of a job that a cell prints; the others are folded."""
 
 _FIRST_IN_CELL = 40
 _MAX_FOLDED = 5_000  # lines
@@ -34,7 +34,7 @@ class FoldedLines:
         self._num_others = 0
 
     def take(self, texts: Sequence[str]) -> list[str]:
-        """Take texts of whole lines; return the first lines of the job, to be printed at once."""
+        """Add texts of whole lines; return the first lines of the job, to be printed at once."""
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
         first = lines[: max(_FIRST_IN_CELL - self._num_first, 0)]
         self._num_first += len(first)
@@ -43,7 +43,7 @@ class FoldedLines:
         return first
 
     def rest(self, log_dir: str) -> tuple[Bundle | None, list[str]]:
-        """Return an output that unfolds lines, None where they are few; and the last lines, to be printed below it."""
+        """Return an output that unfolds lines (None if they are few), and the last lines, to be printed below it."""
         others = list(self._others)
         num_last = MAX_IN_CELL - _FIRST_IN_CELL - 2
         if self._num_others <= num_last:

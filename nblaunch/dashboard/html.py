@@ -1,12 +1,12 @@
 """HTML of a job: one fragment without scripts, style sheets or resources to load. Charts are SVG (``charts.py``).
 
-All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. Where
-inline styles and SVG are removed too, a plain table with numbers and captions is left. Colours of text are inherited
-and tints are half-transparent greys, so that the HTML is legible in light and dark themes. Colours only repeat what
-the text next to them states.
+All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. If a
+front end removes inline styles and SVG, too, a plain table with numbers and captions remains. Colours of text are
+inherited and tints are half-transparent greys, so the HTML is legible in light and dark themes. Colours only repeat
+what the text next to them says.
 
-The same rows are shown while a job runs and after its end, so that nothing moves when it ends. Tables have a caption
-for screen readers, heads with scopes, and bars with the role of a progress bar.
+The same rows are shown while a job runs and after its end, so nothing moves when it ends. Tables have a caption for
+screen readers, heads with scopes, and bars with the role of a progress bar.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _CLASS = "nbl-"
 
 @dataclass(frozen=True)
 class Markup:
-    """How elements get their styles: in line, or by class names, which make each update much smaller.
+    """How elements get their styles: inline, or by class names, which make each update much smaller.
 
     Args:
-        is_inline: styles are in line; else :data:`STYLE_SHEET` must be on the page.
+        is_inline: styles are inline; otherwise :data:`STYLE_SHEET` must be on the page.
     """
 
     is_inline: bool = True
@@ -84,7 +84,7 @@ STYLE_SHEET = (
     )
     + "</style>"
 )
-"""Styles by class name; the front end may remove it, which leaves a plain table."""
+"""Styles by class name; if the front end removes it, a plain table remains."""
 
 
 def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True) -> dict[str, str]:
@@ -113,9 +113,9 @@ def render_html(
 
     Args:
         view: the job.
-        tail: the last lines of output, shown with the notes; None if something else shows these.
-        table: of this view, where it is at hand.
-        is_last_known: of a job that runs, for a reader who sees it when that may be over; with charts and the time.
+        tail: the last lines of output, shown with the notes; None if another output shows them.
+        table: table of this view, if the caller has it.
+        is_last_known: the reader sees this when the running job may be over; adds charts and the time.
     """
     table = table or tabulate(view)
     parts = [title(view, table), cards(table, is_over=view.is_over), figures(table)]
@@ -155,7 +155,7 @@ def last_known(view: JobView) -> str:
 
 
 def title(view: JobView, table: Table) -> str:
-    """Return name, progress, state and setting of the job; a second line if its start method is not the usual one."""
+    """Return name, progress, state and setting of the job; a second line if its start method is unusual."""
     look = outcome_look(view.outcome)
     still = table.standstill
     is_failing = bool(table.failures) and not view.is_over
@@ -176,7 +176,7 @@ _NEXT = "The traceback follows. post_mortem=True keeps the ranks where they are,
 
 
 def cards(table: Table, *, is_over: bool) -> str:
-    """Return the failures: a card for each cause, a line for what they have caused; empty without any."""
+    """Return the failures: a card for each cause, a line for its consequences; empty without any."""
     return "".join(
         _consequence(failure) if failure.is_secondary else _card(failure, is_last=is_over)
         for failure in table.failures
@@ -225,7 +225,7 @@ def figures(table: Table) -> str:
 
 
 def _rows_or_summary(view: JobView, table: Table) -> str:
-    """Return the rows; behind a line in words where these say nothing new, none of a single rank that has ended."""
+    """Return the rows: folded behind a line if they say nothing new, none for a single rank that has ended."""
     if shows_rows(view, table):
         return rows_html(table)
     if not table.alike:
@@ -279,12 +279,12 @@ def _head(name: str, style: str = "right", more: str = "", markup: Markup = INLI
 
 
 def line(text: str) -> str:
-    """Return a line of muted text; nothing for an empty one."""
+    """Return a line of muted text; empty for empty text."""
     return f'<div style="{MUTED};font-size:12px">{escape(text)}</div>' if text else ""
 
 
 def _tail(tail: Tail, *, is_live: bool) -> str:
-    """Return lines of output; while the job runs in a frame of constant height, at its end."""
+    """Return lines of output; while the job runs, in a frame of constant height at its end."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
     frame = ";height:153px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
@@ -294,14 +294,14 @@ def _tail(tail: Tail, *, is_live: bool) -> str:
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-# Columns are as wide as their usual texts from the first, in widths of a digit, so that numbers do not move others.
+# Columns have the width of their usual texts from the start, in digits, so that numbers do not move others.
 _WIDTHS = {
     "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip
 
 
 def rows_html(table: Table, markup: Markup = INLINE) -> str:
-    """Return the rows, and the line of the ranks in lockstep, as HTML."""
+    """Return the rows, and the line about the ranks in lockstep, as HTML."""
     trains = "step" in table.columns
     heads = [("rank", "right"), ("state", "left")]
     heads += [("progress", "left")] if trains or any(row.fraction is not None for row in table.rows) else []
@@ -343,7 +343,7 @@ def _state(row: Row, markup: Markup) -> str:
     glyph = _glyph(*look, markup)
     text = escape(row.state_text)
     shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
-    # A text that is too long has two lines: the columns beside it keep their places.
+    # A text that is too long gets two lines, so the columns next to it keep their places.
     return f"<div {markup.of('wrapped')}>{shown}</div>"
 
 

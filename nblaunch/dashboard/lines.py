@@ -2,12 +2,13 @@
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
-    [0-3] a warning of a library                                      printed alike by three or more ranks
+    [0-3] a warning of a library                                      equal on three or more ranks
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch-1000/20261120-153000-4242-1/attempt_0/rank_1.log
     [1] last line
 
-``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. Lines of one tick are one
-write, so that the number of messages to the front end does not grow with the output. Lines of a rank keep their order.
+``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. It writes the lines of one
+tick together, so the number of messages to the front end does not grow with the output. Each rank's lines stay in
+order.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from nblaunch.formatting import single_line
 from nblaunch.wire.board import SlotReading
 
 NUM_LINES = 60
-"""Number of last lines that a ``LastLines`` keeps of each rank, and of all ranks together."""
+"""Number of last lines that a ``LastLines`` keeps for each rank, and for all ranks together."""
 
 TAIL_LENGTH = 20
-"""Number of last lines that are shown where there is room for a few, and at the end of a rank that printed a lot."""
+"""Number of last lines that are shown in little space, and at the end of a rank that printed a lot."""
 
 
 class LastLines:
@@ -79,7 +80,7 @@ class LastLines:
 def _display_line(event: Displayed) -> str:
     """Return a display in one line: its text, or else the types of its data."""
     text = single_line(str(event.data.get("text/plain", "")))
-    if not text or text.startswith("<IPython."):  # the name of a class says nothing of what is shown
+    if not text or text.startswith("<IPython."):  # the name of a class does not describe the display
         text = single_line(", ".join(kind for kind in event.data if kind != "text/plain")) or text
     return f"displayed: {text}"
 
@@ -99,7 +100,7 @@ class _Line:
 
 
 class MergedLines:
-    """Lines of ranks in order, in which equal lines of several ranks are one entry."""
+    """Lines of ranks in order; equal lines of several ranks are one entry."""
 
     def __init__(self) -> None:
         self._lines: list[_Line] = []
@@ -129,10 +130,10 @@ class MergedLines:
         return joined
 
 
-_HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # about so many of all ranks together
+_HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # approximate limit for all ranks together
 _LINE_LENGTH = 4000  # characters
-# Such as figures, of all ranks; each may have its share even if others have used it up. VS Code shows the first 500
-# outputs of a cell (microsoft/vscode#325786): a display takes two of them, and the last one may be an error.
+# Limit for displays such as figures, of all ranks; each rank has its share even if others have used it up. VS Code
+# shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes two, and the last may be an error.
 _NUM_DISPLAYS = 120
 _TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
 
@@ -143,30 +144,29 @@ _IN_TABLE = ("hang", "slow")  # kinds of notes that a table shows
 
 
 class _NoteLine(str):
-    """A note, which is not folded: no rank printed it, and no log has it."""
+    """A note, which is not folded: no rank printed it, and no log contains it."""
 
 
 @final
 class LinesPrinter(Dashboard):
     """A dashboard that prints lines of ranks with the label ``[rank]``; a single process has no label.
 
-    After 500 lines of a rank, further lines are only counted; the last ones are printed at the end. If many ranks print
-    a lot, the limit of each is its share of 1,000 lines.
+    After 500 lines of a rank, it only counts further lines, and prints the last ones at the end. If many ranks print a
+    lot, each rank's limit is its share of 1,000 lines.
 
     Args:
         stream: default: ``sys.stdout``, looked up at each write.
         publish: shows a display of a worker; default: print its text.
-        shortens: leave out lines of ranks that print a lot, and cut lines of more than 4,000 characters.
+        shortens: omit lines of ranks that print a lot, and cut lines of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
-        defers_lines: print all lines at the end, because the widgets or the table show the last meanwhile; displays are
-            shown at once.
-        omits_hangs: leave out reports of hangs and of slow steps, because a table shows them.
-        merges_equal: print a line of three or more ranks once, labelled ``[0-3]``.
-        folds: print a limited number of lines, and show the others where the reader asks for them; only with
-            ``publish``.
-        live: what is redrawn in place on the same terminal, to be kept below.
+        defers_lines: print all lines at the end, because the widgets or the table show the last ones meanwhile;
+            displays are shown at once.
+        omits_hangs: omit reports of hangs and of slow steps, because a table shows them.
+        merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.
+        folds: print a limited number of lines, and fold the others; only with ``publish``.
+        live: display that is redrawn in place on the same terminal, and stays below the lines.
         display_ids: (rank, id) of displays that may be updated; this adds to it. Default: of this printer alone.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class LinesPrinter(Dashboard):
             label = "nblaunch: " if event.rank < 0 else self._label(event.rank)
             self._pending.append(_NoteLine(f"{label}{event.text}\n"))
         elif isinstance(event, AttemptStarted):
-            self._end_all()  # the logs of this attempt are others
+            self._end_all()  # this attempt has other logs
             self._num_processes = event.num_processes
             self._first_rank = event.first_rank
             self._log_dir = event.log_dir
@@ -267,7 +267,7 @@ class LinesPrinter(Dashboard):
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
         shown = [_shorten(line) for line in lines] if self._shortens else lines
-        # A label of the user's own is of one rank.
+        # The user's own label belongs to one rank.
         if not self._merges_equal or self._label_template is not None:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
@@ -294,7 +294,7 @@ class LinesPrinter(Dashboard):
         return max(min(HEAD_LINES - shown, room), 0)
 
     def _end_all(self) -> None:
-        """Show the last lines of ranks that printed a lot, and begin to count anew."""
+        """Show the last lines of ranks that printed a lot, and start counting again."""
         for rank in sorted(self._tails):
             self._end(rank)
         self._tails = {}
@@ -332,14 +332,14 @@ class LinesPrinter(Dashboard):
             )
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
-        """Make display ids of other ranks than 0 unique: all ranks run the same code with the same ids."""
+        """Make display ids of ranks other than 0 unique: all ranks run the same code with the same ids."""
         display_id = event.transient.get("display_id")
         if not isinstance(display_id, str) or event.rank == 0:
             return event
         if not event.update:
             self._display_ids.add((event.rank, display_id))
         if (event.rank, display_id) not in self._display_ids:
-            return event  # an output of the notebook that was made before the launch
+            return event  # an output of the notebook that existed before the launch
         return replace(event, transient={**event.transient, "display_id": f"{display_id}-rank{event.rank}"})
 
     def _flush(self) -> None:
@@ -412,5 +412,5 @@ def _as_text(data: Mapping[str, Any]) -> str:
     return _shorten(str(data.get("text/plain", "displayed: " + ", ".join(data))))
 
 
-def _is_same(one: Displayed, other: Displayed) -> bool:
-    return one.update and one.transient.get("display_id") == other.transient.get("display_id")
+def _is_same(first: Displayed, second: Displayed) -> bool:
+    return first.update and first.transient.get("display_id") == second.transient.get("display_id")

@@ -1,8 +1,8 @@
 """The dashboard for notebooks: one output of a cell, updated in place through its display id.
 
-It shows live widgets, or a table. Each table is complete (HTML and text), so that a saved notebook keeps the last one
-without widget state. Updates reach the output from any thread, and in all cells that show it. ipywidgets is imported
-when the first panel is opened.
+It shows live widgets, or a table. Each table is complete (HTML and text), so a saved notebook keeps the last one
+without widget state. Updates from any thread reach the output in all cells that show it. Opening the first panel
+imports ipywidgets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FIRST_LASTING_S, _LASTING_S = 1.0, 5.0  # seconds between updates of what stays if the kernel dies
+_FIRST_LASTING_S, _LASTING_S = (
+    1.0,
+    5.0,
+)  # seconds between updates of the output that remains if the kernel dies
 _LASTING_BYTES_S = 1_500.0
 
 WIDGETS_S = 0.2
@@ -58,11 +61,11 @@ class Output:
         """Update the output to ``bundle``; the first call creates it in the running cell.
 
         Args:
-            bundle: what it shows.
-            is_final: no update follows. It is then published even if the output is the same already.
+            bundle: the content to show.
+            is_final: no update follows. It is then published even if the output already shows it.
 
         Returns:
-            In how many cells it was published.
+            Number of cells in which it was published.
         """
         with self._lock:
             if bundle == self.shown and not is_final:
@@ -76,7 +79,7 @@ class Output:
             return len(self._display_ids)
 
     def show_again(self) -> bool:
-        """Show the output in the running cell as well; return False if it is empty or shown there already."""
+        """Also show the output in the running cell; return False if it is empty or already shown there."""
         with self._lock:
             if self.shown is None or running_cell() in self._display_ids:
                 return False
@@ -113,7 +116,7 @@ def running_request() -> Mapping[str, Any]:
 
 
 def is_on_colab() -> bool:
-    """Return whether this process runs on Colab, and not on Kaggle, whose images are built on Colab's.
+    """Return whether this process runs on Colab, and not on Kaggle, whose images derive from Colab's.
 
     Source: Kaggle/kagglehub (env.py).
     """
@@ -127,15 +130,15 @@ def is_on_colab() -> bool:
 class NotebookDashboard(ViewingDashboard):
     """A job in the output of a cell: live widgets that a table replaces at the end, or a table from the beginning.
 
-    A short job publishes its final table only. Where widgets fail, the table takes their place.
+    A short job only publishes its final table. If widgets fail, the table replaces them.
 
-    Below the widgets is a second output with the table, updated every few seconds. It is what a saved notebook shows of
-    a job whose kernel has died, and hidden as long as the widgets are alive.
+    A second output below the widgets has the table, updated every few seconds. A saved notebook shows it if the kernel
+    of the job has died; as long as the widgets are alive, it is hidden.
 
     Args:
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
-            and includes the last lines of all ranks: text printed by another thread would appear in another cell.
-            Widgets have buttons, since the kernel can receive clicks.
+            and includes the last lines of all ranks, because text from another thread would appear in another cell.
+            Widgets have buttons, because the kernel can receive clicks.
         has_widgets: show widgets while the job runs; ``is_html`` must be True.
         is_html: publish HTML and text; text alone if False.
         is_watched: a user may be looking at the cell. The last lines of output are then part of the table while the job
@@ -173,7 +176,7 @@ class NotebookDashboard(ViewingDashboard):
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)
-        if self._has_widgets or not isinstance(event, Note):  # the table has notes of its own
+        if self._has_widgets or not isinstance(event, Note):  # the table has its own notes
             self._last_lines.add(event)
 
     def control(self, controls: Controls) -> None:
@@ -204,8 +207,8 @@ class NotebookDashboard(ViewingDashboard):
             self._lasting.show(log_bundle(view), is_final=True)
         # After the output was replaced, so that no empty output is visible.
         if self._panel is not None:
-            # Colab saves all widgets in a form that GitHub refuses to show. It is assumed to keep the output of a cell
-            # up to date without a page.
+            # Colab saves all widgets in a form that GitHub refuses to show. It presumably keeps the output of a cell up
+            # to date without a page.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:
@@ -219,10 +222,10 @@ class NotebookDashboard(ViewingDashboard):
         self._pace.note_published()
 
     def _show_lasting(self, panel: Panel) -> None:
-        """Update what stays of the job if this process dies."""
+        """Update the output that remains of the job if this process dies."""
         now_s = self._clock()
         is_first = self._lasting.shown is None
-        # One in the background must make its outputs in the thread of the cell, which is the first time.
+        # A background job must create its outputs in the thread of the cell, which makes the first call.
         is_early = is_first and not self._is_background and self._pace.elapsed_s < _FIRST_LASTING_S
         if is_early or now_s < self._next_lasting_s:
             return

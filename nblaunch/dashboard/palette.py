@@ -1,8 +1,8 @@
 """Colours and shapes of states, for light and dark themes and for terminals.
 
-The colour of running text is not known, only inherited. So coloured text mixes its colour with the inherited one, which
-keeps a contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background that the theme's own text is legible on. Bars
-and curves, which are no text, have the colour itself. States of different colours have different shapes as well.
+The colour of running text is unknown and inherited. Coloured text therefore mixes its colour with the inherited one,
+which keeps a contrast of at least 4.5 to 1 (WCAG 2.2, 1.4.3) on any background on which the theme's own text is
+legible. Bars and curves have the pure colour. States of different colours also have different shapes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INK_PERCENT = 55
 """Share of the named colour in coloured text."""
 
 MUTED = "opacity:.7"
-"""Style of text of less weight. Not for text inside such text, which would become too faint."""
+"""Style of less important text. Not for text inside such text, which would become too faint."""
 
 
 class Look(NamedTuple):
-    """How a state or an outcome is shown."""
+    """The appearance of a state or an outcome."""
 
     colour: str
     shape: str
@@ -56,7 +56,7 @@ MARKED_SHAPE = "▲"
 
 
 def outcome_look(outcome: str) -> Look:
-    """Return how a job is shown; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
+    """Return the appearance of a job; ``outcome`` as in :class:`nblaunch.events.JobEnded`, empty while it runs."""
     return _OUTCOME_LOOKS.get(outcome, _OTHER_OUTCOME)
 
 
@@ -77,7 +77,7 @@ _CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34,
 
 
 def paint(text: str, style: str) -> str:
-    """Return ``text`` in the colour ``style``, by escape sequences that all terminals have; as it is without one.
+    """Return ``text`` in the colour ``style``, with escape sequences that all terminals have; unchanged without one.
 
     Source: ECMA-48, SGR.
     """

@@ -1,7 +1,7 @@
-"""What a job has come to: its figures, as rate, losses, metrics and memory, and whether its ranks did the same.
+"""The result of a job: its figures, such as rate, losses, metrics and memory, and whether its ranks did the same.
 
-Rates are means over the whole training, without its evaluations. The best value of a metric
-is shown where its name says which way is better: ``loss`` falls, ``accuracy`` rises.
+Rates are means over the whole training, without its evaluations. The best value of a metric is shown if its name says
+which way is better: ``loss`` falls, ``accuracy`` rises.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Figure(NamedTuple):
     """A number of the result.
 
     Args:
-        name: of it.
-        value: with its unit.
-        note: in smaller letters, as the best value.
+        name: name of the number.
+        value: value with its unit.
+        note: text in smaller letters, such as the best value.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Figure(NamedTuple):
 
 
 def figures(view: JobView) -> tuple[Figure, ...]:
-    """Return the figures of a job that has ended; fewer of one that has trained nothing."""
+    """Return the figures of a job that has ended; fewer if it has trained nothing."""
     parts = [_progress(view), _rate(view), _loss(view), *_metrics(view), *_memory(view)]
     return tuple(part for part in parts if part is not None)
 
 
 def shown_metrics(view: JobView) -> tuple[str, ...]:
-    """Return the names of the metrics that are figures: numbers that have changed, the first of them."""
+    """Return the names of the first metrics that become figures: numbers that have changed."""
     return tuple(name for name, curve in view.curves.items() if not curve.is_flat)[:_MAX_METRICS]
 
 
@@ -69,8 +69,8 @@ def _progress(view: JobView) -> Figure | None:
 
 
 def _rate(view: JobView) -> Figure | None:
-    steps = [own for rank in view.ranks if (own := rank.mean_rates[0]) is not None]
-    samples = [own for rank in view.ranks if (own := rank.mean_rates[1]) is not None]
+    steps = [rank_rate for rank in view.ranks if (rank_rate := rank.mean_rates[0]) is not None]
+    samples = [rank_rate for rank in view.ranks if (rank_rate := rank.mean_rates[1]) is not None]
     if not steps:
         return None
     per_step = f"{rate(median(steps))} steps/s"
@@ -128,14 +128,14 @@ def _memory(view: JobView) -> list[Figure]:
 
 
 def alike(view: JobView) -> str:
-    """Return in words what all ranks of a job did that has ended well; empty where they differ, or for a single one."""
+    """Return in words what all ranks of a successful job did; empty if they differ, or for a single rank."""
     ranks = view.ranks
     if len(ranks) < 2 or not view.is_over or any(not _ended_well(rank) for rank in ranks):
         return ""
     if len({(rank.epoch, rank.step, rank.total) for rank in ranks}) > 1:
         return ""
     parts = [f"{formatting.ranks(range(len(ranks)))} alike"]
-    steps = [own for rank in ranks if (own := rank.mean_rates[0]) is not None]
+    steps = [rank_rate for rank in ranks if (rank_rate := rank.mean_rates[0]) is not None]
     parts += [_range("{} steps/s", steps, rate)] if steps else []
     losses = [rank.loss for rank in ranks if rank.loss is not None]
     parts += [_range("last loss {}", losses, loss)] if losses else []

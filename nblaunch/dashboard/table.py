@@ -5,8 +5,8 @@
       11  training, slow     2/6   450/1,000    24.1
     ranks 0-10, 12-63 training
 
-One row is for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line in words
-stands for the ranks in lockstep. Text, HTML and widgets draw the same table, so that they show the same numbers.
+One row is for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line of text
+replaces the rows of ranks in lockstep. Text, HTML and widgets draw the same table, so they show the same numbers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration
 
 MAX_ALL_IN_ROWS = 16
-"""Largest number of ranks that all have a row of their own."""
+"""Largest number of ranks that all have their own row."""
 
 MAX_DIFFERING_ROWS = 12
 """Largest number of rows for ranks that differ; more of them are collapsed as well."""
 
 HEAD_LINES = 500
-"""Number of lines of a rank that a cell prints at once; further lines are left out, see ``lines.py``."""
+"""Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""
 
 _NO_PROGRESS = "no progress"
 _CUT_OFF = "cut off"  # it failed because another rank did
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
-_MEMORY_ALONE_S = 3.0  # seconds after which memory is shown of a job that may not train at all
+_MEMORY_ALONE_S = 3.0  # seconds after which a job that may never train shows its memory
 
-_LONG_NAMES = 40  # characters of ranks that are named one by one
+_LONG_NAMES = 40  # largest number of characters in a list of ranks
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Row:
         fraction: progress, 0 to 1, or None.
         detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
         is_marked: the rank differs from the others.
-        is_secondary: it failed because another rank did.
-        is_stuck: others wait for it, or all of them stand still.
+        is_secondary: it failed because another rank failed.
+        is_stuck: others wait for it, or all ranks stand still.
     """
 
     rank: int | None
@@ -84,11 +84,11 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
 
     Args:
         view: the job, with the rates of the moment (``notices.as_of_now``).
-        notices: of the job.
+        notices: notices of the job.
 
     Returns:
-        The names of the columns between state and detail; the rows: of the whole job, unless it has a single rank, and
-        of ranks that differ, or of all if they are few; and the other ranks in words, empty if all have a row.
+        The names of the columns between state and detail; the rows (the whole job, unless it has a single rank, then
+        ranks that differ, or all ranks if they are few); and the other ranks in words, empty if all have a row.
     """
     if view.is_over:
         view = replace(view, ranks=tuple(map(_with_mean_rates, view.ranks)))
@@ -103,7 +103,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
     whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
     ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
     rows = (*whole, *ranks)
-    if view.is_over:  # nothing follows that a column without a text would be kept for
+    if view.is_over:  # no later text would need an empty column
         used = [index for index in range(len(columns)) if any(row.cells[index] for row in rows)]
         columns = tuple(columns[index] for index in used)
         rows = tuple(replace(row, cells=tuple(row.cells[index] for index in used)) for row in rows)
@@ -119,7 +119,7 @@ def _with_mean_rates(rank: RankView) -> RankView:
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
-    """Return the names of the columns: all of training at once, since a column that comes later moves the others."""
+    """Return the names of the columns: all of training at once, because a later column would move the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
     has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
@@ -136,7 +136,7 @@ def _used_columns(view: JobView) -> tuple[str, ...]:
 
 
 class _RankStatus(NamedTuple):
-    """What a rank does: its state, that in one word, and where it is if it does not move."""
+    """The activity of a rank: its state, a word for it, and its place if it does not move."""
 
     state: WorkerState
     word: str
@@ -157,7 +157,7 @@ def _status_of(view: JobView, rank: RankView) -> _RankStatus:
 def _row(
     view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str], columns: Sequence[str]
 ) -> Row:
-    # A rank alone has no others that it could differ from; a stalled rank says so by its state.
+    # A single rank has no others to differ from; the state of a stalled rank already shows it.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = "" if mark == "stalled" else mark
     cells = {
@@ -190,7 +190,7 @@ def _is_certain(rank: RankView) -> bool:
 
 
 def epoch_of(rank: RankView) -> str:
-    """Return ``2/6``, ``2`` where the number of epochs is unknown, or nothing before the first."""
+    """Return ``2/6``, ``2`` if the number of epochs is unknown, or nothing before the first."""
     if not rank.epoch:
         return ""
     return f"{rank.epoch}/{rank.num_epochs}" if rank.num_epochs else f"{rank.epoch}"
@@ -242,7 +242,7 @@ def _detail(rank: RankView) -> str:
         return ""
     if bar := rank.bar:
         return bar.text
-    # The cell shows printed lines below the table, unless this rank prints so much that they are left out.
+    # The cell shows printed lines below the table, unless this rank prints so much that they are omitted.
     return rank.status_line or (rank.last_line if rank.num_lines > HEAD_LINES else "")
 
 
@@ -302,7 +302,7 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
 
 
 def furthest_behind(view: JobView) -> RankView:
-    """Return the rank with the fewest steps of those that run, or of all if none does."""
+    """Return the rank with the fewest steps among those that run, or among all if none runs."""
     live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
     return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
 
@@ -311,7 +311,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
-    """Return the ranks that differ, in order: failed, noticed, or doing what few do; if they are many, the first."""
+    """Return the ranks that differ, in order: failed, noticed, or with a rare state; if they are many, the first."""
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
@@ -349,7 +349,7 @@ class EpochTable:
     Args:
         columns: their names.
         rows: the last epochs, oldest first; a cell per column.
-        note: below the table, if there are more epochs.
+        note: text below the table, if there are more epochs.
     """
 
     columns: tuple[str, ...] = ()
@@ -359,7 +359,7 @@ class EpochTable:
 
 @dataclass(frozen=True)
 class Table:
-    """All text that is shown of a job.
+    """All displayed text of a job.
 
     Args:
         columns: names of the columns between state and detail.
@@ -367,19 +367,19 @@ class Table:
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
-        progress: how far it is: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
-        standstill: where it stands still; None while it goes on.
+        progress: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
+        standstill: where it stands still; None while it makes progress.
         setting: number of processes, backend, start method.
-        fallback: why the start method is not the usual one; empty if it is.
+        fallback: reason for an unusual start method; empty if it is usual.
         failures: root cause first.
         figures: numbers of a job that has ended.
-        alike: what all ranks did, in words, where ``rows`` has nothing else to say; else empty.
+        alike: what all ranks did, in words, if ``rows`` adds nothing to it; empty otherwise.
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
-        warnings: of the launcher and the workers.
-        notes: of the launcher and the workers, without the warnings.
-        runs: ``(tracker, address or command)`` of runs that trackers have begun.
+        warnings: warnings of the launcher and the workers.
+        notes: notes of the launcher and the workers, except warnings.
+        runs: ``(tracker, address or command)`` of runs that trackers have started.
         log_dir: folder of complete logs; may be empty.
     """
 
@@ -407,11 +407,11 @@ class Table:
 def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
     still = standstill(view)
-    found = notices(view)
-    if still is not None:  # the headline says what those without details do
-        found = tuple(notice for notice in found if notice.kind != "stalled" or notice.lines)
+    shown = notices(view)
+    if still is not None:  # the headline already has the notices without details
+        shown = tuple(notice for notice in shown if notice.kind != "stalled" or notice.lines)
     view = as_of_now(view)
-    columns, rows, collapsed = rows_of(view, found)
+    columns, rows, collapsed = rows_of(view, shown)
     return Table(
         columns=columns,
         rows=rows,
@@ -424,8 +424,8 @@ def tabulate(view: JobView) -> Table:
         fallback=single_line(view.start.fallback),
         failures=failures(view),
         figures=figures(view) if view.is_over and view.is_started else (),
-        alike="" if any(notice.ranks for notice in found) else alike(view),
-        notices=found,
+        alike="" if any(notice.ranks for notice in shown) else alike(view),
+        notices=shown,
         epochs=tabulate_epochs(view),
         metrics=_metrics(view),
         warnings=tuple(_note(rank, text) for rank, text in view.warnings),
@@ -461,10 +461,10 @@ def headline(view: JobView) -> str:
 
 
 def progress(view: JobView) -> str:
-    """Return how far the rank furthest behind is, and the loss and throughput of all; empty if nothing is known.
+    """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
 
-    Where the number of epochs is unknown, the percentage is of the epoch, and no time left is shown. A job in which a
-    rank has failed comes to no end of its own.
+    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. It is empty
+    for a job with a failed rank, which would not end by itself.
     """
     if view.is_over or not view.ranks or any(rank.failure for rank in view.ranks):
         return ""
@@ -497,7 +497,7 @@ def _position(rank: RankView, *, is_known: bool) -> str:
 
 def _setting(view: JobView) -> str:
     start, facts = view.start, dict(view.facts)
-    # Workers report it where it differs from the setting.
+    # Workers report it if it differs from the setting.
     precision = facts.pop("precision", "" if start.mixed_precision == "no" else start.mixed_precision)
     spanning = "spmd" if start.is_spmd else ""
     parts = (start.backend, start.start_method, spanning, precision, *facts.values())

@@ -1,7 +1,7 @@
 """The dashboard for scripts and terminals: progress, and a table at the end.
 
-In a terminal progress is a table that rich redraws in place. Elsewhere, and in a dumb terminal, whose cursor can't be
-moved up, a line is written from time to time. Colours are for terminals.
+On a terminal, progress is a table that rich redraws in place. Elsewhere, and on a dumb terminal, whose cursor can't
+move up, a line is written from time to time. Only terminals get colours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
-_FIRST_LINE_S = 2.0  # where lines are written; a short job writes its last table only
+_FIRST_LINE_S = 2.0  # before the first line; a short job only writes its last table
 
 _DEFAULT_SIZE = (80, 24)
 
@@ -52,7 +52,7 @@ def has_colour(stream: Any) -> bool:
 
 
 def size_of(stream: Any) -> tuple[int, int]:
-    """Return the columns and lines of a terminal; 80 and 24 where they are unknown."""
+    """Return the columns and lines of a terminal; 80 and 24 if they are unknown."""
     try:
         columns, lines = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError, AttributeError):
@@ -62,7 +62,7 @@ def size_of(stream: Any) -> tuple[int, int]:
 
 def encodable(stream: TextIO, text: str) -> str:
     """Return text with ``?`` for characters that the encoding of the stream lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # which has all but lone surrogates
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # lacks only lone surrogates
     return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
 
 
@@ -84,11 +84,11 @@ class LiveTable:
         stream: default: ``sys.stderr``, looked up at each use.
 
     Attributes:
-        flush_lines: writes the lines that are to stand above it.
+        flush_lines: writes the lines that belong above it.
     """
 
     latest: ClassVar[LiveTable | None] = None
-    """The one that was opened last: a terminal has room for one."""
+    """The display that was opened last: a terminal has room for one."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         LiveTable.latest = self
@@ -133,7 +133,7 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
 
-        # Neither a thread, which a fork would lose, nor replaced streams: output of workers is written around it.
+        # No thread, which a fork would lose, and no replaced streams: the output of workers is written around it.
         self._live = Live(
             console=Console(
                 file=self._to,
@@ -154,7 +154,7 @@ class LiveTable:
 
 @contextmanager
 def live_hidden() -> Iterator[None]:
-    """Hide the live table, if there is one, and show the lines that are held back, while the block asks the user."""
+    """Hide the live table, if there is one, and show the buffered lines, while the block asks the user a question."""
     live = LiveTable.latest
     if live is None:
         yield
@@ -168,12 +168,12 @@ def live_hidden() -> Iterator[None]:
 class TextDashboard(ViewingDashboard):
     """Progress, and a table at the end.
 
-    On a terminal a table is redrawn in place. Elsewhere (a file, a pipe, the log of a batch job) a line is written
+    On a terminal, a table is redrawn in place. Elsewhere (a file, a pipe, the log of a batch job) a line is written
     every few seconds.
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
-        live: what is redrawn on the terminal, shared with other writers; None if lines are written.
+        live: display that is redrawn on the terminal, shared with other writers; None if lines are written.
         clock: seconds on a clock that never jumps.
     """
 
@@ -207,7 +207,7 @@ class TextDashboard(ViewingDashboard):
         if self._live is not None:
             self._live.clear()
         if view.is_started:
-            # A hang was reported in lines when it was seen.
+            # The report of a hang was already written as lines.
             text = render_text(
                 replace(view, hang=()),
                 paint=paint if has_colour(self._to) else unpainted,

@@ -1,6 +1,6 @@
 """Text of a job: the table, and its progress in one line.
 
-``terminal.py`` writes both. The table is also the plain text of what a notebook shows (``html.py``, ``notebook.py``),
+``terminal.py`` writes both. The table is also the plain text of a notebook's display (``html.py``, ``notebook.py``),
 for front ends without HTML.
 """
 
@@ -32,7 +32,7 @@ _GAP = 2  # characters between two columns
 _TEXT_COLUMNS = ("state", "progress", "output")  # aligned to the left
 _USUAL_WIDTHS = {"state": 10, "progress": _BAR_WIDTH, "ETA": 5, "loss": 6}
 _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", "steps/s", "ETA", "output")
-"""Columns in the order in which a narrow terminal does without them."""
+"""Columns in the order in which a narrow terminal omits them."""
 
 _MIN_OUTPUT_WIDTH = 24
 _DETAIL_WIDTH = 60  # where there is no terminal
@@ -41,7 +41,7 @@ Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
 
 Paint = Callable[[str, str], str]
-"""Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or one that changes nothing."""
+"""Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or a function that changes nothing."""
 
 
 def render_text(
@@ -55,16 +55,16 @@ def render_text(
 ) -> str:
     """Return the table as text, without a final line end.
 
-    The headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see ``table.py``), then
-    notices, warnings, the table of epochs or the last metrics, and the folder of logs.
+    The text has the headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see
+    ``table.py``), then notices, warnings, the table of epochs or the last metrics, and the folder of logs.
 
     Args:
         view: the job.
-        tail: the last lines of output, shown with the notes; None if something else shows these.
+        tail: the last lines of output, shown with the notes; None if another output shows them.
         paint: colours states, failures and warnings.
-        table: of this view, where it is at hand.
-        width: columns of the terminal, where it has fewer columns of the table if it is narrow.
-        is_live: it is redrawn in place: epochs and metrics are left out.
+        table: table of this view, if the caller has it.
+        width: columns of the terminal; a narrow terminal shows fewer columns of the table.
+        is_live: it is redrawn in place, without epochs and metrics.
     """
     table = table or tabulate(view)
     lines = [_headline(view, table, paint, width if is_live else None)]
@@ -154,7 +154,7 @@ class _Column(NamedTuple):
 
 
 def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
-    """Return the columns that fit side by side: a number that is cut would be worse than none."""
+    """Return the columns that fit side by side: a cut number would be worse than none."""
     cells = {
         "rank": [row.label for row in table.rows],
         "state": [row.state_text for row in table.rows],
@@ -171,7 +171,7 @@ def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
                 break
             widths.pop(name, None)
     if "output" in widths:
-        widths["output"] += 0 if width is None else width - _total(widths)  # it takes what is left
+        widths["output"] += 0 if width is None else width - _total(widths)  # it takes the rest
         cells["output"] = [_cut(row.detail, widths["output"]) for row in table.rows]
     return {name: _Column(number, cells[name]) for name, number in widths.items()}
 
@@ -185,7 +185,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
-    """Return the width of a column, from the first as wide as its usual texts: else columns would come and go."""
+    """Return the width of a column: its usual texts count from the start, so that columns do not come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))

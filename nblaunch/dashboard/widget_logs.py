@@ -1,8 +1,8 @@
-"""What the ranks print, in tabs of the panel: all ranks by time, and each alone.
+"""The output of the ranks in tabs of the panel: all ranks by time, and each rank alone.
 
     [All ranks] [rank 0] [rank 1] ...
 
-The front end switches tabs by itself, also while a cell runs and the kernel receives no clicks.
+The front end switches tabs itself, even while a cell runs and the kernel receives no clicks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.widget_throttle import Throttle
 
 MAX_TABS = 16
-"""Largest number of ranks with tabs; with more ranks only the lines of all together are shown."""
+"""Largest number of ranks with tabs; with more ranks, only the lines of all ranks together are shown."""
 
 _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
-_LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane is a whole number of lines high, so that none is cut
+_LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
 # Seconds between updates of the selected tab, and of the others times the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
@@ -36,13 +36,13 @@ TAB_SHEET = (
     f'<style>.{_TABS} [class*="-TabBar-content"]{{flex-wrap:wrap}}'
     f'.{_TABS} [class*="-TabBar-tab"]{{flex:0 0 auto!important;min-width:0!important}}</style>'
 )
-"""Style sheet of the tabs: a cell that is too narrow for all has several lines of them."""
+"""Style sheet of the tabs: in a narrow cell, they take several lines."""
 
 
 class LogPane:
     """The last lines of all ranks by time, and of each rank.
 
-    All tabs are kept up to date, since the front end switches them by itself.
+    All tabs are kept up to date, because the front end switches them itself.
     """
 
     def __init__(self, last_lines: LastLines, num_ranks: int, throttle: Throttle) -> None:
@@ -69,7 +69,7 @@ class LogPane:
             self.widget = widgets.VBox([hint, *self._panes], layout=beside)
 
     def show(self) -> None:
-        """Update the tabs; sent at the throttle's next flushes."""
+        """Update the tabs; the throttle's next flushes send them."""
         lines = [
             f'<span style="opacity:.7">[{rank:{self._width}}]</span> {escape(_cut(line))}'
             if self._num_ranks > 1
@@ -86,9 +86,9 @@ class LogPane:
         pane = self._panes[rank + 1]
         every_s = _SEEN_S if is_seen else _UNSEEN_S * self._num_ranks
         if self._throttle.is_due(pane, every_s):
-            own = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
+            lines = [escape(_cut(line)) for line in self._last_lines.of_rank(rank)]
             num_bytes = _SEEN_BYTES if is_seen else _UNSEEN_BYTES
-            self._throttle.update(pane, every_s=every_s, value=_pane(own, num_bytes))
+            self._throttle.update(pane, every_s=every_s, value=_pane(lines, num_bytes))
 
     def _tabs(self, layout: Any) -> Any:
         tab = widgets.Tab(children=self._panes, layout=layout, _dom_classes=(_TABS,))

@@ -7,7 +7,7 @@
     epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
     metrics, folder of logs
 
-Widgets stay and only values change, so that nothing flickers. Imported only when a panel is opened, since it needs
+Widgets stay and only values change, so nothing flickers. This module is imported only to open a panel, because it needs
 ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
@@ -80,7 +80,7 @@ class Buttons:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets that are not always part of the bar."""
+        """Widgets of the bar that are not always shown."""
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
@@ -88,11 +88,11 @@ class Buttons:
         self._controls = controls
 
     def close(self) -> None:
-        """Give up the job: the dashboard keeps the panel, and the job's result need not stay with it."""
+        """Release the job: the dashboard keeps the panel, but must not keep the job's result in memory."""
         self._controls = None
 
     def show(self, *, is_running: bool) -> None:
-        """Update the buttons; sent at the throttle's next flush."""
+        """Update the buttons; the throttle's next flush sends them."""
         layout = self._shown if is_running and self._controls is not None else self._hidden
         is_sure = self._clock() - self._kill_clicked_s < _SURE_S
         for button in self.widget.children:
@@ -139,16 +139,16 @@ class Buttons:
 # --- charts ----------------------------------------------------------------------------------------------------------
 
 ROWS_S = 0.3
-"""Seconds between updates of the rows, where the budget of the throttle lasts for that."""
+"""Seconds between updates of the rows, if the throttle's budget allows."""
 
 _CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing charts of 512 ranks takes 60 ms
 _CHARTS_PX = 164  # height of a chart with its texts
 
 
 class ChartRow:
-    """The charts side by side. Each is a widget of its own, so that only those with new points are sent.
+    """The charts side by side. Each has its own widget, so only charts with new points are sent.
 
-    Charts that have no room beside the others are scrolled to: how many there will be is not known.
+    If the charts need more room, the row scrolls, because their final number is unknown.
     """
 
     def __init__(self, throttle: Throttle, clock: Callable[[], float]) -> None:
@@ -168,11 +168,11 @@ class ChartRow:
 
     @property
     def unused(self) -> list[Any]:
-        """Widgets that are not always part of the row."""
+        """Widgets of the row that are not always shown."""
         return [self._layout]
 
     def show(self, view: JobView) -> None:
-        """Update the charts; sent at the throttle's next flushes. The more there are, the less often each."""
+        """Update the charts; the throttle's next flushes send them. With more charts, each is updated less often."""
         if self._clock() < self._next_s:
             return
         drawn = charts(view)
@@ -181,7 +181,7 @@ class ChartRow:
             self.widget.children = [*self.widget.children, *new]
         every_s = max(ROWS_S * len(drawn), len(view.ranks) * _CHART_S_PER_RANK)
         self._next_s = self._clock() + every_s
-        # An attempt that has just started has fewer charts than the one before it.
+        # An attempt that has just started has fewer charts than the previous one.
         for block, chart in zip_longest(self.widget.children, drawn, fillvalue=""):
             self._throttle.update(block, every_s=every_s, value=in_style(chart) if chart else "")
 
@@ -198,10 +198,10 @@ _TITLE_S = 0.8
 _ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
 _DEAD = "jupyter-widgets-disconnected"
 MAX_KEPT = 100
-"""Closed panels whose outermost widget stays in the kernel, at most. Each has some kB, and the size of its table."""
+"""Largest number of closed panels whose outermost widget stays in the kernel. Each has some kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 30.0)
-"""Seconds after a panel was closed at which its state is sent again."""
+"""Seconds between the closing of a panel and another sending of its state."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
@@ -216,7 +216,7 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 0", min_width="0", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
-        # One widget and one message: how many messages there are does not depend on the ranks.
+        # One widget and one message, whatever the number of ranks.
         rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
         self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
         self._states: list[tuple[str, str]] = []
@@ -229,7 +229,7 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # A panel whose kernel has died is marked by its front end (ipywidgets 8).
+        # Front ends mark a panel whose kernel has died (ipywidgets 8).
         self._hiding = (
             f"<style>.{name}.{_DEAD}{{display:none}}"
             f"body:has(.{name}:not(.{_DEAD})) .{self._lasting}{{display:none}}</style>"
@@ -255,7 +255,7 @@ class Panel:
         return {_VIEW_TYPE: spec, "text/plain": about}
 
     def stand_in(self, view: JobView) -> Bundle:
-        """Return the output that stands in for the panel where its widgets are dead; it is hidden where they live."""
+        """Return the output that replaces the panel if its widgets are dead; it is hidden while they live."""
         table = tabulate(view)
         shown = html.render_html(view, table=table, is_last_known=True)
         return {
@@ -264,7 +264,7 @@ class Panel:
         }
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons with a job in the background; their line is as high before they are visible."""
+        """Connect the buttons with a background job; their line has the same height while they are hidden."""
         self._top.layout.min_height = _BUTTON_HEIGHT
         self._buttons.connect(controls)
 
@@ -274,7 +274,7 @@ class Panel:
         still = table.standstill
         troubles = bool(table.failures), still is not None, still is not None and still.is_certain
         has_news, self._troubles = troubles != self._troubles, troubles
-        # One line, however long: what is below keeps its place.
+        # One line, however long, so that everything below keeps its place.
         title = f'<div style="{_ONE_LINE}">{html.title(view, table)}</div>'
         self._throttle.update(self._title, every_s=_TITLE_S, is_urgent=has_news, value=in_style(title))
         self._buttons.show(is_running=view.is_started and not view.is_over)
@@ -300,11 +300,11 @@ class Panel:
             self.root.children = parts
 
     def close(self, lasting: str | None) -> None:
-        """Close the widgets, of which the kernel keeps at most the outermost.
+        """Close the widgets; the kernel keeps at most the outermost one.
 
-        A page that is reloaded while the job runs, or closed and opened again after its end, has the panel in the
-        cell's output and can't replace it: it does not know the display id. The outermost widget shows ``lasting``
-        there, until :data:`MAX_KEPT` other panels are closed.
+        A page that is reloaded while the job runs, or reopened after its end, has the panel in the cell's output and
+        can't replace it, because it does not know the display id. The outermost widget shows ``lasting`` there until
+        :data:`MAX_KEPT` other panels are closed.
 
         Args:
             lasting: HTML. None: no widget stays.
@@ -312,8 +312,8 @@ class Panel:
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
         if lasting is not None:
-            # A widget that is as old as the panel: a page that was reloaded can't create a new one, whose layout it
-            # would have to know already, and would then show none at all (ipywidgets 7).
+            # The widget must be as old as the panel: a reloaded page can't create a new one, because it would have to
+            # know its layout already, and would then show nothing at all (ipywidgets 7).
             self._title.value = lasting + self._hiding
             self.root.children = [self._title]
             kept = list(_with_parts(self.root))
@@ -327,7 +327,7 @@ class Panel:
                 part.close()
 
     def _show_rows(self, table: Table) -> None:
-        """Update the rows; a new state, and a rank that differs, are sent at once."""
+        """Update the rows; new states and ranks that differ are sent at once."""
         states = [(row.label, row.state_text) for row in table.rows]
         has_news = states != self._states
         self._states = states
@@ -356,10 +356,10 @@ class Panel:
 
 
 def _send_again_later(root: Any) -> None:
-    """Send what a closed panel shows again, for a page that was loading when the job ended.
+    """Send again what a closed panel shows, for a page that was loading when the job ended.
 
-    Such a page has asked for the states of all widgets before, and drops what is sent to one of them until it has made
-    it of its state. It does not say when it is done.
+    Such a page has already asked for the states of all widgets, and drops messages to a widget until it has created the
+    widget from its state. It does not report when it has finished.
     """
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None:

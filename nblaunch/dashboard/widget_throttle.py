@@ -2,10 +2,9 @@
 
     panel ──update(widget, value="...")──> Throttle ──flush()──> front end
 
-Each change of a widget is a message of at least 600 bytes, and many of them block a slow front end (a remote one, a
-phone). So the panel passes the values of all widgets at every tick, and the throttle sends those that have changed:
-urgent ones at once, the others in the order of how overdue they are, within the budget. Intermediate values are
-skipped.
+Each change of a widget is a message of at least 600 bytes, and many messages block a slow front end (a remote one, a
+phone). The panel therefore passes the values of all widgets at every tick, and the throttle sends those that have
+changed: urgent ones at once, the others within the budget, the most overdue first. It skips intermediate values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RATE_BYTES_S = 18_000.0
 """Average bytes per second."""
 
 BURST_BYTES = 20_000.0
-"""Bytes that may be sent at once after a time without messages."""
+"""Bytes that may be sent at once after a period without messages."""
 
 
 @dataclass(eq=False)
@@ -30,12 +29,12 @@ class _Slot:
     """A widget and its values.
 
     Args:
-        widget: of ipywidgets.
+        widget: a widget of ipywidgets.
         every_s: seconds between updates.
         wanted: trait -> new value.
         sent: trait -> value in the front end.
         sent_s: time of the last update.
-        is_urgent: send it whatever the budget.
+        is_urgent: send it regardless of the budget.
     """
 
     widget: Any
@@ -66,16 +65,16 @@ class Throttle:
         is_urgent: bool = False,
         **values: Any,
     ) -> None:
-        """Set new values of ``widget``, to be sent by :meth:`flush`.
+        """Set new values of ``widget``, which :meth:`flush` sends.
 
         Args:
-            widget: of ipywidgets.
+            widget: a widget of ipywidgets.
             every_s: seconds between updates; if the budget is short, the intervals of all widgets grow by one factor.
-            is_urgent: send it at the next flush, whatever the budget.
+            is_urgent: send it at the next flush, regardless of the budget.
             **values: trait -> value.
         """
         slot = self._slots.setdefault(id(widget), _Slot(widget))
-        for name in values:  # the front end knows the initial ones
+        for name in values:  # the front end knows the initial values
             slot.sent.setdefault(name, getattr(widget, name))
         slot.every_s, slot.is_urgent = every_s, slot.is_urgent or is_urgent
         slot.wanted.update(values)
@@ -107,7 +106,7 @@ class Throttle:
 
     def _send(self, slot: _Slot, changes: dict[str, Any], now_s: float) -> None:
         self._budget_bytes -= MESSAGE_BYTES + sum(map(_weight, changes.values()))
-        # Values that were sent are kept here, because the front end changes some traits of the widget itself.
+        # Sent values are stored here, because the front end changes some traits of the widget itself.
         slot.sent.update(changes)
         slot.sent_s, slot.is_urgent = now_s, False
         if len(changes) == 1:
@@ -126,5 +125,5 @@ def _overdue(slot: _Slot, now_s: float) -> float:
 
 
 def _weight(value: Any) -> int:
-    """Return the approximate bytes of a value in a message, where other widgets are ids."""
+    """Return the approximate bytes of a value in a message; other widgets are sent as ids."""
     return len(value) if isinstance(value, str) else 40

@@ -103,10 +103,10 @@ class JobReader:
         snapshot = self._load_snapshot()
         if snapshot is None:
             return
-        known = self._snapshot.samples if self._snapshot is not None else ()
+        samples = self._snapshot.samples if self._snapshot is not None else ()
         self._snapshot = snapshot
         for event in snapshot.samples:
-            if event not in known:
+            if event not in samples:
                 self._emit(event)
         self._emit_readings(snapshot.readings)
 

@@ -464,7 +464,7 @@ class Coordinator:
         for link, ranks in asked.items():
             link.channel.send(AskStacks(self._num_queries, tuple(ranks)))
         query = NodesStacks(self._num_queries, set(asked))
-        self._queries = [one for one in self._queries if not one.is_done] + [query]
+        self._queries = [pending for pending in self._queries if not pending.is_done] + [query]
         return query
 
     def _ask_logs(self, query: Query) -> None:

@@ -183,26 +183,28 @@ def end_all(links: list[NodeLink]) -> None:
 
 
 def _check_versions(label: str, hello: Hello) -> None:
-    own = Hello.of_this_process()
-    if hello.python != own.python:
+    here = Hello.of_this_process()
+    if hello.python != here.python:
         raise LaunchError(
-            f"{label} has Python {hello.python}, and this process {own.python}: functions of one can't be read by the "
+            f"{label} has Python {hello.python}, and this process {here.python}: functions of one can't be read by the "
             "other. Use the same minor version on all machines"
         )
-    if hello.nblaunch != own.nblaunch:
+    if hello.nblaunch != here.nblaunch:
         raise LaunchError(
-            f"{label} has nblaunch {hello.nblaunch}, and this process {own.nblaunch}: install the same on all machines"
+            f"{label} has nblaunch {hello.nblaunch}, and this process {here.nblaunch}: install the same on all machines"
         )
 
 
 def torch_notes(links: list[NodeLink]) -> list[str]:
     """Return a sentence about nodes that have another torch than this process."""
-    own = packages.version("torch") or ""
-    others = [f"{link.label}: {link.ready.torch}" for link in links if link.ready and link.ready.torch != own]
+    here = packages.version("torch") or ""
+    others = [
+        f"{link.label}: {link.ready.torch}" for link in links if link.ready and link.ready.torch != here
+    ]
     if not others:
         return []
     return [
-        f"nodes have another torch than this process ({own}), which may compute other numbers: {', '.join(others)}"
+        f"nodes have a different torch from this process ({here}), so results may differ: {', '.join(others)}"
     ]
 
 

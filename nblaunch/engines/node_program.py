@@ -213,13 +213,13 @@ class NodeProgram:
             requests.close()
         uplink.calls = None  # the board is gone
         uplink.end([rank for rank, (status, _) in report.exits.items() if status.code])
-        own = range(attempt.ranks.start, attempt.ranks.stop)
+        own_ranks = range(attempt.ranks.start, attempt.ranks.stop)
         self._channel.send(
             AttemptOver(
                 signalled=report.signalled,
                 unkillable=report.unkillable,
                 evidence=_evidence(report),
-                last_readings=tuple(one for one in report.last_readings if one.rank in own),
+                last_readings=tuple(reading for reading in report.last_readings if reading.rank in own_ranks),
                 hang=report.hang,
                 calls=report.calls,
             )
@@ -261,11 +261,11 @@ def _evidence(report: AttemptReport) -> Mapping[int, Evidence]:
         for rank, (status, time_s) in report.exits.items()
         if rank not in report.failed and status.code != 0
     ]
-    found = {
+    by_rank = {
         cause.rank: Evidence(tuple(memory_evidence(report, cause)), tuple(shm_evidence(report, cause)))
         for cause in causes
     }
-    return {rank: evidence for rank, evidence in found.items() if evidence != Evidence()}
+    return {rank: evidence for rank, evidence in by_rank.items() if evidence != Evidence()}
 
 
 def _made(folder: Path) -> Path:

@@ -73,10 +73,10 @@ class _Driver:
         life_reading, self._life_fd = os.pipe()
         try:
             for _ in range(spec.max_nodes):
-                one, other = socket.socketpair()
-                self._own.append(one)
+                ours, other = socket.socketpair()
+                self._own.append(ours)
                 theirs.append(other)
-                descriptors.keep_from_children(one.fileno())
+                descriptors.keep_from_children(ours.fileno())
             task = DriverTask(
                 address=_address(wanted.environment),
                 min_nodes=spec.min_nodes,
@@ -87,7 +87,7 @@ class _Driver:
                 runtime_env=dict(spec.runtime_env or {}),
                 timeout_s=spec.rendezvous_timeout_s,
                 waits_for_others=spec.rdzv_timeout_s is not None,
-                node_fds=tuple(one.fileno() for one in theirs),
+                node_fds=tuple(connection.fileno() for connection in theirs),
                 event_fd=writing,
                 life_fd=life_reading,
                 log_path=str(wanted.log_path(0).with_name("ray_driver.log")),
@@ -95,14 +95,14 @@ class _Driver:
             inherited = [*task.node_fds, writing, life_reading]
             self._process = start_program(_DRIVER, task, inherited)
         except OSError as error:
-            for one in self._own:
-                one.close()
+            for connection in self._own:
+                connection.close()
             raise LaunchError(
                 f"the driver of Ray could not be started ({sys.executable}): {error}"
             ) from error
         finally:
-            for one in theirs:
-                one.close()
+            for connection in theirs:
+                connection.close()
             os.close(writing)
             os.close(life_reading)
         descriptors.keep_from_children(self._life_fd, reading)
@@ -137,8 +137,8 @@ class _Driver:
 
     def handles(self, allocated: Allocated) -> list[NodeHandle]:
         """Return the handles of the nodes that were given."""
-        for one in self._own[len(allocated.hosts) :]:
-            _close(one)
+        for connection in self._own[len(allocated.hosts) :]:
+            _close(connection)
         return [
             _RayNode(self, number, host, address, self._own[number])
             for number, (host, address) in enumerate(zip(allocated.hosts, allocated.addresses, strict=True))
@@ -155,8 +155,8 @@ class _Driver:
 
     def close(self) -> None:
         """End the driver process; what it has not ended on the cluster after ten seconds, the cluster ends with it."""
-        for one in self._own:
-            _close(one)
+        for connection in self._own:
+            _close(connection)
         if self._life_fd < 0:
             return
         descriptors.close(self._life_fd)
@@ -170,13 +170,15 @@ class _Driver:
 
 
 class _RayNode(NodeHandle):
-    def __init__(self, driver: _Driver, number: int, host: str, address: str, own: socket.socket) -> None:
+    def __init__(
+        self, driver: _Driver, number: int, host: str, address: str, connection: socket.socket
+    ) -> None:
         self._driver = driver
         self._number = number
-        self._socket = own
+        self._socket = connection
         self.host = host
         self.address = address
-        self.reading_fd = own.fileno()
+        self.reading_fd = connection.fileno()
         self.writing_fd = os.dup(self.reading_fd)  # two, each of which can be waited for
         descriptors.keep_from_children(self.writing_fd)
 
@@ -196,15 +198,15 @@ class _RayNode(NodeHandle):
             self.writing_fd = -1
 
 
-def _close(own: socket.socket, *, keeps_descriptor: bool = False) -> None:
+def _close(connection: socket.socket, *, keeps_descriptor: bool = False) -> None:
     """Close the connection of a node, at which the driver ends its program."""
-    if own.fileno() < 0:
+    if connection.fileno() < 0:
         return
     with suppress(OSError):  # the driver has gone
-        own.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)
     if not keeps_descriptor:
-        descriptors.forget(own.fileno())
-        own.close()
+        descriptors.forget(connection.fileno())
+        connection.close()
 
 
 def _address(environment: Mapping[str, str]) -> str:

@@ -167,10 +167,10 @@ class Driver:
         try:
             from ray._private.state import available_resources_per_node
 
-            found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+            free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
         except Exception:  # it is not a public interface
             return {node["NodeID"]: _plain(node["Resources"]) for node in self._ray.nodes()}
-        return found
+        return free
 
     def _describe(self, nodes: Sequence[Any], free: Mapping[str, Mapping[str, float]]) -> str:
         return "; ".join(
@@ -359,5 +359,5 @@ def _amounts(resources: Mapping[str, float]) -> str:
 def _cause(error: BaseException) -> str:
     """Return the last line of the cause that Ray has put into an error of an actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [line for line in lines if "Error" in line.partition(":")[0]]
-    return found[-1] if found else ""
+    errors = [line for line in lines if "Error" in line.partition(":")[0]]
+    return errors[-1] if errors else ""

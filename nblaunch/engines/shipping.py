@@ -52,23 +52,23 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
     Raises:
         LaunchError: they are larger than what is reasonable to send.
     """
-    found: dict[str, tuple[str, bool]] = {}
+    modules: dict[str, tuple[str, bool]] = {}
     for name, module in list(sys.modules.items()):
         file = _source_of(name, module)
         if file is None or name.partition(".")[0] in ("__main__", "nblaunch"):
             continue
         is_package = hasattr(module, "__path__")
-        found[name] = (file, is_package)
+        modules[name] = (file, is_package)
         if is_package:
-            found.update(_inside(name, os.path.dirname(file)))
+            modules.update(_inside(name, os.path.dirname(file)))
     if folder is not None and any(entry in ("", folder) for entry in sys.path):
         # A function may import them when it runs.
         for path in Path(folder).glob("*.py"):
             if path.stem.isidentifier():
-                found.setdefault(path.stem, (str(path), False))
+                modules.setdefault(path.stem, (str(path), False))
     sources = [
         ModuleSource(name, file, text, is_package)
-        for name, (file, is_package) in sorted(found.items())
+        for name, (file, is_package) in sorted(modules.items())
         if (text := _text_of(file)) is not None
     ]
     num_bytes = sum(len(source.text) for source in sources)
@@ -115,7 +115,7 @@ def _text_of(file: str) -> str | None:
 
 def required(pickles: Iterable[bytes], sent: Iterable[ModuleSource]) -> list[str]:
     """Return the top-level modules that reading these pickles imports, without those that are sent."""
-    top = {name.partition(".")[0] for one in pickles for name in _named_modules(one)}
+    top = {name.partition(".")[0] for pickle in pickles for name in _named_modules(pickle)}
     return sorted(top - {source.name.partition(".")[0] for source in sent} - {"__main__", "builtins"})
 
 

@@ -284,9 +284,9 @@ def _open_selector(stack: ExitStack) -> selectors.BaseSelector:
 
 
 def _end_descendants(
-    descendants: Descendants, group: WorkerGroup, first_groups: Sequence[int], found: list[str]
+    descendants: Descendants, group: WorkerGroup, first_groups: Sequence[int], ended: list[str]
 ) -> None:
-    found += descendants.end({*first_groups, *group.pids().values()})
+    ended += descendants.end({*first_groups, *group.pids().values()})
 
 
 def assign(

@@ -145,14 +145,14 @@ class CollectiveWatch:
         is_ending = report.disagreement or report.hang or report.interrupted or report.cancelled
         if now_s < self._next_s or is_ending or not self._is_judge:
             return
-        found = self._look(now_s, running)
+        explanation = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
-        if found is None or self._is_left_out(found.check):
+        if explanation is None or self._is_left_out(explanation.check):
             return
         if self._is_session:
-            self._emit(Note.of_job(found.text, "warning"))
+            self._emit(Note.of_job(explanation.text, "warning"))
         else:
-            report.disagreement = found
+            report.disagreement = explanation
             end()
 
     def conclude(self, report: AttemptReport) -> None:
@@ -161,10 +161,10 @@ class CollectiveWatch:
         is_over = report.disagreement is not None or report.interrupted or report.cancelled
         if is_over or self._is_session or not self._is_judge:
             return
-        found = self._explain(report.calls)
+        explanation = self._explain(report.calls)
         # An attempt that has failed is explained in any case.
-        if found is not None and not (report.is_success and self._is_left_out(found.check)):
-            report.disagreement = found
+        if explanation is not None and not (report.is_success and self._is_left_out(explanation.check)):
+            report.disagreement = explanation
 
     def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
         """Emit what ranks waited for if they had stood still for a while when the user interrupted the job.

@@ -253,7 +253,7 @@ class DebugClient:
             return
         with self._receiving:  # or a prompt that another thread receives right now would wait for ever
             self._continued.add(stop)
-            for rank in [one for one, prompt in self.prompts.items() if prompt.stop == stop]:
+            for rank in [peer for peer, prompt in self.prompts.items() if prompt.stop == stop]:
                 del self.prompts[rank]
                 self._send(rank, Line(text="continue"))
 
@@ -322,7 +322,7 @@ _numbers = itertools.count()
 
 def latest_kept_failure() -> KeptFailure | None:
     """Return the last failure that is still kept."""
-    kept = [one for one in list(_kept.values()) if not one.is_released]
+    kept = [failure for failure in list(_kept.values()) if not failure.is_released]
     return kept[-1] if kept else None
 
 
@@ -353,8 +353,10 @@ class Comparison:
     @property
     def differing(self) -> dict[str, dict[int, str]]:
         """Name of an aspect, such as ``batch.shape`` -> rank -> text, for aspects that differ between ranks."""
-        found = {name: values for name, values in self._by_name().items() if len(set(values.values())) > 1}
-        return dict(sorted(found.items(), key=lambda item: _differs_by_nature(item[1])))
+        differences = {
+            name: values for name, values in self._by_name().items() if len(set(values.values())) > 1
+        }
+        return dict(sorted(differences.items(), key=lambda item: _differs_by_nature(item[1])))
 
     @property
     def equal(self) -> dict[str, str]:

@@ -123,10 +123,10 @@ def explain_hang(positions: Sequence[Position]) -> list[str]:
 
 def _first_use(backend: Backend) -> str:
     """Return the line of the user's own code that first used the device in this process, if it was seen."""
-    own = [frame for frame in backend.first_use() if is_user_file(frame[0])]
-    if not own:
+    frames = [frame for frame in backend.first_use() if is_user_file(frame[0])]
+    if not frames:
         return ""
-    filename, number, _ = own[0]
+    filename, number, _ = frames[0]
     source = linecache.getline(filename, number).strip()
     return f"; it was first used in {cell_name(filename)}, line {number}" + (
         f": `{source:.80}`" if source else ""
@@ -171,7 +171,7 @@ def _reached(values: Iterable[Any]) -> Iterator[Any]:
         elif not isinstance(value, ModuleType):
             pending.append(type(value))
             referents = gc.get_referents(value)[:_MAX_VISITED]
-            pending.extend(one for one in referents if type(one) not in _ATOMS)
+            pending.extend(referent for referent in referents if type(referent) not in _ATOMS)
 
 
 def _is_users(value: Any) -> bool:

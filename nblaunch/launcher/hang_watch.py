@@ -70,9 +70,11 @@ class Hung:
         Args:
             running: ranks whose function runs, at least one.
         """
-        found = self.explanation
-        ranks, headline = (found.ranks, found.headline) if found else cause(self.positions, running)
-        return Hang(ranks, headline, tuple(self.lines), self.advice, is_explained=found is not None)
+        explanation = self.explanation
+        ranks, headline = (
+            (explanation.ranks, explanation.headline) if explanation else cause(self.positions, running)
+        )
+        return Hang(ranks, headline, tuple(self.lines), self.advice, is_explained=explanation is not None)
 
 
 class StackQuery(Protocol):

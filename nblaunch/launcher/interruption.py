@@ -42,8 +42,8 @@ def can_load(attempt: Attempt, report: AttemptReport) -> bool:
 
 
 def _steps(report: AttemptReport, ranks: Sequence[int]) -> list[str]:
-    known = {report.interruptions[rank].step for rank in ranks if rank in report.interruptions}
-    return [f"{step:,}" for step in sorted(known)]
+    steps = {report.interruptions[rank].step for rank in ranks if rank in report.interruptions}
+    return [f"{step:,}" for step in sorted(steps)]
 
 
 def described(attempt: Attempt, report: AttemptReport) -> tuple[str, str]:

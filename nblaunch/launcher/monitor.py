@@ -74,7 +74,7 @@ class _Known:
     """Memory of a rank when its proportional memory was last read; that is None if the system does not report it."""
 
     proportional: int | None
-    own: int
+    own_bytes: int
     read_s: float
 
 
@@ -139,22 +139,26 @@ class MemorySampler:
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
         """Read the rank whose number is the oldest; the slower it was, the later the next."""
         rank = min(pids, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
-        own = self._own_bytes(pids[rank])
-        if own is None:
+        own_bytes = self._own_bytes(pids[rank])
+        if own_bytes is None:
             return
-        self._known[rank] = _Known(self._proportional_bytes(pids[rank]), own, now_s)
+        self._known[rank] = _Known(self._proportional_bytes(pids[rank]), own_bytes, now_s)
         self._next_proportional_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
     def _estimate(self, rank: int, pid: int) -> None:
         # Workers of a job share the same pages, so until a rank is read, the shared part of another one stands for its
         # own: a table with the memory of some ranks only would show a wrong sum.
-        known = self._known.get(rank) or next(iter(self._known.values()), None)
-        own = self._own_bytes(pid)
-        if own is None or known is None:
+        sample = self._known.get(rank) or next(iter(self._known.values()), None)
+        own_bytes = self._own_bytes(pid)
+        if own_bytes is None or sample is None:
             return
         use = self._uses.setdefault(rank, _Use())
-        use.is_proportional = known.proportional is not None
-        use.num_bytes = own if known.proportional is None else max(known.proportional + own - known.own, 0)
+        use.is_proportional = sample.proportional is not None
+        use.num_bytes = (
+            own_bytes
+            if sample.proportional is None
+            else max(sample.proportional + own_bytes - sample.own_bytes, 0)
+        )
         use.peak_bytes = max(use.num_bytes, use.peak_bytes)
 
     def _is_news(self, rank: int, now_s: float) -> bool:

@@ -207,7 +207,7 @@ def _load_weights(
     lost = {path: reason for path, reason in (lost | unsent).items() if path in modules}
     wanted = modules.keys() - unsent.keys() - unread  # all shards, or none
     sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
-    back = weights.merge_ranks([{path: one[path] for path in one.keys() & wanted} for one in sent])
+    back = weights.merge_ranks([{path: states[path] for path in states.keys() & wanted} for states in sent])
     if attempt.spec.is_detached:
         full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
         return full, weights.notes_of_detached(modules, full, lost)
@@ -228,21 +228,21 @@ def _load_optimizers(
     unsent, notes = _unsent(report), []
     loaded: set[int] = set()
     # Optimizers first: a scheduler would go on from learning rates that its optimizer does not have.
-    for path, one in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
-        kind = "scheduler" if is_scheduler(one) else "optimizer"
-        name = f"{path_name(path)} ({type(one).__name__})"
+    for path, optimizer in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
+        kind = "scheduler" if is_scheduler(optimizer) else "optimizer"
+        name = f"{path_name(path)} ({type(optimizer).__name__})"
         problem = unsent.get(path) or result.state_errors.get(path, "")
-        if not problem and is_scheduler(one) and id(one.optimizer) not in loaded:
+        if not problem and is_scheduler(optimizer) and id(optimizer.optimizer) not in loaded:
             problem = "the state of its optimizer did not"
         if not problem and path not in result.states:
             continue
-        problem = problem or _load_optimizer(one, result.states[path])
+        problem = problem or _load_optimizer(optimizer, result.states[path])
         if problem:
             notes.append(
                 Note.of_job(f"the state of the {kind} {name} did not come back: {problem}", "warning")
             )
             continue
-        loaded.add(id(one))
+        loaded.add(id(optimizer))
         notes.append(Note.of_job(f"copied the state of the {kind} back into {name}"))
     return notes
 

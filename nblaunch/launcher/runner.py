@@ -464,13 +464,13 @@ def _clear_variables(error: BaseException) -> None:
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
+        current = pending.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        for frame, _ in traceback.walk_tb(one.__traceback__):
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
             _clear_frames(frame)
-        pending += [one.__cause__, one.__context__]
+        pending += [current.__cause__, current.__context__]
 
 
 def _clear_frames(frame: FrameType | None) -> None:

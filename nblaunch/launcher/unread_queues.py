@@ -244,9 +244,9 @@ def _taken_over(message: bytearray) -> bytes | bytearray:
     """Return the same message with memory that this process shares, in place of the memory of the rank that sent it."""
     body = message[_INT.size + (_LONG.size if _INT.unpack_from(message)[0] == -1 else 0) :]
     try:
-        own = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))
+        data = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))
     except Exception:  # it is the user's code; the kernel gets the error when it reads the message
         return message
-    if len(own) > 0x7FFFFFFF:
-        return _INT.pack(-1) + _LONG.pack(len(own)) + own
-    return _INT.pack(len(own)) + own
+    if len(data) > 0x7FFFFFFF:
+        return _INT.pack(-1) + _LONG.pack(len(data)) + data
+    return _INT.pack(len(data)) + data

@@ -25,8 +25,8 @@ _MAX_NAMED = 3  # modules in one line
 def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
     """Return state dicts from what every rank sent, by argument path; :class:`ShardedTensor` of sharded tensors."""
     joined: dict[ArgPath, dict[str, Any]] = {}
-    for one in sent:
-        for path, state in one.items():
+    for states in sent:
+        for path, state in states.items():
             names = joined.setdefault(path, {})
             for name, value in state.items():
                 if not isinstance(value, TensorShard):
@@ -34,19 +34,21 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
                     continue
                 shards = names[name].shards if name in names else ()
                 # Each of several machines sends what it has, which may be the same.
-                if (value.offset, value.data.shape) not in {(one.offset, one.data.shape) for one in shards}:
+                if (value.offset, value.data.shape) not in {
+                    (shard.offset, shard.data.shape) for shard in shards
+                }:
                     names[name] = ShardedTensor([*shards, value])
     return joined
 
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
-    own = without_wrappers_inside(module).state_dict()
+    current = without_wrappers_inside(module).state_dict()
     full = {
-        name: own[name].detach().clone() if isinstance(value, Unchanged) else whole(value)
+        name: current[name].detach().clone() if isinstance(value, Unchanged) else whole(value)
         for name, value in state.items()
     }
-    return with_versions(full, versions_of(own))
+    return with_versions(full, versions_of(current))
 
 
 def load_back(
@@ -183,11 +185,11 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for where, value in used_by(function):
         is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
-        if not is_module or any(value is other for other in found.values()):
+        if not is_module or any(value is other for other in modules.values()):
             continue
         if any(parameter.requires_grad for parameter in value.parameters()):
-            found[where] = value
-    return found
+            modules[where] = value
+    return modules

@@ -380,13 +380,13 @@ class FailedCommand(KeptFailure):
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
         """Return the same as for any failure; pdb opens only on ranks that raised."""
-        found = super().find_debugger(rank)
-        if found[1] not in self._ranks:
+        debugger = super().find_debugger(rank)
+        if debugger[1] not in self._ranks:
             raise ValueError(
                 f"rank {rank} completed the command; it failed on {formatting.ranks(self._ranks)}. "
                 "session.inspect('name') shows variables of every rank"
             )
-        return found
+        return debugger
 
     def _release(self) -> None:
         """Do nothing: each rank gives its frames up when its next command begins."""

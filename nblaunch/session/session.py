@@ -526,19 +526,19 @@ def run_in_session(
             "sync_optimizers=True can't be combined with session=, because the ranks of a session keep "
             "their optimizers; leave it out, or launch without session="
         )
-    own, plan = session._runner.spec, session._runner.plan
+    session_spec, plan = session._runner.spec, session._runner.plan
     chosen = {
         "num_processes": session.num_processes, "backend": plan.backend.name, "start_method": plan.start_method,
     }  # fmt: skip
     for name in _START_SETTINGS:
-        value, held = getattr(spec, name), chosen.get(name, getattr(own, name))
-        if value not in (getattr(LaunchSpec, name), getattr(own, name), held):
+        value, held = getattr(spec, name), chosen.get(name, getattr(session_spec, name))
+        if value not in (getattr(LaunchSpec, name), getattr(session_spec, name), held):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
                 f"{shown}: the workers of the session already run with {held!r}. Leave it out, or launch "
                 "without session="
             )
-    spec = replace(spec, **{name: getattr(own, name) for name in _START_SETTINGS})
+    spec = replace(spec, **{name: getattr(session_spec, name) for name in _START_SETTINGS})
     client = session._client
     with client.command():
         client.raise_if_ended()  # before anything is shown

@@ -56,8 +56,8 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     torch: Any = sys.modules["torch"]
     module = without_wrappers_inside(module)
     give_own_memory(module)
-    own = module.state_dict()
-    bare = {name for name, tensor in own.items() if getattr(tensor, "is_meta", False)}
+    current = module.state_dict()
+    bare = {name for name, tensor in current.items() if getattr(tensor, "is_meta", False)}
     special = tuple(special_prefixes(module))
     handled = {
         name
@@ -67,15 +67,15 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     with torch.no_grad():
         for name in handled - bare:
             if isinstance(state[name], ShardedTensor):
-                state[name].put_into(own[name])
+                state[name].put_into(current[name])
     plain = {
-        name: own[name] if isinstance(value, Unchanged) else whole(value)
+        name: current[name] if isinstance(value, Unchanged) else whole(value)
         for name, value in state.items()
         if name not in handled
     }
-    module.load_state_dict(with_versions(plain, versions_of(own)), strict=is_complete and not handled)
+    module.load_state_dict(with_versions(plain, versions_of(current)), strict=is_complete and not handled)
     if bare:
-        made = with_versions(_made(module, state, bare), versions_of(own))
+        made = with_versions(_made(module, state, bare), versions_of(current))
         module.load_state_dict(made, strict=False, assign=True)
 
 
@@ -107,9 +107,9 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
     """
     module = without_wrappers_inside(module)
-    special, own = tuple(special_prefixes(module)), module.state_dict()
-    only_there = [name for name in state if name not in own and not name.startswith(special)]
-    only_here = [name for name in own if name not in state and not name.startswith(special)]
+    special, current = tuple(special_prefixes(module)), module.state_dict()
+    only_there = [name for name in state if name not in current and not name.startswith(special)]
+    only_here = [name for name in current if name not in state and not name.startswith(special)]
     reasons = [f"{name} exists only in the worker" for name in only_there]
     reasons += [f"{name} exists only in the kernel" for name in only_here if is_complete]
     reasons += [
@@ -119,6 +119,6 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     ]
     reasons += [
         f"{name} is {there} in the worker and {here} in the kernel"
-        for name, here, there in shape_mismatches(module, own, state)
+        for name, here, there in shape_mismatches(module, current, state)
     ]
     return "; ".join(reasons)

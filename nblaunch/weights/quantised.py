@@ -31,7 +31,7 @@ def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
     Returns:
         Name -> whether it is a weight itself; otherwise it is what its library keeps beside it.
     """
-    found: dict[str, bool] = {}
+    entries: dict[str, bool] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         quantised = {name for name, parameter in owner._parameters.items() if is_quantised_weight(parameter)}
         if not quantised:
@@ -40,7 +40,7 @@ def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
         others = {*owner._parameters, *owner._buffers} - quantised
         children = tuple(f"{name}." for name in owner._modules)
         for name in state:
-            own = name.removeprefix(prefix)
-            if name.startswith(prefix) and own not in others and not own.startswith(children):
-                found[name] = own in quantised
-    return found
+            short = name.removeprefix(prefix)
+            if name.startswith(prefix) and short not in others and not short.startswith(children):
+                entries[name] = short in quantised
+    return entries

@@ -44,7 +44,7 @@ def special_prefixes(module: Any) -> Iterator[str]:
 
 
 def shape_mismatches(
-    module: Any, own: Mapping[str, Any], saved: Mapping[str, Any]
+    module: Any, current: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in the module and there.
 
@@ -58,7 +58,7 @@ def shape_mismatches(
     """
     torch: Any = sys.modules["torch"]
     special = tuple(special_prefixes(module))
-    for name, value in own.items():
+    for name, value in current.items():
         if name.startswith(special) or name.endswith(torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX):
             continue
         here, there = _shape(value), _shape(saved.get(name))

@@ -183,7 +183,7 @@ class Debugger:
         return [] if self._is_idle else frames.frames_of_main_thread()
 
     def _line_of(self, frame: FrameType) -> int:
-        lines = (line for one, line in walk_tb(self._traceback) if one is frame)
+        lines = (line for visited, line in walk_tb(self._traceback) if visited is frame)
         return next(lines, frame.f_lineno) or frame.f_code.co_firstlineno
 
 
@@ -291,8 +291,8 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         Start an interpreter with a copy of the global and local names of the frame. exit() or quit() comes back.
         """
         # The frame's own mapping would lose, before Python 3.13, what was assigned to its variables in pdb.
-        own = self.curframe_locals if sys.version_info < (3, 14) else self.curframe.f_locals
-        _Console(self._terminal, {**self.curframe.f_globals, **own}, self.displayhook).run()
+        variables = self.curframe_locals if sys.version_info < (3, 14) else self.curframe.f_locals
+        _Console(self._terminal, {**self.curframe.f_globals, **variables}, self.displayhook).run()
 
     def _cmdloop(self) -> None:
         """Let an interrupt end the command that stands here, where pdb would go on with its next line."""
@@ -300,7 +300,7 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
         result = super().setup(frame, tb)
-        innermost = frames.innermost_user_frame([one for one, _ in reversed(self.stack)])
+        innermost = frames.innermost_user_frame([frame_ for frame_, _ in reversed(self.stack)])
         if innermost is not None and not self._is_stepping:
             self._select(innermost)
         return result
@@ -309,19 +309,19 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         """Leave out what has called the user's code: the kernel, and what prepares a worker."""
         stack, index = super().get_stack(frame, tb)
         # A fork also has the kernel's frames, among them the frames of the cell that launched it.
-        is_calling = [one.f_globals.get("__name__") in _CALLING for one, _ in stack]
+        is_calling = [entry.f_globals.get("__name__") in _CALLING for entry, _ in stack]
         first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
-        is_user = [is_user_file(one.f_code.co_filename) for one, _ in stack[first:]]
+        is_user = [is_user_file(entry.f_code.co_filename) for entry, _ in stack[first:]]
         first += is_user.index(True) if True in is_user else 0
         return stack[first:], max(0, index - first)
 
     def _select(self, frame: FrameType) -> None:
-        for index, (one, _) in enumerate(self.stack):
-            if one is frame:
+        for index, (candidate, _) in enumerate(self.stack):
+            if candidate is frame:
                 self.curindex = index
-                self.curframe = one
+                self.curframe = candidate
                 if sys.version_info < (3, 14):  # read from the frame itself since, and a warning to set
-                    self.curframe_locals = one.f_locals
+                    self.curframe_locals = candidate.f_locals
                 self.lineno = None
 
 

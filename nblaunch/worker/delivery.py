@@ -68,8 +68,8 @@ class Delivery:
         self._modules = modules_at(args, wanted_modules)
         self._originals = originals
         self._optimizers = optimizers_at(args, wanted_optimizers)
-        found = self._modules.keys() | self._optimizers.keys()
-        self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in found]
+        paths = self._modules.keys() | self._optimizers.keys()
+        self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in paths]
         if originals is not None and self._is_main:
             originals.remember(self._modules)
 
@@ -121,8 +121,8 @@ class Delivery:
 
     def _holds_shards(self) -> bool:
         """Return whether ranks hold shards, made by a strategy or by the user's own ``fully_shard``."""
-        optimizers = (one for one in self._optimizers.values() if not is_scheduler(one))
-        groups = (group for one in optimizers for group in one.param_groups)
+        optimizers = (optimizer for optimizer in self._optimizers.values() if not is_scheduler(optimizer))
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         modules = self._modules.values()
         parameters = [parameter for group in groups for parameter in group["params"]]
         parameters += [parameter for module in modules for parameter in module.parameters()]

@@ -155,9 +155,9 @@ def _is_consequence(error: BaseException) -> bool:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
     # Errors of collectives come from C++ and have no OSError behind them; errors of the user's own connections do.
-    is_own = any(isinstance(one, OSError) for one in chain.values())
+    is_own = any(isinstance(cause, OSError) for cause in chain.values())
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
-    return any(_is_collective_error(one, words) for one in chain.values())
+    return any(_is_collective_error(cause, words) for cause in chain.values())
 
 
 def _is_collective_error(error: BaseException, words: tuple[str, ...]) -> bool:

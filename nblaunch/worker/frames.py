@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 def frames_of_main_thread() -> list[FrameType]:
     """Return the frames of the thread that runs the function, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [] if frame is None else [one for one, _ in walk_stack(frame)]
+    return [] if frame is None else [each for each, _ in walk_stack(frame)]
 
 
 def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
@@ -29,10 +29,10 @@ def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
 
 def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames that the user's code has called; None without any of the user's."""
-    last, one = None, tb
-    while one is not None:
-        last = one if is_user_file(one.tb_frame.f_code.co_filename) else last
-        one = one.tb_next
+    last, entry = None, tb
+    while entry is not None:
+        last = entry if is_user_file(entry.tb_frame.f_code.co_filename) else last
+        entry = entry.tb_next
     if last is None:
         return None
     last.tb_next = None
@@ -73,7 +73,7 @@ def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> Fra
     """Describe the local variables of a frame of ``stack`` that stands at ``line``."""
     is_module = frame.f_locals is frame.f_globals
     aspects = _all_aspects(frame.f_locals, is_module)
-    functions = [_function_of(one) for one in stack if is_user_file(one.f_code.co_filename)]
+    functions = [_function_of(each) for each in stack if is_user_file(each.f_code.co_filename)]
     return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects, functions)
 
 
@@ -99,10 +99,10 @@ def _aspects(name: str, value: Any) -> Mapping[str, str]:
     """
     try:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            found = {f"{name}.shape": str(tuple(value.shape)), f"{name}.dtype": str(value.dtype)}
+            aspects = {f"{name}.shape": str(tuple(value.shape)), f"{name}.dtype": str(value.dtype)}
             if hasattr(value, "device"):
-                found[f"{name}.device.type"] = str(getattr(value.device, "type", value.device))
-            return found
+                aspects[f"{name}.device.type"] = str(getattr(value.device, "type", value.device))
+            return aspects
         if isinstance(value, _PLAIN):
             return {name: _shortened(repr(value))}
         if isinstance(value, (list, tuple, dict, set, frozenset)) and isinstance(value, Sized):

@@ -51,8 +51,8 @@ def write_left_open() -> None:
 
 
 def _classes_with_an_end() -> tuple[type, ...]:
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _WITH_AN_END)
-    return tuple(kind for kind in found if isinstance(kind, type))
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in _WITH_AN_END)
+    return tuple(kind for kind in classes if isinstance(kind, type))
 
 
 def _attempt(write: Callable[[], object], file: Any) -> None:

@@ -49,7 +49,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
         ),
         (
             cuda("unspecified launch failure", "cudaErrorLaunchFailure"),
-            "outside of its memory",
+            "outside its tensors",
             "CUDA_LAUNCH_",
         ),
         (
@@ -75,7 +75,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
         ),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-            "most often the GPU's memory is full",
+            "usually because the GPU's memory is full",
             "a smaller batch",
         ),
         (

@@ -68,9 +68,9 @@ def _drop_exit_handlers() -> None:
     logging: Any = sys.modules.get("logging")
     if logging is not None:
         # In place of the kernel's: to clear that would write to each of its handlers.
-        own: list[Any] = _empty_buffering_handlers(logging._handlerList)
-        logging._handlerList = own
-        logging.shutdown.__defaults__ = (own,)  # also where the user's code calls it
+        handlers: list[Any] = _empty_buffering_handlers(logging._handlerList)
+        logging._handlerList = handlers
+        logging.shutdown.__defaults__ = (handlers,)  # also where the user's code calls it
         atexit.register(logging.shutdown)
 
 

@@ -53,22 +53,22 @@ def read_warning_filters() -> list[WarningFilter]:
 def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
     """Replace the filters of this process; add a filter whose category is not imported yet once it is imported."""
     _set_filters(filters)
-    for name in {one.category_module for one in filters} - sys.modules.keys():
+    for name in {each.category_module for each in filters} - sys.modules.keys():
         packages.when_imported(name, lambda module: _set_filters([*_added_since(filters), *filters]))
 
 
 def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
     """Return the present filters that others have added, as libraries at their import."""
-    return [one for one in read_warning_filters() if one not in filters]
+    return [each for each in read_warning_filters() if each not in filters]
 
 
 def _set_filters(filters: Sequence[WarningFilter]) -> None:
     warnings.resetwarnings()
-    for one in reversed(filters):
-        category = _find(one.category_module, one.category_name)
+    for each in reversed(filters):
+        category = _find(each.category_module, each.category_name)
         if category is not None:
-            action: Any = one.action
-            warnings.filterwarnings(action, one.message, category, one.module, one.lineno)
+            action: Any = each.action
+            warnings.filterwarnings(action, each.message, category, each.module, each.lineno)
 
 
 def _pattern(expression: Any) -> str:
@@ -133,9 +133,9 @@ def read_loggers() -> LoggerSettings:
                 handlers.append(payload.to_bytes(_HandlerRecipe.of(handler), main_by_reference=False))
             except Exception:
                 left.append(f"the handler {handler} of {f'logger {name!r}' if name else 'the root logger'}")
-        one = LoggerSetting(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
-        if one != LoggerSetting(name, logging.NOTSET, True, False, ()):
-            settings.append(one)
+        setting = LoggerSetting(name, logger.level, logger.propagate, logger.disabled, tuple(handlers))
+        if setting != LoggerSetting(name, logging.NOTSET, True, False, ()):
+            settings.append(setting)
     captures = getattr(logging, "_warnings_showwarning", None) is not None
     return LoggerSettings(tuple(settings), logging.root.manager.disable, captures, tuple(left))
 
@@ -151,11 +151,11 @@ def write_loggers(settings: LoggerSettings) -> None:
     """Apply these settings to the loggers of this process; set a library's loggers once the library is imported."""
     logging.disable(settings.disabled_level)
     logging.captureWarnings(settings.captures_warnings)
-    for one in settings.loggers:
-        package = one.name.partition(".")[0]
-        _set_logger(one)
+    for setting in settings.loggers:
+        package = setting.name.partition(".")[0]
+        _set_logger(setting)
         if package and package not in sys.modules:
-            packages.when_imported(package, partial(_set_logger_again, one))
+            packages.when_imported(package, partial(_set_logger_again, setting))
 
 
 def _set_logger_again(setting: LoggerSetting, module: Any) -> None:
