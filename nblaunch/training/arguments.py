@@ -72,9 +72,9 @@ _INSTEAD = {
 
 def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
     """Raise for unknown arguments, and for arguments of Hugging Face Accelerate that are not supported."""
-    known = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
-    for name, value in {**unsupported, **known}.items():
-        if name not in known:
+    plugins = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
+    for name, value in {**unsupported, **plugins}.items():
+        if name not in plugins:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:  # None is the default there, passed on by many trainers
             raise NotImplementedError(

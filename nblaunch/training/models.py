@@ -142,8 +142,8 @@ class Replacements:
     def get(self, parameter: Any) -> Any:
         """Return the parameter that has replaced ``parameter``, the last of several; itself where none has."""
         newest = self._newest.get(parameter)
-        found = None if newest is None else newest.reference()
-        return parameter if found is None else found
+        replacement = None if newest is None else newest.reference()
+        return parameter if replacement is None else replacement
 
     @contextmanager
     def noted(self, model: torch.nn.Module) -> Iterator[None]:
@@ -201,7 +201,7 @@ def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
     the one with the most entries.
     """
     maps = (module.__dict__.get("hf_device_map") for module in model.modules())
-    return max((found for found in maps if isinstance(found, Mapping)), key=len, default={})
+    return max((candidate for candidate in maps if isinstance(candidate, Mapping)), key=len, default={})
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:

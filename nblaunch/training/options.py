@@ -140,8 +140,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return what differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
-        own = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
-        return {name: value for name, value in super().to_kwargs().items() if name not in own}
+        left_out = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in super().to_kwargs().items() if name not in left_out}
 
 
 @dataclass

@@ -189,8 +189,10 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain numbers, texts and dicts."""
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
-        return {name: dict(vars(one)) if hasattr(one, "__dict__") else one for name, one in values.items()}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        return {
+            name: dict(vars(item)) if hasattr(item, "__dict__") else item for name, item in values.items()
+        }
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 

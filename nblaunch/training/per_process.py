@@ -117,10 +117,10 @@ class PerProcessParts(ABC):
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
         # They go with the object, of which a session has one per command, and with an inline launch, once it is over.
-        own = weakref.ref(self)  # a bound method would keep the parts until the collector comes
+        reference = weakref.ref(self)  # a bound method would keep the parts until the collector comes
 
         def forget(_: object) -> None:
-            instance = own()
+            instance = reference()
             if instance is not None:
                 instance._forget_launch()
 

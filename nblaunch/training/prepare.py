@@ -100,7 +100,7 @@ class Preparer:
 
         The given module itself is moved and keeps the trained weights: what is returned may be a wrapper around it.
         """
-        if any(model is known for known in self.models):
+        if any(model is other for other in self.models):
             return model
         inner = models.without_parallel_wrappers(model)
         self._check_new(inner)
@@ -138,8 +138,8 @@ class Preparer:
             self._replacements.hand_to(optimizer.optimizer)
 
     def _check_new(self, inner: torch.nn.Module) -> None:
-        for position, known in enumerate(self.models):
-            if models.bare_module(known) is models.bare_module(inner):
+        for position, prepared in enumerate(self.models):
+            if models.bare_module(prepared) is models.bare_module(inner):
                 raise ValueError(
                     f"this {type(inner).__name__} was prepared before, as model {position} of this Accelerator; "
                     "use the object that prepare returned then, or call free_memory() first"
@@ -153,7 +153,7 @@ class Preparer:
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
             optimizer.accelerator_state = AcceleratorState()
-        if not any(optimizer is known for known in self.optimizers):
+        if not any(optimizer is prepared for prepared in self.optimizers):
             self.optimizers.append(optimizer)
         return optimizer
 
@@ -173,13 +173,13 @@ class Preparer:
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
-        if not any(scheduler is known for known in self.schedulers):
+        if not any(scheduler is prepared for prepared in self.schedulers):
             self.schedulers.append(scheduler)
         return scheduler
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         _check_real(scheduler, SchedulerPlaceholder)
-        own = [
+        optimizers = [
             optimizer
             for optimizer in self.optimizers
             if getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
@@ -187,7 +187,7 @@ class Preparer:
         num_ranks = self.shared.num_data_ranks
         return AcceleratedScheduler(
             scheduler,
-            own or self.optimizers,
+            optimizers or self.optimizers,
             self.accumulation,
             num_ranks,
             self.step_scheduler_with_optimizer,
@@ -209,7 +209,7 @@ class Preparer:
                 is_static=process.backend.needs_static_shapes,
             )
             loader = shard_loader(loader, target, self.dataloader_config)
-        if not any(loader is known for known in self.loaders):
+        if not any(loader is prepared for prepared in self.loaders):
             self.loaders.append(loader)
         return loader
 
@@ -251,8 +251,8 @@ def extract_model_from_parallel(
         for name, child in list(module.named_children()):
             setattr(module, name, extract_model_from_parallel(child, True, True, recursive=True))
     if not keep_fp32_wrapper:
-        for one in nested:
-            precision.restore_forward(one)
+        for part in nested:
+            precision.restore_forward(part)
     if not keep_torch_compile:
         return models.plain_module(module)
     return models.compiled_like(compiled, module) if compiled is not None else module

@@ -193,7 +193,7 @@ def _weak(method: Callable[[], None]) -> Callable[[], None]:
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        if (own := reference()) is not None:
-            own()
+        if (bound := reference()) is not None:
+            bound()
 
     return call

@@ -38,9 +38,9 @@ _PLAIN = [
 @contextmanager
 def trusting(kinds: Sequence[Any]) -> Iterator[None]:
     """Let ``torch.load`` with ``weights_only=True`` make these, too, in the block."""
-    known = torch.serialization.get_safe_globals()
+    trusted = torch.serialization.get_safe_globals()
     # Without those that the user has registered: at the end, torch forgets all that it is given here.
-    with torch.serialization.safe_globals([kind for kind in kinds if kind not in known]):
+    with torch.serialization.safe_globals([kind for kind in kinds if kind not in trusted]):
         yield
 
 
@@ -60,8 +60,10 @@ def trusted_types(owner: Any = None) -> list[Any]:
         modules.add(type(owner).__module__)
     # Copied at once: other threads may define names meanwhile.
     values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
-    own = [value for name, value in values if issubclass(type(value), type) and value.__module__ == name]
-    return [*_numpy_types(), *_PLAIN, *own]
+    defined_here = [
+        value for name, value in values if issubclass(type(value), type) and value.__module__ == name
+    ]
+    return [*_numpy_types(), *_PLAIN, *defined_here]
 
 
 def _numpy_types() -> list[Any]:
@@ -73,7 +75,7 @@ def _numpy_types() -> list[Any]:
     dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
     made_by = [multiarray._reconstruct, multiarray.scalar]
     # A file has the names of the NumPy that wrote it, which is 1 or 2.
-    others = [_renamed(one, name) for one in made_by for name in _MULTIARRAY if name != one.__module__]
+    others = [_renamed(maker, name) for maker in made_by for name in _MULTIARRAY if name != maker.__module__]
     return [*made_by, *others, numpy.ndarray, numpy.dtype, *dtypes]
 
 

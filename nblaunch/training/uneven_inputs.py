@@ -72,16 +72,16 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
     if all(are_last):
         return
     source = are_last.index(True)
-    modules = [bare_module(one) for one in joined if isinstance(one, torch.nn.Module)]
+    modules = [bare_module(each) for each in joined if isinstance(each, torch.nn.Module)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
-    optimizers = [one for one in preparer.optimizers if one.has_any(parameters)]
+    optimizers = [each for each in preparer.optimizers if each.has_any(parameters)]
     whole = [
-        one for one in optimizers if not isinstance(one.optimizer, Joinable)
+        each for each in optimizers if not isinstance(each.optimizer, Joinable)
     ]  # has a state of all ranks' own
     schedulers = [
         scheduler
         for scheduler in preparer.schedulers
-        if any(one is optimizer for one in scheduler.optimizers for optimizer in optimizers)
+        if any(each is optimizer for each in scheduler.optimizers for optimizer in optimizers)
     ]
     scaler = preparer.precision.scaler
     scalers = [scaler] if scaler is not None and scaler.is_enabled() else []

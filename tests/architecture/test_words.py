@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -109,3 +110,59 @@ def test_turns_that_are_not_used() -> None:
         if turn and not any(part in line for part in RIGHT_TURNS.get(path.relative_to(ROOT).as_posix(), ()))
     ]
     assert not offenders, f"name the thing:{listing(offenders)}"
+
+
+# A name says what the value is: a match, a rank's calls, the pid. These say how the value came about.
+VAGUE_NAMES = {"found", "one", "own", "known"}
+
+STILL_VAGUE = (
+    "nblaunch/dashboard/fold.py",
+    "nblaunch/dashboard/notices.py",
+    "nblaunch/dashboard/view.py",
+    "nblaunch/launcher/job.py",
+    "nblaunch/launcher/supervisor.py",
+    "nblaunch/packages.py",
+    "nblaunch/progress/board_reports.py",
+    "nblaunch/progress/plain_loops.py",
+    "nblaunch/session/server.py",
+    "nblaunch/training/accumulation.py",
+    "nblaunch/training/checks/gradients.py",
+    "nblaunch/training/checks/hints.py",
+    "nblaunch/training/checks/replicas.py",
+    "nblaunch/training/checks/schedules.py",
+    "nblaunch/training/checks/watch.py",
+    "nblaunch/training/gradients.py",
+    "nblaunch/training/precision.py",
+    "nblaunch/worker/bootstrap.py",
+    "nblaunch/worker/collective_hooks.py",
+    "nblaunch/worker/collective_recorder.py",
+    "nblaunch/worker/inheritance/connections.py",
+    "nblaunch/worker/inheritance/files.py",
+    "nblaunch/worker/inheritance/positions.py",
+    "nblaunch/worker/inheritance/settings.py",
+    "nblaunch/worker/inheritance/written_files.py",
+)
+"""Files that still have such names. Take entries out; add none."""
+
+
+def test_names_that_are_not_used() -> None:
+    vague = {
+        path.relative_to(ROOT).as_posix(): names
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (names := [f"{line} {name}" for line, name in _assigned(path) if name in VAGUE_NAMES])
+    }
+    offenders = [
+        f"{file}:{name}" for file, names in vague.items() if file not in STILL_VAGUE for name in names
+    ]
+    assert not offenders, f"name the thing that the variable holds:{listing(offenders)}"
+    mended = [file for file in STILL_VAGUE if file not in vague]
+    assert not mended, f"take these out of STILL_VAGUE:{listing(mended)}"
+
+
+def _assigned(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every variable and parameter."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg

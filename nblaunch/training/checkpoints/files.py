@@ -98,12 +98,12 @@ def iteration_of(folder: Path) -> int | None:
 
 def in_order(checkpoints: Path) -> list[Path]:
     """Return the automatically named checkpoints of a folder, oldest first."""
-    found = {
+    by_number = {
         number: path
         for path in (checkpoints.iterdir() if checkpoints.is_dir() else ())
         if (number := iteration_of(path)) is not None and path.is_dir()
     }
-    return [path for _, path in sorted(found.items())]
+    return [path for _, path in sorted(by_number.items())]
 
 
 @dataclass(frozen=True)
@@ -131,15 +131,15 @@ class Manifest:
     checksums: dict[str, str] = field(default_factory=dict)
     places: dict[str, dict[str, list[int | None]]] = field(default_factory=dict)
 
-    def write(self, folder: Path, known: Mapping[str, str] | None = None) -> Manifest:
+    def write(self, folder: Path, checksums_so_far: Mapping[str, str] | None = None) -> Manifest:
         """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums.
 
         Checksums that are ``known`` are not computed again.
         """
-        found = safe_save.files_below(folder)
-        sums = {name: value for name, value in (known or {}).items() if name in found}
-        sums |= checksums(folder, found.keys() - sums.keys())
-        manifest = replace(self, files=found, checksums=sums)
+        files = safe_save.files_below(folder)
+        sums = {name: value for name, value in (checksums_so_far or {}).items() if name in files}
+        sums |= checksums(folder, files.keys() - sums.keys())
+        manifest = replace(self, files=files, checksums=sums)
         values = {"version": _VERSION, **asdict(manifest)}
         text = json.dumps({**values, "checksum": _checksum_of(values)}, indent=2) + "\n"
         (folder / MANIFEST).write_text(text)
@@ -170,7 +170,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``. Threads read several at a time."""
-    found: dict[str, str] = {}
+    sums: dict[str, str] = {}
     errors: list[OSError] = []
     left = deque(names)
 
@@ -178,7 +178,7 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
         try:
             while left:
                 name = left.popleft()
-                found[name] = _checksum_of_file(folder / name)
+                sums[name] = _checksum_of_file(folder / name)
         except IndexError:  # another thread has taken the last one
             return
         except OSError as error:
@@ -192,7 +192,7 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
         thread.join()
     if errors:
         raise errors[0]
-    return found
+    return sums
 
 
 def _checksum_of_file(path: Path) -> str:
@@ -208,13 +208,13 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
 
     Every rank looks at all sizes, and reads a share of the files.
     """
-    found = safe_save.files_below(folder)
+    sizes = safe_save.files_below(folder)
     wrong = []
     for name, size in manifest.files.items():
-        if name not in found:
+        if name not in sizes:
             wrong.append(f"{name} is missing")
-        elif found[name] != size:
-            wrong.append(f"{name} has {found[name]:,} bytes of {size:,}")
+        elif sizes[name] != size:
+            wrong.append(f"{name} has {sizes[name]:,} bytes of {size:,}")
     by_size = sorted(manifest.checksums, key=lambda name: (-manifest.files.get(name, 0), name))
     share = by_size[rank::world_size] if not wrong else []
     try:
@@ -246,10 +246,10 @@ def _checksum_of(values: Mapping[str, Any]) -> str:
 
 def latest(checkpoints: Path) -> Path:
     """Return the automatically named checkpoint with the highest number."""
-    found = in_order(checkpoints)
-    if not found:
+    ordered = in_order(checkpoints)
+    if not ordered:
         raise ValueError(f"{checkpoints} has no checkpoints (folders named checkpoint_<number>)")
-    return found[-1]
+    return ordered[-1]
 
 
 def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> Path:

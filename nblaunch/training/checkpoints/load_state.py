@@ -117,8 +117,8 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
     """Return the manifest of a whole checkpoint that this job can load; None if it is another tool's."""
     manifest = files.read_manifest(folder)
     if manifest is None:
-        found = len(list(folder.glob("custom_checkpoint_*.pkl")))
-        _check_custom(folder, found, len(live.registered))
+        count = len(list(folder.glob("custom_checkpoint_*.pkl")))
+        _check_custom(folder, count, len(live.registered))
         return None
     if manifest.sharded_by and manifest.sharded_by != live.strategy.name:
         raise CheckpointError(
@@ -230,9 +230,9 @@ class _Checkpoint:
             saved = files.read_object(folder / files.SCALER_NAME, **self._on_cpu)
             yield partial(live.scaler.load_state_dict, saved)
         states = SavedStates(folder, self.manifest, live.rank, live.world_size, self._on_cpu)
-        for index, one in enumerate(live.registered):
-            saved = states.read(one, index)
-            yield partial(registered.load, one.obj, saved, states.places(index), live.preparer.models)
+        for index, entry in enumerate(live.registered):
+            saved = states.read(entry, index)
+            yield partial(registered.load, entry.obj, saved, states.places(index), live.preparer.models)
         # Last, because loading may draw random numbers.
         yield self._read_random_states()
 
@@ -251,26 +251,26 @@ class _Checkpoint:
                 f"the dataset share its stream. Start {manifest.world_size} processes, save at the end of an "
                 "epoch, or read the stream with num_workers=0"
             )
-        own: dict[str, Any] | None = None
-        found = self._of_this_rank(partial(files.loader_state, index))
-        if found is not None and self.is_of_this_size and loader.use_stateful_dataloader:
-            own = files.read_object(found[0], **self._on_cpu)
+        state: dict[str, Any] | None = None
+        file = self._of_this_rank(partial(files.loader_state, index))
+        if file is not None and self.is_of_this_size and loader.use_stateful_dataloader:
+            state = files.read_object(file[0], **self._on_cpu)
 
         def load() -> None:
             resuming.restore(loader, order, live.shared)
-            if own is not None:
-                loader.load_state_dict(own)
+            if state is not None:
+                loader.load_state_dict(state)
 
         return load
 
     def _read_random_states(self) -> Callable[[], object]:
         live = self.live
-        found = self._of_this_rank(files.random_states)
-        if found is None:
+        file = self._of_this_rank(files.random_states)
+        if file is None:
             return partial(
                 warn, f"checkpoint {self.folder} has no random states; the generators keep their states"
             )
-        path, rank = found
+        path, rank = file
         saved = files.read_object(path, **self._on_cpu)
 
         def load() -> None:
@@ -288,16 +288,16 @@ class _Checkpoint:
 
     def _of_this_rank(self, name_of: Callable[[int], str]) -> tuple[Path, int] | None:
         """Return the file that this rank has written, or else rank 0's, with the rank; None if neither exists."""
-        found = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
-        return next((one for one in found if one[0].is_file()), None)
+        candidates = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
+        return next((candidate for candidate in candidates if candidate[0].is_file()), None)
 
 
 def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError if a state's groups of parameters differ from the optimizer's."""
-    saved, own = state.get("param_groups"), getattr(optimizer, "param_groups", None)
-    if not isinstance(saved, list) or not isinstance(own, list):
+    saved, groups_here = state.get("param_groups"), getattr(optimizer, "param_groups", None)
+    if not isinstance(saved, list) or not isinstance(groups_here, list):
         return  # its strategy knows what it is
-    sizes = [[len(group.get("params", ())) for group in groups] for groups in (saved, own)]
+    sizes = [[len(group.get("params", ())) for group in groups] for groups in (saved, groups_here)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
             f"{path} does not fit the optimizer: it has groups of {sizes[0]} parameters, but the optimizer has "
@@ -312,7 +312,7 @@ def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module],
     """
     saved = state.get("param_groups")
     if not isinstance(saved, list) or not any(
-        isinstance(one, str) for group in saved for one in group.get("params", ())
+        isinstance(item, str) for group in saved for item in group.get("params", ())
     ):
         return state
     names: dict[int, set[str]] = {}
@@ -322,7 +322,7 @@ def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module],
     groups = optimizer.param_groups
     try:
         return in_own_order(
-            state, [[names.get(id(one), set()) for one in group["params"]] for group in groups]
+            state, [[names.get(id(item), set()) for item in group["params"]] for group in groups]
         )
     except ValueError as error:
         raise CheckpointError(f"{path} does not fit the optimizer: {error}") from None

@@ -171,9 +171,9 @@ def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) 
             owner._buffers[name.rpartition(".")[2]] = tensor.to(dtype)
 
 
-def _check_arguments(function: str, given: Collection[str], known: Collection[str]) -> None:
+def _check_arguments(function: str, given: Collection[str], valid: Collection[str]) -> None:
     for name in given:
-        if name not in known:
+        if name not in valid:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
@@ -185,10 +185,10 @@ def _is_cut(device_map: Mapping[str, Any] | str | None) -> bool:
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    kind = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise ValueError(f"dtype={dtype!r} is not a floating point type such as torch.bfloat16")
-    return found
+    return kind
 
 
 # --- does it fit? -----------------------------------------------------------------------------------------------------
@@ -251,29 +251,29 @@ def load_weights(
     done |= _drop_quantised(module, rest, state, source)
     try:
         shards = dtensor.shard_state_dict(rest, state)
-        found = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
+        outcome = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
-    if found is None:  # a method of the user's own may return nothing
+    if outcome is None:  # a method of the user's own may return nothing
         return
-    if weights and not done and len(found.unexpected_keys) == len(rest):
+    if weights and not done and len(outcome.unexpected_keys) == len(rest):
         raise CheckpointError(_describe_strangers(module, source, list(rest), list(state)))
     if not strict:
         return
-    lists = (("Missing", set(found.missing_keys) - done), ("Unexpected", set(found.unexpected_keys)))
+    lists = (("Missing", set(outcome.missing_keys) - done), ("Unexpected", set(outcome.unexpected_keys)))
     texts = [f"{what} key(s) in state_dict: {', '.join(sorted(names))}" for what, names in lists if names]
     if texts:
         raise CheckpointError(f"{source} does not fit the {type(module).__name__}. {'; '.join(texts)}")
 
 
-def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``saved`` under the module's own names.
 
     Files may contain parts that wrappers add to names: ``_orig_mod`` of torch.compile and the like anywhere, or the
     ``module.`` of a parallel wrapper in front of all names.
     """
-    names = {name: name if name in own else plain_name(name) for name in saved}
-    is_known = bool(own.keys() & set(names.values()))
+    names = {name: name if name in current else plain_name(name) for name in saved}
+    is_known = bool(current.keys() & set(names.values()))
     front = "module." if not is_known and all(name.startswith("module.") for name in names.values()) else ""
     names = {name: plain.removeprefix(front) for name, plain in names.items()}
     count = Counter(names.values())  # if two names would become one, both stay
@@ -286,13 +286,13 @@ def _in_own_names(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
     return with_versions(renamed, versions and {paths[path]: kept for path, kept in versions.items()})
 
 
-def _describe_strangers(module: nn.Module, source: Path, saved: list[str], own: list[str]) -> str:
+def _describe_strangers(module: nn.Module, source: Path, saved: list[str], current: list[str]) -> str:
     """Return the error for a file that shares no name with the module."""
     text = (
         f"{source} has no weights of the {type(module).__name__}: no name matches. The file has "
-        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(own, _MAX_NAMES_SHOWN)}"
+        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(current, _MAX_NAMES_SHOWN)}"
     )
-    for longer, shorter, where in ((saved, own, "in the file"), (own, saved, "in the model")):
+    for longer, shorter, where in ((saved, current, "in the file"), (current, saved, "in the model")):
         end = next((name for name in shorter if longer[0].endswith(f".{name}")), None)
         if end is not None:
             text += (
@@ -302,26 +302,28 @@ def _describe_strangers(module: nn.Module, source: Path, saved: list[str], own: 
     return text
 
 
-def _add_twins(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
+def _add_twins(weights: dict[str, Any], current: Mapping[str, Any]) -> None:
     """Add names that are tied to one in the files, which libraries write once."""
-    held = {view_of(own[name])[0]: name for name in weights if isinstance(own.get(name), torch.Tensor)}
-    for name in own.keys() - weights.keys():
-        view = view_of(own[name])[0] if isinstance(own[name], torch.Tensor) else None
+    held = {
+        view_of(current[name])[0]: name for name in weights if isinstance(current.get(name), torch.Tensor)
+    }
+    for name in current.keys() - weights.keys():
+        view = view_of(current[name])[0] if isinstance(current[name], torch.Tensor) else None
         if view is not None and view in held:
             weights[name] = weights[held[view]]
 
 
 def _drop_quantised(
-    module: torch.nn.Module, weights: dict[str, Any], own: Mapping[str, Any], source: Path
+    module: torch.nn.Module, weights: dict[str, Any], current: Mapping[str, Any], source: Path
 ) -> set[str]:
     """Remove from ``weights`` the tensors that are quantised in the module, and return their names."""
-    entries = quantised_entries(module, own)
+    entries = quantised_entries(module, current)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
         # The values that libraries keep with quantised weights may differ in their last digits.
         if not is_weight or not isinstance(saved, torch.Tensor):
             continue
-        held = own[name]
+        held = current[name]
         is_alike = held.shape == saved.shape and held.dtype == saved.dtype
         if not is_alike or not torch.equal(held.detach().to(saved.device), saved):
             raise CheckpointError(

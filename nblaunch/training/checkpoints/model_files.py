@@ -270,7 +270,7 @@ def _weights_in(checkpoint: Path) -> Path:
         return checkpoint
     finish_commit(checkpoint)  # in case a process was killed while it wrote there
     names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
-    found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
-    if not found:
+    files_of_weights = [checkpoint / name for name in names if (checkpoint / name).is_file()]
+    if not files_of_weights:
         raise CheckpointError(f"{checkpoint} has no weights; looked for {', '.join(names)}")
-    return found[0]
+    return files_of_weights[0]

@@ -88,25 +88,25 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
     captured = Captured()
     if isinstance(side, Participant) and not side.compares:  # rank 0 has none
         return captured
-    states = [one.obj.state_dict() for one in registered]
+    states = [entry.obj.state_dict() for entry in registered]
     can_gather = side is not None and side.is_complete
     looks: list[str] = []
     main: Sequence[str] = ()
     if side is not None and (registered or rank != 0):
-        looks = [_look(one.obj, state) for one, state in zip(registered, states, strict=True)]
+        looks = [_look(entry.obj, state) for entry, state in zip(registered, states, strict=True)]
         main = _main_looks(side, looks)
-    for index, (one, state) in enumerate(zip(registered, states, strict=True)):
+    for index, (entry, state) in enumerate(zip(registered, states, strict=True)):
         name = files.custom(index)
         shards = {number: leaf for number, leaf in enumerate(nested.leaves(state)) if is_sharded(leaf)}
         if shards:
             if not can_gather and dtensor.num_sharded(state):
-                raise _not_gathered(one.obj)
+                raise _not_gathered(entry.obj)
             captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
             # Converted to bytes at once: the contents of a user's object are unknown, and can't be copied safely.
             captured.objects[name] = as_bytes(state)
-        elif _is_own(one, looks[index], main[index : index + 1]):
+        elif _is_own(entry, looks[index], main[index : index + 1]):
             captured.objects[files.custom(index, rank)] = as_bytes(state)
     return captured
 
@@ -115,21 +115,21 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
     """Return how rank 0's states look; raise on all ranks if shards don't fit together."""
     if isinstance(side, Participant):
         return side.compare_states(looks)
-    own = [_shapes(look) for look in looks]
+    shapes_here = [_shapes(look) for look in looks]
     for rank, theirs in side.states_of_others().items():
         shapes = [_shapes(look) for look in theirs]
-        if own != shapes and any(own + shapes):
+        if shapes_here != shapes and any(shapes_here + shapes):
             raise CheckpointError(
                 f"the registered objects hold shards of other tensors on rank {rank} than on rank 0: "
-                f"{shapes!r:.200} and {own!r:.200}. Register the same objects, in the same order, on all ranks"
+                f"{shapes!r:.200} and {shapes_here!r:.200}. Register the same objects, in the same order, on all ranks"
             )
     side.publish_states(looks)
     return looks
 
 
-def _is_own(one: Registered, look: str, main: Sequence[str]) -> bool:
+def _is_own(entry: Registered, look: str, main: Sequence[str]) -> bool:
     """Return whether this rank writes its own state beside rank 0's, if there is one, which looks like ``main``."""
-    return one.per_rank is not False and (bool(one.per_rank) or [look] != list(main))
+    return entry.per_rank is not False and (bool(entry.per_rank) or [look] != list(main))
 
 
 def _not_gathered(obj: Any) -> CheckpointError:
@@ -239,7 +239,7 @@ class SavedStates:
         self._world_size = world_size
         self._reading = reading
 
-    def read(self, one: Registered, index: int) -> Any:
+    def read(self, entry: Registered, index: int) -> Any:
         """Return this rank's state of the n-th registered object, its tensors in full.
 
         Raises:
@@ -248,34 +248,34 @@ class SavedStates:
         name, places = files.custom(index), self.places(index)
         # For tensors that ranks hold in shards, each rank reads only its own part from the pages of the file.
         mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
-        state = files.read_object(self._folder / name, owner=one.obj, **{**mapped, **self._reading})
+        state = files.read_object(self._folder / name, owner=entry.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):
             raise CheckpointError(
                 f"{self._folder / name} holds only the shards of rank 0, because Hugging Face Accelerate wrote it: "
                 "the shards of the other ranks are lost. Create the object again from the full weights in the "
                 "checkpoint"
             )
-        own = self._own_file(one, index)
-        if own is None:
+        rank_file = self._own_file(entry, index)
+        if rank_file is None:
             return state
-        rest = files.read_object(self._folder / own, owner=one.obj, **self._reading)
+        rest = files.read_object(self._folder / rank_file, owner=entry.obj, **self._reading)
         return _with_shards(rest, state, places)
 
     def places(self, index: int) -> Places:
         """Return which leaves of the n-th object's state ranks held in shards."""
         return self._manifest.places.get(files.custom(index), {}) if self._manifest is not None else {}
 
-    def _own_file(self, one: Registered, index: int) -> str | None:
+    def _own_file(self, entry: Registered, index: int) -> str | None:
         """Return the name of the file with this rank's own state; None if all ranks use rank 0's."""
         manifest = self._manifest
-        if manifest is None or one.per_rank is False:
+        if manifest is None or entry.per_rank is False:
             return None
         others = [
             rank for rank in range(1, manifest.world_size) if files.custom(index, rank) in manifest.files
         ]
         if others and manifest.world_size != self._world_size:
             raise CheckpointError(
-                f"registered object {index}, a {type(one.obj).__name__}, had a different state on "
+                f"registered object {index}, a {type(entry.obj).__name__}, had a different state on "
                 f"{formatting.ranks(others)} than on rank 0 when {manifest.world_size} processes saved it, and "
                 f"{self._world_size} processes can't share these states. Start {manifest.world_size} processes, or "
                 "give all ranks the state of rank 0: register_for_checkpointing(obj, per_rank=False)"
@@ -283,10 +283,10 @@ class SavedStates:
         return files.custom(index, self._rank) if self._rank in others else None
 
 
-def _with_shards(own: Any, main: Any, places: Places) -> Any:
+def _with_shards(rest: Any, main: Any, places: Places) -> Any:
     """Return a rank's own state with rank 0's tensors in the places of shards."""
     if not places:
-        return own
+        return rest
     full = list(nested.leaves(main))
     numbers = iter(range(len(full)))
 
@@ -294,7 +294,7 @@ def _with_shards(own: Any, main: Any, places: Places) -> Any:
         number = next(numbers)
         return full[number] if str(number) in places else leaf
 
-    return _like(own, nested.map_leaves(put, own))
+    return _like(rest, nested.map_leaves(put, rest))
 
 
 def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> None:
@@ -306,7 +306,7 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
         places: places of the leaves that ranks held in shards, for tensors that the object does not have yet.
         models: the prepared models, whose shards lie on the mesh of such leaves.
     """
-    shards = [one for model in models for one in model.parameters() if is_sharded(one)]
+    shards = [parameter for model in models for parameter in model.parameters() if is_sharded(parameter)]
     if not shards and not places:
         obj.load_state_dict(state)
         return

@@ -173,10 +173,10 @@ def _lost(error: RuntimeError) -> CheckpointError:
 def _wait_for(look: Callable[[], T | None]) -> T:
     """Call ``look`` until it finds something, and return that. Pauses between calls, so that an interrupt is raised."""
     pause_s = _BUSY_S[0]
-    while (found := look()) is None:
+    while (value := look()) is None:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _BUSY_S[1])
-    return found
+    return value
 
 
 class _Side:
@@ -231,25 +231,25 @@ class Coordinator(_Side):
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
         self._is_decided, self.present = False, []
-        own = _collectives_begun(self._backend)
+        begun = _collectives_begun(self._backend)
         self._mail.post("round", Round(self._number))
         others = range(1, dist.get_world_size())
         self._mail.ring(others)
         with waiting():
-            has_come = {rank: _wait_for(partial(self._has_come, rank, own)) for rank in others}
+            has_come = {rank: _wait_for(partial(self._has_come, rank, begun)) for rank in others}
         self.present = [rank for rank in others if has_come[rank]]
         return [rank for rank in others if not has_come[rank]]
 
-    def _has_come(self, rank: int, own: Mapping[str, int]) -> bool | None:
+    def _has_come(self, rank: int, begun: Mapping[str, int]) -> bool | None:
         """Return True if a rank is present, False if it has passed, None while it may still come."""
-        found = self._mail.read(f"rank/{rank}", Whereabouts)
-        if found is not None and found.has_left:
+        whereabouts = self._mail.read(f"rank/{rank}", Whereabouts)
+        if whereabouts is not None and whereabouts.has_left:
             return False
-        if found is None or found.number != self._number:
+        if whereabouts is None or whereabouts.number != self._number:
             return None
-        if found.is_present:
+        if whereabouts.is_present:
             return True
-        is_ahead = any(count > own.get(group, count) for group, count in found.collectives.items())
+        is_ahead = any(count > begun.get(group, count) for group, count in whereabouts.collectives.items())
         return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
@@ -369,14 +369,14 @@ class Participant(_Side):
     def _take_round(self) -> Round | None:
         """Return the round that this rank takes part in, once it is decided."""
         with self._lock:
-            found = self._mail.read("round", Round)
-            if found is not None and found.is_decided and found.number > self._num_taken:
-                self._num_taken = found.number
-                if self._rank in found.present:
+            newest = self._mail.read("round", Round)
+            if newest is not None and newest.is_decided and newest.number > self._num_taken:
+                self._num_taken = newest.number
+                if self._rank in newest.present:
                     self._is_present = False
-                    self.is_complete = len(found.present) == dist.get_world_size() - 1
-                    self.compares = found.compares
-                    return found
+                    self.is_complete = len(newest.present) == dist.get_world_size() - 1
+                    self.compares = newest.compares
+                    return newest
         if not self._thread.is_alive():
             left = CheckpointError(f"rank {self._rank} can't save, because it has left the process group")
             raise self._problem or left
@@ -412,8 +412,8 @@ class Participant(_Side):
 
     def failure_of(self, number: int) -> str | None:
         """Return why rank 0 has given up round ``number``; None if it has not, so far."""
-        found = self._mail.read(f"outcome/{number}", SaveOutcome)
-        return found.error if found is not None and found.error_type else None
+        outcome = self._mail.read(f"outcome/{number}", SaveOutcome)
+        return outcome.error if outcome is not None and outcome.error_type else None
 
     def leave(self) -> None:
         """Report to rank 0 that this rank will come to no more rounds."""
@@ -451,8 +451,8 @@ class Participant(_Side):
             asked = self._thread_mail.read("round", Round)
             if asked is None or asked.is_decided:
                 return self._is_present
-            found = Whereabouts(asked.number, self._is_present, False, collectives)
-            self._thread_mail.post(f"rank/{self._rank}", found)
+            whereabouts = Whereabouts(asked.number, self._is_present, False, collectives)
+            self._thread_mail.post(f"rank/{self._rank}", whereabouts)
             return True
 
 

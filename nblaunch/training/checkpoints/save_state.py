@@ -166,11 +166,11 @@ class Saver:
             with suppress(CheckpointError):  # a damaged checkpoint is about to be replaced
                 before = files.read_manifest(target)
             snapshot.write(staging.folder)
-            known: dict[str, str] = {}
+            checksums: dict[str, str] = {}
             if coordinator is not None:
                 with nullcontext() if asynchronous else waiting():  # where a thread waits, this rank trains
-                    known = coordinator.wait_for_reports()
-            manifest = snapshot.manifest.write(staging.folder, known)
+                    checksums = coordinator.wait_for_reports()
+            manifest = snapshot.manifest.write(staging.folder, checksums)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
         except BaseException as error:
             _give_up(coordinator, staging, target, error)

@@ -212,15 +212,15 @@ def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
 
 def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
     """Return full weights, except quantised ones that tensor files can't hold, such as torchao's, which are frozen."""
-    found: list[Mapping[str, Any]] = []
+    all_weights: list[Mapping[str, Any]] = []
     for model in live.preparer.models:
         module = plain_module(model)
         weights = live.strategy.state_dict(module)
         for name in quantised_entries(module, weights):
             if hasattr(weights[name], "__tensor_flatten__"):
                 del weights[name]
-        found.append(weights)
-    return found
+        all_weights.append(weights)
+    return all_weights
 
 
 def _full_optimizers(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
@@ -257,8 +257,8 @@ def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any
     """Return the states that are the same on all ranks."""
     prepared = live.preparer
     objects: dict[str, Any] = {}
-    for index, one in enumerate(optimizers):
-        objects[files.numbered(files.OPTIMIZER, index)] = one
+    for index, optimizer in enumerate(optimizers):
+        objects[files.numbered(files.OPTIMIZER, index)] = optimizer
     for index, scheduler in enumerate(prepared.schedulers):
         objects[files.numbered(files.SCHEDULER, index)] = scheduler.state_dict()
     for index, loader in enumerate(prepared.loaders):

@@ -85,7 +85,7 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    like = next((one for one in others if one.device_mesh.ndim == len(dims)), None)
+    like = next((other for other in others if other.device_mesh.ndim == len(dims)), None)
     if like is None:
         return full
     places = [Replicate() if dim is None else Shard(dim) for dim in dims]

@@ -172,12 +172,12 @@ def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
         return _Column(item for column in everyones for item in column)
     if isinstance(first, Mapping):
         return containers.rebuilt(
-            first, [_merged([one[key] for one in everyones], gathered) for key in first]
+            first, [_merged([part[key] for part in everyones], gathered) for key in first]
         )
     parts = containers.children(first)
     if parts is None:
-        return None if all(one is None for one in everyones) else _Column(everyones)
-    columns = zip(*(containers.children(one) or () for one in everyones), strict=True)
+        return None if all(part is None for part in everyones) else _Column(everyones)
+    columns = zip(*(containers.children(part) or () for part in everyones), strict=True)
     return containers.rebuilt(first, [_merged(column, gathered) for column in columns])
 
 

@@ -128,7 +128,7 @@ def send_to_device(
 def convert_to_fp32(tensor: Any) -> Any:
     """Return a tensor or nested structure with fp16 and bf16 tensors converted to fp32; everything else as it is."""
     half = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda one: one.float() if one.dtype in half else one, tensor)
+    return map_tensors(lambda leaf: leaf.float() if leaf.dtype in half else leaf, tensor)
 
 
 def count_rows(batch: Any) -> int:
@@ -164,8 +164,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(list(data), dim=dim)
     check_independent("concatenate", first)
     if isinstance(first, Mapping):
-        return rebuilt(first, [concatenate([one[key] for one in data], dim) for key in first])
-    columns = [children(one) for one in data]
+        return rebuilt(first, [concatenate([item[key] for item in data], dim) for key in first])
+    columns = [children(item) for item in data]
     if columns[0] is None:
         raise TypeError(f"can join only tensors in lists, tuples and mappings, not a {type(first).__name__}")
     return rebuilt(first, [concatenate(parts, dim) for parts in zip(*columns, strict=True)])
@@ -190,11 +190,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
     """
     missing = -batch_size % num_processes
 
-    def pad(one: torch.Tensor) -> torch.Tensor:
-        if not missing or one.ndim <= dim or one.shape[dim] != batch_size:
-            return one
-        shape = [*one.shape[:dim], missing, *one.shape[dim + 1 :]]
-        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if not missing or leaf.ndim <= dim or leaf.shape[dim] != batch_size:
+            return leaf
+        shape = [*leaf.shape[:dim], missing, *leaf.shape[dim + 1 :]]
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
     return map_tensors(pad, tensor)
 

@@ -89,7 +89,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
     if size == 1:
         return tensor
-    return _each_tensor("broadcast", lambda one: _broadcast_tensor(one, from_process), tensor)
+    return _each_tensor("broadcast", lambda leaf: _broadcast_tensor(leaf, from_process), tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -99,8 +99,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
-        return _each_tensor("reduce", lambda one: one.clone() if scale == 1.0 else one * scale, tensor)
-    return _each_tensor("reduce", lambda one: _reduce_tensor(one, reduction, scale), tensor)
+        return _each_tensor("reduce", lambda leaf: leaf.clone() if scale == 1.0 else leaf * scale, tensor)
+    return _each_tensor("reduce", lambda leaf: _reduce_tensor(leaf, reduction, scale), tensor)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -108,7 +108,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if world_size() == 1:
         return tensor
     return _each_tensor(
-        "pad_across_processes", lambda one: _pad_tensor(one, dim, pad_index, pad_first), tensor
+        "pad_across_processes", lambda leaf: _pad_tensor(leaf, dim, pad_index, pad_first), tensor
     )
 
 
@@ -181,10 +181,12 @@ def _compares_first() -> bool:
 def _check_alike(operation: str, described: str) -> None:
     """Raise on every rank if ``described`` is not the same on all of them."""
     mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
-    found = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    if bytes(found.cpu().numpy()) == mine * world_size():
+    digests = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    if bytes(digests.cpu().numpy()) == mine * world_size():
         return
-    listing = "".join(f"\n  rank {rank}: {one}" for rank, one in enumerate(gather_object([described])))
+    listing = "".join(
+        f"\n  rank {rank}: {description}" for rank, description in enumerate(gather_object([described]))
+    )
     hint = "" if operation == "pad_across_processes" else _HINT
     raise DistributedOperationException(
         f"{operation} got tensors that don't match on all ranks:{listing}{hint}"

@@ -142,14 +142,14 @@ class DataLoaderDispatcher(PreparedLoader):
         rounds = self._rounds(shared, skipped)
         while True:
             try:
-                found = next(rounds, None)
+                fetched = next(rounds, None)
             except Exception as error:
                 operations.broadcast_object_list([f"{type(error).__name__}: {error}"])
                 raise
-            if found is None:
+            if fetched is None:
                 operations.broadcast_object_list([None])
                 return
-            whole, num_rows, is_last = found
+            whole, num_rows, is_last = fetched
             whole = nested.map_tensors(torch.Tensor.contiguous, self._to_device(whole))
             described = nested.get_data_structure(whole), num_rows, is_last
             operations.broadcast_object_list([described])

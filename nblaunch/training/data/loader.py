@@ -384,8 +384,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         owners = nested_samplers(index_sampler_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
-        found = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
-        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        generators = [self.synchronized_generator, *(getattr(owner, "generator", None) for owner in owners)]
+        unique = {
+            id(generator): generator for generator in generators if isinstance(generator, torch.Generator)
+        }
         return list(unique.values())
 
     # --- saving where it is, and going on there ------------------------------------------------------------------
@@ -469,7 +471,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             is_inside: the epoch is being read.
             is_end: the epoch was read to its end; return the states for the next one.
         """
-        generators = self.epochs.start if is_inside else [one.get_state() for one in self._generators()]
+        generators = (
+            self.epochs.start if is_inside else [generator.get_state() for generator in self._generators()]
+        )
         return {
             "iteration": self.iteration + is_end,
             "num_partial_epochs": self.epochs.left,

@@ -108,7 +108,11 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
     # Either this loader is read, or a loader for the rest of its epoch in its place.
     entered = shared.loaders.entered()
     epochs = loader.epochs
-    reading = [one for one in entered if getattr(one, "epochs", None) is epochs and one._loop is not None]
+    reading = [
+        candidate
+        for candidate in entered
+        if getattr(candidate, "epochs", None) is epochs and candidate._loop is not None
+    ]
     # With its last batch returned, an epoch counts as done: what follows is the next one.
     is_done = bool(reading) and reading[0].end_of_dataloader
     is_mid_epoch = bool(reading) and not is_done

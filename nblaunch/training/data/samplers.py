@@ -111,19 +111,19 @@ def index_sampler_of(loader: DataLoader) -> Any:
 
 def nested_samplers(index_sampler: Any) -> list[Any]:
     """Return ``index_sampler`` and all that it is made of, outermost first."""
-    found: list[Any] = []
-    while index_sampler is not None and not any(index_sampler is known for known in found):
-        found.append(index_sampler)
+    samplers: list[Any] = []
+    while index_sampler is not None and not any(index_sampler is sampler for sampler in samplers):
+        samplers.append(index_sampler)
         below = getattr(index_sampler, "batch_sampler", None)
         index_sampler = getattr(index_sampler, "sampler", None) if below is None else below
-    return found
+    return samplers
 
 
 def pass_epoch(index_sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` of every one in ``index_sampler`` that has it."""
-    for one in nested_samplers(index_sampler):
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
+    for sampler in nested_samplers(index_sampler):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
 
 
 def innermost(batch_sampler: Any) -> Any:

@@ -186,9 +186,9 @@ class CopiedShards(ShardWriter):
         if self._group is not None:
             problems *= dist.get_world_size(self._group)
             dist.all_gather_object(problems, problem, self._group)
-        for rank, one in enumerate(problems):
-            if one is not None:
-                raise CheckpointError(f"{shard_files.NOT_SAVED} Rank {rank}: {one}")
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise CheckpointError(f"{shard_files.NOT_SAVED} Rank {rank}: {text}")
 
 
 def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -252,11 +252,13 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
     """Load a state by parameter names, sharded or full; raise ValueError if the optimizer's groups have other names."""
-    own = optimizer_state(owner, inner)["param_groups"]
-    load_by_places(inner, in_own_order(state, [[{name} for name in group["params"]] for group in own]))
+    groups_here = optimizer_state(owner, inner)["param_groups"]
+    load_by_places(
+        inner, in_own_order(state, [[{name} for name in group["params"]] for group in groups_here])
+    )
 
 
-def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
+def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
     """Return a state by parameter names, with the parameters in an optimizer's own order.
 
     Args:
@@ -268,9 +270,9 @@ def in_own_order(state: dict[str, Any], own: Sequence[Sequence[set[str]]]) -> di
     saved = state["param_groups"]
     groups = [
         {**group, "params": [min(names.intersection(group["params"]), default="") for names in of_group]}
-        for group, of_group in zip(saved, own, strict=False)
+        for group, of_group in zip(saved, names_here, strict=False)
     ]
-    if len(saved) != len(own) or [set(group["params"]) for group in groups] != [
+    if len(saved) != len(names_here) or [set(group["params"]) for group in groups] != [
         set(group["params"]) for group in saved
     ]:
         raise ValueError("the optimizer's groups have different parameters")
@@ -297,14 +299,19 @@ def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
 
     If torch finds neither gradients nor a state, it makes a state for every parameter, by a step with zero gradients.
     """
-    trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    own = [parameter.grad for parameter in trained]
+    trained = [
+        candidate
+        for group in optimizer.param_groups
+        for candidate in group["params"]
+        if candidate.requires_grad
+    ]
+    gradients = [parameter.grad for parameter in trained]
     try:
         for parameter in trained:
             parameter.grad = parameter.detach() if are_there else None
         yield
     finally:
-        for parameter, gradient in zip(trained, own, strict=True):
+        for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
 
 

@@ -53,17 +53,22 @@ class LateParameters:
         _Registrations.watch()
         named = dict(module.named_parameters())
         ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # by the user
-        known = {name: one for name, one in named.items() if name not in ignored}
+        covered = {name: parameter for name, parameter in named.items() if name not in ignored}
         self._kept = list(named.values())  # alive, so that no other parameter gets the id of one of them
-        self._covered = [one for one in known.values() if one.requires_grad]
-        self._frozen = [one for one in known.values() if not one.requires_grad]
-        self._not_late = {id(one) for name, one in named.items() if one.requires_grad or name in ignored}
+        self._covered = [parameter for parameter in covered.values() if parameter.requires_grad]
+        self._frozen = [parameter for parameter in covered.values() if not parameter.requires_grad]
+        self._not_late = {
+            id(parameter) for name, parameter in named.items() if parameter.requires_grad or name in ignored
+        }
         self._num_registrations = _Registrations.count
         self.parameters: list[torch.nn.Parameter] = []
         model.register_forward_pre_hook(self._look)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_not_late": [one for one in self._kept if id(one) in self._not_late]}
+        return {
+            **vars(self),
+            "_not_late": [parameter for parameter in self._kept if id(parameter) in self._not_late],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -81,19 +86,21 @@ class LateParameters:
             return
         self._num_registrations = _Registrations.count
         named = {
-            name: one
-            for name, one in model.module.named_parameters()  # type: ignore[union-attr]
-            if id(one) not in self._not_late
+            name: parameter
+            for name, parameter in model.module.named_parameters()  # type: ignore[union-attr]
+            if id(parameter) not in self._not_late
         }
-        self._frozen = [one for one in named.values() if not one.requires_grad]
-        late = {name: one for name, one in named.items() if one.requires_grad}
+        self._frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+        late = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._not_late.update(map(id, late.values()))
         self.parameters += late.values()
-        before = {id(one) for one in self._kept}
+        before = {id(parameter) for parameter in self._kept}
         self._kept += late.values()
-        for one in late.values():
-            if id(one) not in before:
-                operations.broadcast(one.detach())  # ranks may have initialised it with different numbers
+        for parameter in late.values():
+            if id(parameter) not in before:
+                operations.broadcast(
+                    parameter.detach()
+                )  # ranks may have initialised it with different numbers
         if late:
             _report(model, list(late))
 
@@ -104,10 +111,10 @@ class LateParameters:
         )
         if not is_waited_for or False not in map(_is_trained, self._covered):
             return
-        frozen = {id(one) for one in self._covered if not one.requires_grad}
+        frozen = {id(parameter) for parameter in self._covered if not parameter.requires_grad}
         if len(frozen) == len(self._covered):
             return  # the reducer does not wait if no parameter gets a gradient
-        names = [name for name, one in model.module.named_parameters() if id(one) in frozen]
+        names = [name for name, parameter in model.module.named_parameters() if id(parameter) in frozen]
         raise RuntimeError(
             f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, but "
             "DistributedDataParallel waits for the gradients of all parameters that it was constructed with, so it "
@@ -131,8 +138,8 @@ class LateParameters:
                 "with even_batches=True outside of join_uneven_inputs"
             )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-        for one in self.parameters:
-            groups.setdefault((one.dtype, one.device), []).append(one)
+        for parameter in self.parameters:
+            groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for group in groups.values():
             _average(group)
 
@@ -140,18 +147,18 @@ class LateParameters:
 @torch.no_grad()
 def _average(group: Sequence[torch.nn.Parameter]) -> None:
     """Average gradients of one type and device, in one piece; a gradient that a rank lacks counts as zero."""
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in group]
-    has_grad = torch.tensor([float(one.grad is not None) for one in group])
+    grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in group]
+    has_grad = torch.tensor([float(parameter.grad is not None) for parameter in group])
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     flat, has_any = operations.reduce([flat, has_grad.to(flat.device)], "mean")
-    parts = flat.split([one.numel() for one in group])
-    for one, part, is_given in zip(group, parts, has_any.tolist(), strict=True):
+    parts = flat.split([parameter.numel() for parameter in group])
+    for parameter, part, is_given in zip(group, parts, has_any.tolist(), strict=True):
         if not is_given:
             continue
-        if one.grad is None:
-            one.grad = part.view_as(one).clone()
+        if parameter.grad is None:
+            parameter.grad = part.view_as(parameter).clone()
         else:
-            one.grad.copy_(part.view_as(one))
+            parameter.grad.copy_(part.view_as(parameter))
 
 
 def _report(model: torch.nn.Module, names: Sequence[str]) -> None:

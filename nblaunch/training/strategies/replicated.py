@@ -61,8 +61,8 @@ class ReduceAtStepStrategy(Strategy):
         """
         checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])
-        if len({len(one) for one in everyones}) > 1:
-            counts = ", ".join(f"rank {rank}: {len(one)}" for rank, one in enumerate(everyones))
+        if len({len(each) for each in everyones}) > 1:
+            counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(everyones))
             raise ValueError(
                 f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
             )
@@ -185,10 +185,10 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> Iterator[_Ending | None]:
-        models = [_own(one) for one in joinables]
-        answering = [one for one in models if isinstance(one, Joinable)]
+        models = [_own(each) for each in joinables]
+        answering = [each for each in models if isinstance(each, Joinable)]
         if not answering:
-            given = ", ".join(type(one).__name__ for one in models) or "nothing"
+            given = ", ".join(type(each).__name__ for each in models) or "nothing"
             warn(
                 "join_uneven_inputs has no effect, because none of its arguments is a model that was prepared for "
                 f"training. It got {given}."
@@ -245,17 +245,17 @@ def _common_frozen(model: torch.nn.Module) -> list[str]:
     A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the pages of a base model in
     host memory would then each get a copy of it.
     """
-    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     # DDP can't send tensors that are made of several, as torchao's quantised weights are.
-    composed = [name for name, one in frozen.items() if hasattr(one.data, "__tensor_flatten__")]
+    composed = [name for name, parameter in frozen.items() if hasattr(parameter.data, "__tensor_flatten__")]
     sums = [
-        (name, checksum(one.detach()))
-        for name, one in frozen.items()
-        if one.device.type == "cpu" and name not in composed
+        (name, checksum(parameter.detach()))
+        for name, parameter in frozen.items()
+        if parameter.device.type == "cpu" and name not in composed
     ]
     everyones = operations.gather_object([sums])
     common = set(sums).intersection(*everyones)
-    return composed + [name for name, own in sums if (name, own) in common]
+    return composed + [name for name, digest in sums if (name, digest) in common]
 
 
 @contextmanager

@@ -120,13 +120,13 @@ class TrackerHub:
         """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
         self._carried = []
         self.starts.append((project_name, config, options))
-        for one in self.chosen:
-            if one.main_process_only and self.process.topology.rank != 0:
+        for choice in self.chosen:
+            if choice.main_process_only and self.process.topology.rank != 0:
                 continue
-            tracker = one
-            if isinstance(one, type):
-                where = (self.project.logging_dir,) if _needs_folder(one) else ()
-                tracker = one(project_name, *where, **options.get(one.name, {}))  # type: ignore[attr-defined]
+            tracker = choice
+            if isinstance(choice, type):
+                where = (self.project.logging_dir,) if _needs_folder(choice) else ()
+                tracker = choice(project_name, *where, **options.get(choice.name, {}))  # type: ignore[attr-defined]
             tracker.start()
             _report_location(tracker, self.process.topology.rank)
             if config is not None:
@@ -161,7 +161,7 @@ class TrackerHub:
         for tracker in self.trackers:
             if tracker.name == name:  # type: ignore[attr-defined]
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
-        names = [one.name for one in self.chosen]
+        names = [choice.name for choice in self.chosen]
         if name in names and self.process.topology.rank != 0:
             return GeneralTracker(_blank=True)
         raise ValueError(
@@ -194,22 +194,26 @@ def _report_location(tracker: Any, rank: int) -> None:
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
     """Return the tracker classes and trackers that ``log_with`` means, each once, without those not installed."""
     asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
-    asked = [str(one) if isinstance(one, (str, enum.Enum)) else one for one in asked if one is not None]
+    asked = [
+        str(choice) if isinstance(choice, (str, enum.Enum)) else choice
+        for choice in asked
+        if choice is not None
+    ]
     chosen: list[Any] = []
     missing: list[str] = []
-    for one in asked:
-        if one == "all":
+    for choice in asked:
+        if choice == "all":
             for kind in LOGGER_TYPE_TO_CLASS.values():
                 if _can_be_used(kind) and (logging_dir is not None or not _needs_folder(kind)):
                     _add(chosen, kind)
             continue
-        kind = _resolve(one)
+        kind = _resolve(choice)
         if not _can_be_used(kind):
-            missing.append(f"{one!r} (pip install {kind.library})")
+            missing.append(f"{choice!r} (pip install {kind.library})")
             continue
         if isinstance(kind, type) and _needs_folder(kind) and logging_dir is None:
             raise ValueError(
-                f"log_with={one!r} writes files; choose a folder: Accelerator(project_dir=...) or "
+                f"log_with={choice!r} writes files; choose a folder: Accelerator(project_dir=...) or "
                 "ProjectConfiguration(logging_dir=...)"
             )
         _add(chosen, kind)
@@ -218,16 +222,16 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
     return chosen
 
 
-def _resolve(one: Any) -> Any:
-    if isinstance(one, GeneralTracker):
-        return one
-    if isinstance(one, str) and one.lower() in LOGGER_TYPE_TO_CLASS:
-        return LOGGER_TYPE_TO_CLASS[one.lower()]
-    if isinstance(one, type) and issubclass(one, GeneralTracker):
-        return one
+def _resolve(choice: Any) -> Any:
+    if isinstance(choice, GeneralTracker):
+        return choice
+    if isinstance(choice, str) and choice.lower() in LOGGER_TYPE_TO_CLASS:
+        return LOGGER_TYPE_TO_CLASS[choice.lower()]
+    if isinstance(choice, type) and issubclass(choice, GeneralTracker):
+        return choice
     valid = ", ".join(map(repr, ("all", *sorted(LOGGER_TYPE_TO_CLASS))))
-    if isinstance(one, str) and one.lower() in _OF_ACCELERATE:
-        name = one.lower()
+    if isinstance(choice, str) and choice.lower() in _OF_ACCELERATE:
+        name = choice.lower()
         raise ValueError(
             f"log_with={name!r}: Accelerate has a tracker for {name}, but nblaunch does not. Write a subclass of "
             f"nblaunch.tracking.GeneralTracker whose start() calls {_OF_ACCELERATE[name]} (pip install {name}), "
@@ -235,13 +239,13 @@ def _resolve(one: Any) -> Any:
             f"nblaunch.tracking.register_tracker_class. Built-in trackers are {valid}"
         )
     raise ValueError(
-        f"log_with={one!r} is unknown; valid are {valid}, your own GeneralTracker, or a list of these"
+        f"log_with={choice!r} is unknown; valid are {valid}, your own GeneralTracker, or a list of these"
     )
 
 
-def _add(chosen: list[Any], one: Any) -> None:
-    if not any(one is other for other in chosen):
-        chosen.append(one)
+def _add(chosen: list[Any], tracker: Any) -> None:
+    if not any(tracker is other for other in chosen):
+        chosen.append(tracker)
 
 
 def _needs_folder(kind: Any) -> bool:

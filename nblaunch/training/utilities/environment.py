@@ -45,10 +45,10 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
         importlib.metadata.PackageNotFoundError: no such library is installed.
     """
     check_choice("operation", operation, tuple(_COMPARISONS))
-    found = library_or_version
-    if isinstance(found, str):
-        found = importlib.metadata.version(found)
-    return bool(_COMPARISONS[operation](TorchVersion(str(found)), requirement_version))
+    version = library_or_version
+    if isinstance(version, str):
+        version = importlib.metadata.version(version)
+    return bool(_COMPARISONS[operation](TorchVersion(str(version)), requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -181,8 +181,8 @@ def num_elements_of(parameter: Any) -> int:
 def _hidden_size(model: torch.nn.Module) -> int | None:
     """Return the width of a Hugging Face model from its configuration; None if that does not say."""
     described: Any = getattr(model, "config", None)
-    for one in (described, getattr(described, "text_config", None)):
-        sizes: Any = getattr(one, "hidden_size", None) or getattr(one, "hidden_sizes", None)
+    for settings in (described, getattr(described, "text_config", None)):
+        sizes: Any = getattr(settings, "hidden_size", None) or getattr(settings, "hidden_sizes", None)
         if sizes:
             return max(sizes) if isinstance(sizes, (list, tuple)) else int(sizes)
     return None

@@ -67,11 +67,11 @@ def check_clipping(
             f"clip_grad_norm_(max_norm={max_norm}) contradicts gradient_clipping={configured} in the DeepSpeed "
             'configuration; set it in one place, or write "auto" there'
         )
-    own = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
+    trainable = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
     given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if given != own:
+    if given != trainable:
         raise ValueError(
-            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(own)} "
+            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(trainable)} "
             "parameters of its model together; pass model.parameters()"
         )
 

@@ -120,7 +120,7 @@ def _take_over_group() -> None:
     if _group is not dist.group.WORLD:
         groups: Any = importlib.import_module("deepspeed.utils.groups")
         if _owner_pid not in (0, os.getpid()):
-            held = [dict(one) if isinstance(one, dict) else one for one in vars(groups).values()]
+            held = [dict(value) if isinstance(value, dict) else value for value in vars(groups).values()]
             _inherited.append((_group, comm.cdb, held))
         comm.cdb = None
         getattr(groups, "_release_process_group_references", int)()

@@ -84,10 +84,10 @@ class DeepSpeedStrategy(Strategy):
         models = [obj for obj in objects if isinstance(obj, torch.nn.Module)]
         optimizers = [obj for obj in objects if isinstance(obj, (torch.optim.Optimizer, DummyOptim))]
         schedulers = [obj for obj in objects if isinstance(obj, (LRScheduler, DummyScheduler))]
-        for kind, found in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
-            if len(found) > 1:
+        for kind, passed in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
+            if len(passed) > 1:
                 raise ValueError(
-                    f"prepare was given {len(found)} {kind}, but a DeepSpeed engine has one; call prepare once for "
+                    f"prepare was given {len(passed)} {kind}, but a DeepSpeed engine has one; call prepare once for "
                     "each model, each with its own Accelerator and plugin: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
@@ -353,13 +353,13 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}
-    found = {type(module) for module in model.modules() if type(module).__name__ in names}
-    missing = names - {kind.__name__ for kind in found}
+    kinds = {type(module) for module in model.modules() if type(module).__name__ in names}
+    missing = names - {kind.__name__ for kind in kinds}
     if missing:
         raise ValueError(
             f"transformer_moe_cls_names={class_names!r}: the {type(model).__name__} has no {', '.join(sorted(missing))}"
         )
-    library.utils.set_z3_leaf_modules(model, list(found))
+    library.utils.set_z3_leaf_modules(model, list(kinds))
 
 
 def _report(engine: Any, name: str, process: JoinedProcess) -> None:
@@ -368,11 +368,14 @@ def _report(engine: Any, name: str, process: JoinedProcess) -> None:
     if not stage or num_ranks == 1:
         return
     model_bytes = sum(
-        deepspeed_config.num_elements_of(one) * one.element_size() for one in engine.module.parameters()
+        deepspeed_config.num_elements_of(parameter) * parameter.element_size()
+        for parameter in engine.module.parameters()
     )
     if stage == 3:
         sharded: list[Any] = deepspeed_library.sharded_parameters(engine.module)
-        own_bytes = sum(one.ds_tensor.numel() * one.ds_tensor.element_size() for one in sharded)
+        own_bytes = sum(
+            parameter.ds_tensor.numel() * parameter.ds_tensor.element_size() for parameter in sharded
+        )
         report_shards(name, model_bytes, own_bytes, "; gradients and optimizer states, too (ZeRO stage 3)")
     elif process.topology.rank == 0:
         what = "optimizer states" if stage == 1 else "gradients and optimizer states"

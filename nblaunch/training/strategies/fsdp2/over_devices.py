@@ -62,8 +62,8 @@ class DeviceShardsStrategy(Strategy):
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
-        names = {id(one) for one in ignored}
-        unsharded = {name for name, one in inner.named_parameters() if id(one) in names}
+        names = {id(weight) for weight in ignored}
+        unsharded = {name for name, weight in inner.named_parameters() if id(weight) in names}
         # Inner modules first, each sharded before the next is moved: the host never holds much of the model twice.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
@@ -73,7 +73,9 @@ class DeviceShardsStrategy(Strategy):
             module.register_load_state_dict_pre_hook(self._send_parts)
             module.register_forward_hook(self._cut_output)
         memory.trim()
-        weights = formatting.size(sum(one.numel() * one.element_size() for one in inner.parameters()))
+        weights = formatting.size(
+            sum(weight.numel() * weight.element_size() for weight in inner.parameters())
+        )
         text = f"{type(inner).__name__}: {weights} of weights sharded over {self._count} devices"
         context.current().emit(Note.of_job(text))
         return model
@@ -125,7 +127,9 @@ class DeviceShardsStrategy(Strategy):
                     continue
                 states = tensors(list(optimizer.state.get(parameter, {}).values()))
                 alike = [
-                    one for one in states if one.shape == parameter.shape and one.device == parameter.device
+                    state
+                    for state in states
+                    if state.shape == parameter.shape and state.device == parameter.device
                 ]
                 for tensor in (parameter, *alike):
                     self._backend.shard(tensor, dimension)

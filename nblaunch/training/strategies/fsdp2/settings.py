@@ -232,10 +232,10 @@ def _value(name: str, value: Any) -> Any:
     """Return a field of a policy; dtypes may be given by name, as ``"bf16"`` or ``"bfloat16"``."""
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
         return value
-    known = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
+    dtypes = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
     short = str(value).removeprefix("torch.")
-    check_choice(f"mixed_precision_policy[{name!r}]", short, tuple(known))
-    return known[short]
+    check_choice(f"mixed_precision_policy[{name!r}]", short, tuple(dtypes))
+    return dtypes[short]
 
 
 def _sharding_name(strategy: Any) -> str | None:

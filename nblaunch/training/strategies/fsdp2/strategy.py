@@ -115,7 +115,7 @@ class Fsdp2Strategy(DTensorStrategy):
             fsdp2_units.gather_for_training(unit)
             fsdp2_units.refuse_copies(unit)
         # Looked up by name, because other parameters may have replaced them.
-        averaged = [one for one in map(model.get_parameter, whole) if one.requires_grad]
+        averaged = [weight for weight in map(model.get_parameter, whole) if weight.requires_grad]
         fsdp2_units.average_gradients(averaged, mesh, units)
         own_bytes = sum(
             dtensor.local(parameter).numel() * parameter.element_size()
@@ -174,7 +174,7 @@ class Fsdp2Strategy(DTensorStrategy):
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
         # A shard would be a plain tensor, without the data that its library keeps with it.
-        return ignored | {one for one in model.parameters() if is_quantised_weight(one)}
+        return ignored | {parameter for parameter in model.parameters() if is_quantised_weight(parameter)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -216,16 +216,16 @@ class Fsdp2Strategy(DTensorStrategy):
     @contextmanager
     def _reducing(self, model: nn.Module, reduces: bool) -> Iterator[None]:
         """Set in the block whether ``backward`` reduces gradients, and restore the previous setting afterwards."""
-        own: Any = models.uncompiled(model)
-        if not is_fsdp_module(own):
+        module: Any = models.uncompiled(model)
+        if not is_fsdp_module(module):
             yield
             return
-        before = fsdp2_units.is_reducing(own)
-        own.set_requires_gradient_sync(reduces)
+        before = fsdp2_units.is_reducing(module)
+        module.set_requires_gradient_sync(reduces)
         try:
             yield
         finally:
-            own.set_requires_gradient_sync(before)
+            module.set_requires_gradient_sync(before)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._reducing(model, False)

@@ -80,7 +80,9 @@ def of_one_dtype_each(
             dtypes = {module: _trained_dtypes(module) for module in inside}
             most = Counter(dtypes[unit] or itertools.chain(*dtypes.values())).most_common(1)
             alike = {dtype for dtype, _ in most}
-            others.update(module for module, own in dtypes.items() if {*own} - alike and module is not unit)
+            others.update(
+                module for module, kinds in dtypes.items() if {*kinds} - alike and module is not unit
+            )
         more = [
             (name, module)
             for name, module in model.named_modules()
@@ -106,14 +108,14 @@ def odd_weights(
         ignored: parameters that are not sharded.
         is_one_dtype: whether trained weights keep their dtypes.
     """
-    odd = {one for one in model.parameters() if one.ndim == 0 and one not in ignored}
+    odd = {weight for weight in model.parameters() if weight.ndim == 0 and weight not in ignored}
     named = [("", unit) for unit in units if unit is not model]
     for _, inside in _modules_of(model, named) if is_one_dtype else ():
         of_dtype: dict[torch.dtype, set[nn.Parameter]] = defaultdict(set)
         for parameter in itertools.chain(*(module.parameters(recurse=False) for module in inside)):
             if parameter.requires_grad and parameter not in ignored and parameter not in odd:
                 of_dtype[parameter.dtype].add(parameter)
-        by_size = sorted(of_dtype.values(), key=lambda alike: sum(one.numel() for one in alike))
+        by_size = sorted(of_dtype.values(), key=lambda alike: sum(weight.numel() for weight in alike))
         odd.update(*by_size[:-1])
     return odd
 
@@ -131,7 +133,11 @@ def _modules_of(
 
 
 def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
-    return [one.dtype for one in module.parameters(recurse=False) if one.requires_grad and one.ndim]
+    return [
+        parameter.dtype
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad and parameter.ndim
+    ]
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
@@ -210,8 +216,8 @@ def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
     large: set[int] = set()
 
     def left_over(module: nn.Module) -> int:
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        count = own + sum(left_over(child) for child in module.children())
+        count_here = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        count = count_here + sum(left_over(child) for child in module.children())
         if count < min_num_params or isinstance(module, _NEVER_CALLED):
             return count
         large.add(id(module))
@@ -259,16 +265,16 @@ def _without_views(
     # Two tensors that share memory stay as they are: autograd knows what a write to one does to the other.
     others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
-    own: dict[int, torch.Tensor] = {
+    copies: dict[int, torch.Tensor] = {
         id(view): _AsOwnTensor.apply(view)
         for view in views
         if sum(memory is view._base for memory in shown) == 1
     }
     # One remaining hook is enough to gather a unit's weights.
-    num_left = len(views) - len(own)
+    num_left = len(views) - len(copies)
     if 0 < num_left < sum(tensor.requires_grad for tensor in returned.values()):
         _ignore_warning(type(module).__name__)
-    return nested.map_tensors(lambda tensor: own.get(id(tensor), tensor), output) if own else None
+    return nested.map_tensors(lambda tensor: copies.get(id(tensor), tensor), output) if copies else None
 
 
 @functools.cache

@@ -183,11 +183,11 @@ class FullWeights:
         with _random_state_of_main(), StandIns(self._model) as stand_ins:
             for module_name, module in self._model.named_modules():
                 prefix = f"{module_name}." if module_name else ""
-                own = {name: tensor for name, tensor in stand_ins.of(module) if prefix + name in nowhere}
-                missing = {name for name, tensor in own.items() if id(tensor) not in made}
+                tensors = {name: tensor for name, tensor in stand_ins.of(module) if prefix + name in nowhere}
+                missing = {name for name, tensor in tensors.items() if id(tensor) not in made}
                 left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
-                made |= {id(own[name]) for name in missing - left}
-                unmade |= {prefix + name: id(own[name]) for name in own if name in left}
+                made |= {id(tensors[name]) for name in missing - left}
+                unmade |= {prefix + name: id(tensors[name]) for name in tensors if name in left}
         # Any module of a parameter with several names may make it.
         names = [name for name, tensor in unmade.items() if tensor not in made]
         if names:
@@ -201,8 +201,8 @@ class FullWeights:
         The module's other tensors have their values already. ``make`` gets copies of them, or blank tensors in place
         of shards; its writes to these are dropped.
         """
-        own = dict(stand_ins.of(module))
-        for name, tensor in own.items():
+        tensors = dict(stand_ins.of(module))
+        for name, tensor in tensors.items():
             is_blank = name in names or tensor.is_meta or is_sharded(tensor)
             stand_ins.show(tensor, unwritten(tensor) if is_blank else tensor.detach().to("cpu", copy=True))
         blank = {name: getattr(module, name).data_ptr() for name in names}
@@ -214,12 +214,12 @@ class FullWeights:
             # A tensor that replaced it, as ``to_empty`` does, may hold anything.
             if value.data_ptr() == blank[name] and is_unwritten(value.detach()):
                 left.add(name)
-            elif is_sharded(own[name]):
+            elif is_sharded(tensors[name]):
                 with torch.no_grad():
-                    dtensor.local(own[name]).copy_(dtensor.slice_for(own[name], value.detach()))
+                    dtensor.local(tensors[name]).copy_(dtensor.slice_for(tensors[name], value.detach()))
             else:  # ignored, or a buffer: every rank holds all of it
                 value.data = value.data.to(self._device)
-                stand_ins.replace(own[name], value)
+                stand_ins.replace(tensors[name], value)
         return left
 
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
@@ -243,17 +243,19 @@ def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: boo
     """Return where a rank gets each tensor from: "own", "rank 0" or "nowhere". All ranks compare in one message."""
     mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
     everyones = operations.gather_object([mine])
-    shapes = [[(name, shape) for name, shape, _ in one] for one in everyones]
-    for rank, one in enumerate(shapes):
-        if one != shapes[0]:
-            differing = next((f"{a} and {b}" for a, b in zip(shapes[0], one, strict=False) if a != b), "")
+    shapes = [[(name, shape) for name, shape, _ in model_print] for model_print in everyones]
+    for rank, model_print in enumerate(shapes):
+        if model_print != shapes[0]:
+            differing = next(
+                (f"{a} and {b}" for a, b in zip(shapes[0], model_print, strict=False) if a != b), ""
+            )
             raise ValueError(
-                f"the {model_name} differs between rank {rank} and rank 0: {len(one)} tensors and "
+                f"the {model_name} differs between rank {rank} and rank 0: {len(model_print)} tensors and "
                 f"{len(shapes[0])}{', ' + differing if differing else ''}"
             )
     origins = {}
     for position, name in enumerate(tensors):
-        prints = [one[position][2] for one in everyones]
+        prints = [model_print[position][2] for model_print in everyones]
         if set(prints) == {_META}:
             origins[name] = "nowhere"
         elif len(set(prints)) == 1 and prints[0] != _UNKNOWN:
