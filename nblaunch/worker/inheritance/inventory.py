@@ -1,8 +1,8 @@
-"""The inventory of inherited state: each kind of thing that a kernel may hold, and what a worker gets of it.
+"""The inventory of inherited state: each kind of state that a kernel may hold, and how much of it a worker gets.
 
 A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker of a
-forkserver or of spawn starts from a fresh interpreter, which has what the launch sends: the call, and the state that
-``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
+forkserver or of spawn starts from a fresh interpreter, which gets only what the launch sends: the call, and the state
+that ``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
 ``tests/contracts/inheritance/``; ``docs/how-a-launch-works.md`` shows the same table.
 """
 
@@ -13,18 +13,18 @@ from enum import Enum
 
 
 class Treatment(Enum):
-    """What a worker gets of a kind of state."""
+    """How much of a kind of state a worker gets."""
 
     KEPT = "kept"
     """As in the kernel."""
     RENEWED = "renewed"
-    """Made anew for this worker, and works."""
+    """The worker gets its own, which works."""
     DROPPED = "dropped"
     """Belongs to the kernel alone; the worker starts without it."""
     REFUSED = "refused"
     """An error, before the function starts or at the first use, says why and what to do."""
     NOTED = "noted"
-    """Not there or not usable; one line says so."""
+    """Missing or unusable; one line says so."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ KINDS: tuple[Kind, ...] = (
         "files open for reading",
         fork=Way(
             Treatment.RENEWED,
-            "a position of its own in each file, from where the kernel stood, also in files that are deleted or open "
-            "for writing as well; processes of a `DataLoader` have one each, too; locks stay with the kernel",
+            "each worker reads from its own position, which starts at the kernel's, even in files that are deleted or "
+            "also open for writing; so does each process of a `DataLoader`; locks stay with the kernel",
         ),
         fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
     ),
@@ -71,8 +71,8 @@ KINDS: tuple[Kind, ...] = (
         "files open for writing",
         fork=Way(
             Treatment.KEPT,
-            "all ranks write at the position that they share with the kernel, and nothing is lost or written twice; a "
-            "line names a file in which ranks may damage each other's data",
+            "all ranks share the kernel's position, and nothing is lost or written twice; a line names a file in which "
+            "ranks may damage each other's data",
         ),
         fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
     ),
@@ -80,9 +80,9 @@ KINDS: tuple[Kind, ...] = (
         "unfinished archives, compressed files and databases",
         fork=Way(
             Treatment.REFUSED,
-            "of gzip, bz2, xz, zip, HDF5, Parquet, Arrow, WAV, PDF and `dbm.dumb` the kernel holds a part in memory: "
-            "the first write of a rank raises an error, and the kernel alone completes the file. A line names a "
-            "compressor of `zstandard`. Ranks may add to a plain tar archive and to databases of SQLite and LMDB",
+            "the kernel holds part of an unfinished gzip, bz2, xz, zip, HDF5, Parquet, Arrow, WAV, PDF or `dbm.dumb` "
+            "file in memory: a rank's first write raises an error, and only the kernel completes the file. A line "
+            "names a compressor of `zstandard`. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
             Treatment.REFUSED,
@@ -92,16 +92,16 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "folders",
-        fork=Way(Treatment.RENEWED, "a listing that has begun goes on in each rank by itself"),
-        fresh=Way(Treatment.REFUSED, f"a listing that has begun {_NOT_PICKLED}"),
+        fork=Way(Treatment.RENEWED, "each rank continues a started listing by itself"),
+        fresh=Way(Treatment.REFUSED, f"a started listing {_NOT_PICKLED}"),
     ),
     Kind(
         "pipes and sockets",
         fork=Way(
             Treatment.KEPT,
-            "shared with the kernel and all ranks: each byte reaches one reader. Clients of HTTP (`requests`, `httpx`, "
-            "`urllib3`, `http.client`) connect anew. Other connections to other machines are the first rank's; other "
-            "ranks find them closed",
+            "shared with the kernel and all ranks: each byte reaches one reader. HTTP clients (`requests`, `httpx`, "
+            "`urllib3`, `http.client`) reconnect. Other connections to other machines belong to the first rank; the "
+            "other ranks find them closed",
         ),
         fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
     ),
@@ -109,8 +109,8 @@ KINDS: tuple[Kind, ...] = (
         "queues between processes",
         fork=Way(
             Treatment.KEPT,
-            "shared with the kernel and all ranks. What ranks have put into a `multiprocessing.Queue` and no "
-            "process has read when they end, tensors too, is kept for the kernel. `put()` into a full "
+            "shared with the kernel and all ranks. The kernel keeps values and tensors that ranks have put into a "
+            "`multiprocessing.Queue` and that no process has read before the ranks end. `put()` into a full "
             "`SimpleQueue`, `Pipe` or queue with a size waits, and a note names it after two seconds. Proxies of a "
             "`Manager` work",
         ),
@@ -132,15 +132,15 @@ KINDS: tuple[Kind, ...] = (
         "programs of subprocess",
         fork=Way(
             Treatment.KEPT,
-            "`poll()`, `wait()` and `kill()` act on the kernel's program, which runs on when the worker ends; its "
-            "streams are shared with the kernel",
+            "`poll()`, `wait()` and `kill()` act on the kernel's program, which keeps running when the worker ends; "
+            "worker and kernel share its streams",
         ),
         fresh=Way(Treatment.REFUSED, f"a `Popen` {_NOT_PICKLED}"),
     ),
     Kind(
         "exit handlers",
         fork=Way(
-            Treatment.DROPPED, "`atexit` and `weakref.finalize` calls of the kernel run in the kernel alone"
+            Treatment.DROPPED, "the kernel's `atexit` and `weakref.finalize` calls run only in the kernel"
         ),
         fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
@@ -148,8 +148,8 @@ KINDS: tuple[Kind, ...] = (
         "signal handlers",
         fork=Way(
             Treatment.KEPT,
-            "handlers that cells have set, except for SIGTERM, SIGHUP and SIGQUIT, which have the system's default, "
-            "and SIGINT and SIGCHLD, which are the worker's; timers stay with the kernel",
+            "the worker keeps handlers that cells have set, except for SIGTERM, SIGHUP and SIGQUIT (the system's "
+            "defaults) and SIGINT and SIGCHLD (the worker's own); timers stay with the kernel",
         ),
         fresh=Way(Treatment.DROPPED, "all signals have Python's defaults"),
     ),
@@ -162,12 +162,12 @@ KINDS: tuple[Kind, ...] = (
         "buffers of C streams",
         fork=Way(
             Treatment.DROPPED,
-            "the kernel alone writes what its C code has buffered; a worker writes at its end what the function's C "
-            "code has buffered",
+            "only the kernel writes what its C code has buffered; a worker writes the output that the function's C "
+            "code has buffered when the worker ends",
         ),
         fresh=Way(
             Treatment.DROPPED,
-            "a fresh process has none of the kernel's; it writes at its end what the function's C code has buffered",
+            "a fresh process starts with empty buffers; it writes the function's buffered output when it ends",
         ),
     ),
     Kind(
@@ -179,19 +179,20 @@ KINDS: tuple[Kind, ...] = (
         "random generators",
         fork=Way(
             Treatment.KEPT,
-            "`random`, NumPy's global generator and torch's on the CPU have the kernel's states, alike on all ranks "
-            "and in each attempt; then the kernel's move on, so that the next launch draws other numbers. A generator "
-            "that is an object (`numpy.random.default_rng()`, `torch.Generator`) is copied: the next launch replays it",
+            "`random`, NumPy's global generator and torch's CPU generator start from the kernel's states, equally on "
+            "all ranks and in each attempt; the kernel then advances its own, so the next launch draws other numbers. "
+            "Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the next launch draws the "
+            "same numbers again",
         ),
         fresh=Way(Treatment.KEPT, "the same"),
     ),
     Kind(
         "import path and modules",
-        fork=Way(Treatment.KEPT, "all that the kernel has imported"),
+        fork=Way(Treatment.KEPT, "every module that the kernel has imported"),
         fresh=Way(
             Treatment.KEPT,
-            "`sys.path`, and the user's modules from the files from which the kernel has them, also after `%cd` or a "
-            "change of the path. A file that was edited since its import counts as it is now",
+            "`sys.path`, and your modules from the same files as in the kernel, even after `%cd` or a change of the "
+            "path. If you have edited a file since its import, the worker loads the new version",
         ),
     ),
     Kind(
@@ -212,19 +213,21 @@ KINDS: tuple[Kind, ...] = (
             Treatment.KEPT,
             "limits of `sys`, thresholds of `gc`, locale, decimal context, start method of `multiprocessing`; error "
             "handling and print options of NumPy; options of pandas, Matplotlib, scikit-learn, OpenCV, Pillow. Other "
-            "libraries have their defaults: set them inside the function",
+            "libraries start with their defaults: change these inside the function",
         ),
     ),
     Kind(
         "filters of warnings",
         fork=Way(Treatment.KEPT, "all"),
-        fresh=Way(Treatment.KEPT, "all; one for a category of a library, once the worker has imported it"),
+        fresh=Way(
+            Treatment.KEPT, "all; a filter for a library's category applies once the worker has imported it"
+        ),
     ),
     Kind(
         "loggers",
         fork=Way(
             Treatment.KEPT,
-            "levels and handlers; a `MemoryHandler` starts empty, and what ranks log to it is written when they end",
+            "levels and handlers; a `MemoryHandler` starts empty, and each rank writes its records when it ends",
         ),
         fresh=Way(
             Treatment.KEPT,
@@ -234,7 +237,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "connections to Ray",
         fork=Way(
-            Treatment.REFUSED, "no worker is forked from a process that is connected; the others start afresh"
+            Treatment.REFUSED,
+            "a process that is connected to Ray is not forked; workers start from a clean process",
         ),
         fresh=Way(
             Treatment.RENEWED, "`RAY_ADDRESS` names the kernel's cluster, to which the worker connects"
@@ -244,7 +248,8 @@ KINDS: tuple[Kind, ...] = (
         "runs of experiment trackers",
         fork=Way(
             Treatment.KEPT,
-            "a run of Weights & Biases takes what all ranks log. Of other trackers begin the run inside the function",
+            "a run of Weights & Biases collects what all ranks log. With other trackers, start the run inside the "
+            "function",
         ),
         fresh=Way(Treatment.KEPT, "the same"),
     ),
@@ -252,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
         "studies of optuna",
         fork=Way(
             Treatment.NOTED,
-            "a study in memory is copied to each worker: a line says that what the function writes to it is lost",
+            "each worker gets a copy of a study in memory; a line says that the function's changes to it are lost",
         ),
         fresh=Way(Treatment.NOTED, "the same"),
     ),
@@ -269,8 +274,8 @@ KINDS: tuple[Kind, ...] = (
         "compiled functions",
         fork=Way(
             Treatment.KEPT,
-            "what `torch.compile` has compiled runs as it is where a worker has as many threads as the kernel, and is "
-            "compiled again, from inductor's cache, where it has not. Inductor's pools are made anew",
+            "compiled code runs unchanged if the worker has as many threads as the kernel; otherwise it is compiled "
+            "again, from inductor's cache. Inductor's pools are created again",
         ),
         fresh=Way(
             Treatment.RENEWED, "compiled again with the same settings, from inductor's cache on the disk"
@@ -280,12 +285,12 @@ KINDS: tuple[Kind, ...] = (
         "thread pools",
         fork=Way(
             Treatment.RENEWED,
-            "`ThreadPoolExecutor`, `ThreadPool` and asyncio's executor start threads at the first use in a worker; the "
-            "kernel's tasks stay there",
+            "`ThreadPoolExecutor`, `ThreadPool` and asyncio's executor start new threads at the first use in a worker; "
+            "the kernel's tasks stay in the kernel",
         ),
         fresh=Way(
             Treatment.RENEWED,
-            "`ThreadPoolExecutor` is made anew; `ThreadPool` is refused by the error about pickling",
+            "the worker gets a new `ThreadPoolExecutor`; a `ThreadPool` can't be pickled, and an error says so",
         ),
     ),
     Kind(
@@ -296,15 +301,16 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.RENEWED,
-            "`ProcessPoolExecutor` is made anew; `multiprocessing.Pool` is refused by the error about pickling",
+            "the worker gets a new `ProcessPoolExecutor`; a `multiprocessing.Pool` can't be pickled, and an error says "
+            "so",
         ),
     ),
     Kind(
         "threads",
         fork=Way(
             Treatment.NOTED,
-            "none runs in a worker: a note names a `join()` of one, and a wait that no thread of the worker can end is "
-            "named within seconds",
+            "the kernel's threads do not run in a worker. Within seconds, a note names a `join()` of such a thread, or "
+            "any wait that no thread of the worker can end",
         ),
         fresh=Way(Treatment.REFUSED, "a thread can't be pickled, and an error names the variable"),
     ),
@@ -312,7 +318,7 @@ KINDS: tuple[Kind, ...] = (
         "locks",
         fork=Way(
             Treatment.NOTED,
-            "a copy for each worker; a wait for one that a thread of the kernel holds is named within seconds",
+            "each worker gets a copy; within seconds, a note names a wait for a lock that a thread of the kernel holds",
         ),
         fresh=Way(Treatment.REFUSED, "a lock can't be pickled, and an error names the variable"),
     ),
@@ -320,21 +326,21 @@ KINDS: tuple[Kind, ...] = (
         "data loaders",
         fork=Way(
             Treatment.RENEWED,
-            "a `DataLoader` starts processes of its own; an iterator that the kernel has begun goes on without "
-            "processes, and is refused with them",
+            "a `DataLoader` starts its own processes; an iterator that the kernel has started continues if it has no "
+            "processes, and raises an error if it has",
         ),
         fresh=Way(
             Treatment.RENEWED,
-            "a `DataLoader` starts processes of its own; an iterator with processes is refused by the error about "
-            "pickling",
+            "a `DataLoader` starts its own processes; an iterator with processes can't be pickled, and an error says "
+            "so",
         ),
     ),
     Kind(
         "generators and iterators",
         fork=Way(
             Treatment.NOTED,
-            "each rank has a copy, which goes on from where the kernel's stands: a line says that all ranks get the "
-            "same values",
+            "each rank gets a copy that continues from the kernel's position; a line says that all ranks get the same "
+            "values",
         ),
         fresh=Way(
             Treatment.NOTED,
@@ -349,8 +355,8 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "event loops",
-        fork=Way(Treatment.DROPPED, "`asyncio.run` and `asyncio.get_event_loop` make one for the worker"),
+        fork=Way(Treatment.DROPPED, "`asyncio.run` and `asyncio.get_event_loop` create one for the worker"),
         fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
 )
-"""Ordered by what users meet first."""
+"""In the order in which users meet them."""
