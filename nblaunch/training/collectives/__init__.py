@@ -1,9 +1,9 @@
-"""Values of all ranks.
+"""Collectives on values of all ranks.
 
-operations.py   gather, reduce, broadcast and the like, over nested structures of tensors
-metrics.py      gather_for_metrics: each sample of the dataset once
-nested.py       walk these structures
-containers.py   what is in a container, and the same container with other contents
+operations.py   gather, reduce, broadcast and similar, over nested structures of tensors
+metrics.py      gather_for_metrics: gathers each sample of the dataset once
+nested.py       functions that walk these structures
+containers.py   reads a container's contents, and rebuilds the container with other contents
 dtensor.py      sharded tensors
-rng.py          random states: seed them, make them equal over ranks, keep them for checkpoints
+rng.py          random states: seeds them, makes them equal on all ranks, saves them for checkpoints
 """

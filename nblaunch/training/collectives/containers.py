@@ -1,8 +1,8 @@
-"""Containers of batches and outputs: read their contents, and make the same container with other contents.
+"""Containers of batches and outputs: reads their contents, and makes copies with other contents.
 
 Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys and its
-attributes (``default_factory``, ``maxlen``, what a subclass adds), regardless of its constructor's arguments: a copy
-gets the new contents. Only a container that can't be copied is made by its constructor, and the result is compared.
+attributes (``default_factory``, ``maxlen``, attributes of a subclass), whatever its constructor's arguments are: a copy
+gets the new contents. A container that can't be copied is created with its constructor, and the result is checked.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class Leaf:
-    """Base of classes whose instances are leaves, though they are dataclasses or sequences."""
+    """Base of classes whose instances are leaves although they are dataclasses or sequences."""
 
     __slots__ = ()
 
 
-# Sequences of characters and numbers; no tensor can be in them.
+# Sequences of characters and numbers, which can't contain tensors.
 _LEAVES = (
     torch.Tensor, str, UserString, bytes, bytearray, memoryview, range, array.array, torch.Size, type, Leaf,
 )  # fmt: skip
 
 
 def children(data: Any) -> Sequence[Any] | None:
-    """Return what is directly in a container, in order; None if ``data`` is a leaf."""
+    """Return the direct contents of a container, in order; None if ``data`` is a leaf."""
     kind = type(data)
     if kind is list or kind is tuple:
         return data
@@ -48,7 +48,7 @@ def children(data: Any) -> Sequence[Any] | None:
 
 
 def rebuilt(data: Any, values: list[Any]) -> Any:
-    """Return a container like ``data`` with ``values`` in place of its children; ``data`` stays as it is.
+    """Return a container like ``data`` with ``values`` in place of its children; ``data`` stays unchanged.
 
     Raises:
         TypeError: the class can't be copied with other contents.
@@ -83,7 +83,7 @@ def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
 
 
 def check_independent(operation: str, data: Any) -> None:
-    """Raise TypeError for a container whose tensors describe each other, and can't be joined or cut one by one."""
+    """Raise TypeError for a container whose tensors depend on each other, so they can't be joined or cut singly."""
     for part in children(data) or ():
         check_independent(operation, part)
     if isinstance(data, PackedSequence):
@@ -114,7 +114,7 @@ def _rebuilt_fields(data: Any, values: list[Any]) -> Any:
 def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
     kind: Any = type(data)
     try:
-        made = tuple.__new__(kind, values)  # the class's own may take other arguments, or change them
+        made = tuple.__new__(kind, values)  # the class's own __new__ may take other arguments, or change them
     except TypeError:
         made = kind(values)  # Python rejects the above for classes of torch.return_types
     if hasattr(data, "__dict__"):
@@ -149,7 +149,7 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
 
 
 def _copied(data: Any) -> Any:
-    """Return a copy that shares no contents; if the container wraps another one, that is copied, too."""
+    """Return a copy that shares no contents; if the container wraps another one, copy that, too."""
     made = copy.copy(data)
     if not isinstance(data, (dict, list)) and not hasattr(type(data), "__copy__"):
         for name, value in vars(made).items() if hasattr(made, "__dict__") else ():
@@ -159,7 +159,7 @@ def _copied(data: Any) -> Any:
 
 
 def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
-    """Return what an immutable container's class makes of ``contents``, after checking that it holds just these."""
+    """Return an immutable container's class called with ``contents``, after checking that it contains exactly these."""
     try:
         made = type(data)(contents)
     except Exception as error:

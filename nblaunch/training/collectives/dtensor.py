@@ -1,7 +1,7 @@
 """Sharded tensors (:class:`torch.distributed.tensor.DTensor`): full tensors to shards, and shards to full tensors.
 
-Every function also takes plain tensors and returns them as they are, so that callers need no branch. The strategy
-decides what is sharded, and how.
+Every function also accepts plain tensors and returns them unchanged, so callers need no branch. The strategy decides
+what is sharded, and how.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def num_sharded(state: Any) -> int:
-    """Return how many tensors in a nested state this rank does not hold in full."""
+    """Return the number of tensors in a nested state that this rank holds only in part."""
     return sum(is_sharded(leaf) and not _is_full(leaf) for leaf in nested.leaves(state))
 
 
@@ -32,12 +32,12 @@ def _is_full(shard: Any) -> bool:
 
 
 def local(value: T) -> T:
-    """Return the shard of a tensor that is on this rank."""
+    """Return this rank's shard of a tensor."""
     return value.to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
 
 def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return the view of ``full`` that is this rank's ``shard`` of it; no copy."""
+    """Return a view of the part of ``full`` that corresponds to this rank's ``shard``; no copy."""
     offset, shape = extent(shard)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         full = full.narrow(dim, start, length)
@@ -54,7 +54,7 @@ def shard_like(full: Any, like: Any) -> Any:
 def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     """Return a shard of the same part of the full tensor as ``like``, with the elements ``held``, on their device.
 
-    ``held`` may be in host memory although the mesh is one of GPUs, as for offloaded weights and copies for files.
+    ``held`` may be in host memory although the mesh is of GPUs, such as offloaded weights and copies for files.
 
     Args:
         like: a shard of that part.
@@ -63,7 +63,7 @@ def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
     """
     from torch.distributed.tensor import DTensor
 
-    # from_local would move the elements to the mesh's devices; FSDP2 makes its own shards this way.
+    # from_local would move the elements to the mesh's devices; FSDP2 creates its own shards this way.
     meta = like._spec.tensor_meta._replace(dtype=held.dtype)
     spec = dataclasses.replace(like._spec, mesh=mesh or like.device_mesh, tensor_meta=meta)
     return DTensor(held, spec, requires_grad=False)
@@ -78,7 +78,7 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
     """Return this rank's shard of ``full`` along ``dims``, as :func:`dimensions` returns them.
 
     Args:
-        full: the same on all ranks.
+        full: equal on all ranks.
         dims: one entry for each dimension of a mesh.
         others: shards; the result uses the mesh of the first one whose mesh has that many dimensions. If there is none,
             ``full`` is returned.
@@ -102,7 +102,7 @@ def shard_state_dict(full: Mapping[str, Any], like: Mapping[str, Any]) -> dict[s
 
 
 def gather(state: Any, keep: bool) -> Any:
-    """Return a nested state with full tensors, on the CPU. All ranks call it with states of the same form.
+    """Return a nested state with full tensors, on the CPU. All ranks must call it with states of the same structure.
 
     With ``keep=False`` this rank only contributes, and gets None for each sharded tensor.
     """
@@ -120,7 +120,7 @@ def gather(state: Any, keep: bool) -> Any:
 
 
 def _exchangeable(shard: Any) -> Any:
-    """Return a shard on a device where ranks can exchange it; an offloaded one is in host memory, its mesh on GPUs.
+    """Return a shard on a device where ranks can exchange it: an offloaded shard of a GPU mesh is in host memory.
 
     Ranks that share a GPU communicate over gloo, and torch 2.11 crashes when it gathers GPU tensors over gloo.
     """
@@ -142,7 +142,7 @@ def _on_cpu(mesh: Any) -> Any:
 
 
 def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """Return a module's full weights, as :func:`gather` does. Tied weights are one tensor under all their names."""
+    """Return a module's full weights, like :func:`gather`. Tied weights are one tensor under all their names."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     twins = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -156,7 +156,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
 
     Args:
         norm_type: the p of the norm; infinity for the largest element.
-        device: where ranks can exchange numbers.
+        device: device on which ranks can exchange numbers.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -172,7 +172,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
 
 
 def _summed(gradient: Any) -> Any:
-    """Return the sum of a gradient of which every rank holds one summand."""
+    """Return the sum of a gradient; each rank holds one summand."""
     from torch.distributed.tensor import Replicate
 
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]
@@ -186,7 +186,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all shards, from the norm of this rank's shards."""
+    """Return the norm over all shards, from the norms of this rank's shards."""
     largest = norm_type == float("inf")
     for mesh_dim, placement in enumerate(placements):
         if placement.is_replicate():

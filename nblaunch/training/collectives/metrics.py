@@ -1,19 +1,19 @@
-"""``gather_for_metrics``: gather what ranks computed for their batches, each sample of the dataset once.
+"""``gather_for_metrics``: gathers what ranks computed for their batches, each sample of the dataset once.
 
     rank 0    {"scores": rows 0 1, "texts": ["a", "b"]}  ┐
     rank 1    {"scores": rows 2 0, "texts": ["c", "a"]}  ┴─> {"scores": rows 0 1 2, "texts": ["a", "b", "c"]}
 
 Loaders complete the last batch of an epoch with samples from the epoch's start. Real samples come first in the gathered
-rows, so the added ones are cut off at the end. The size of an item alone decides whether it belongs to a sample:
+rows, so the added ones are cut off at the end. The size of an item decides whether it belongs to samples:
 
     as many rows as the completed batch has samples   one per sample: cut
     one row per rank                                  a value of the rank's batch, such as a loss: all are kept
-    any other number                                  an error: it can't be known which rows belong to which sample
+    any other number                                  an error: the rows can't be assigned to samples
 
-Tensors are gathered as tensors. Other objects, beside tensors or instead of them, are pickled:
+Tensors are gathered as tensors. Other objects, next to or instead of tensors, are pickled:
 
     a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
-    another object, as a number or a text             a value of the rank; becomes a list with one item per rank
+    another object, such as a number or a text        a value of the rank; becomes a list with one item per rank
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def gather_for_metrics(
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
-        data: as there, as is ``use_gather_object``.
-        accumulation: has the loader that is being read.
-        num_data_ranks: number of ranks with different data; other ranks may share theirs. None: all ranks.
+        data: as in ``Accelerator.gather_for_metrics``, like ``use_gather_object``.
+        accumulation: knows the current loader.
+        num_data_ranks: number of ranks with different data; several ranks may share data. None: all ranks.
 
     Raises:
-        ValueError: samples were added to the last batch, and ``data`` has something that can't be cut.
+        ValueError: samples were added to the last batch, and a part of ``data`` can't be cut.
     """
     num_ranks = num_data_ranks or operations.world_size()
     num_alike = operations.world_size() // num_ranks
@@ -64,7 +64,7 @@ def _as_list(leaf: Any) -> Any:
 
 
 def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
-    """Return the rows of every ``num_alike``-th rank: ranks between have the same data."""
+    """Return the rows of every ``num_alike``-th rank; the ranks between have the same data."""
     parts = gathered.reshape(operations.world_size(), -1, *gathered.shape[1:])
     return parts[::num_alike].flatten(0, 1)
 
@@ -105,11 +105,11 @@ def _items_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
 
 
 def _is_column(data: Any, use_gather_object: bool) -> bool:
-    """Return whether ``data`` has an object per sample, rather than several columns of them."""
+    """Return whether ``data`` has one object per sample, rather than several columns."""
     if isinstance(data, Mapping) or _is_record(data):
         return False
     parts = containers.children(data)
-    if parts is None:  # an iterable of another kind, as a set or an array
+    if parts is None:  # an iterable of another kind, such as a set or an array
         return True
     if use_gather_object:
         return True
@@ -122,13 +122,13 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
 
 
 def _is_record(data: Any) -> bool:
-    """Return whether ``data`` has fields with names: a named tuple, a dataclass."""
+    """Return whether ``data`` has named fields: a named tuple, a dataclass."""
     is_sequence = isinstance(data, Sequence)
     return nested.is_namedtuple(data) or (not is_sequence and containers.children(data) is not None)
 
 
 def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: bool) -> Any:
-    """Return ``data`` with a :class:`_Slot` in place of each tensor, which goes to ``tensors``, and with columns."""
+    """Return ``data`` with a :class:`_Slot` for each tensor, which is appended to ``tensors``, and with columns."""
     if isinstance(data, torch.Tensor):
         if use_gather_object:
             return _Column(data) if data.ndim else data
@@ -164,7 +164,7 @@ def _describe(structure: Any) -> str:
 
 
 def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
-    """Merge the structures of all ranks, which are alike, into one."""
+    """Merge the structures of all ranks, which have the same form, into one."""
     first = everyones[0]
     if isinstance(first, _Slot):
         return gathered[first.position]
@@ -189,11 +189,11 @@ class _Tail:
     """The last batch of all ranks.
 
     Args:
-        samples: how many it has.
-        completed: how many it has with the added ones; in a lone process, which adds none, the rows of a full batch.
-            0: not known.
-        num_ranks: ranks with different data.
-        is_lone: nothing was added.
+        samples: number of its samples.
+        completed: number of its samples including the added ones; in a lone process, which adds none, the rows of a
+            full batch. 0: unknown.
+        num_ranks: number of ranks with different data.
+        is_lone: no samples were added.
     """
 
     samples: int
@@ -202,7 +202,7 @@ class _Tail:
     is_lone: bool
 
     def cut(self, gathered: Any) -> Any:
-        """Return what ranks gathered, without the added samples."""
+        """Return the gathered data without the added samples."""
         if isinstance(gathered, torch.Tensor):
             return self._cut_tensor(gathered)
         parts = containers.children(gathered)
@@ -254,12 +254,12 @@ class _Tail:
 
 
 def _are_alike(rows: torch.Tensor) -> bool:
-    """Return whether one value was repeated, which may be NaN."""
+    """Return whether the list repeats one value, which may be NaN."""
     return bool(((rows == rows[:1]) | (rows != rows)).all())
 
 
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
-    """Return the last batch if the loop is at it and it has to be cut."""
+    """Return the last batch if the loop is at it and it must be cut."""
     loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader:
         return None
@@ -277,5 +277,5 @@ def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
 
 
 def _drops_last(loader: Any) -> bool:
-    batch_sampler = getattr(loader, "batch_sampler", None)  # a loader of the user's own may have neither
+    batch_sampler = getattr(loader, "batch_sampler", None)  # a user's own loader may have neither
     return bool(getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False))

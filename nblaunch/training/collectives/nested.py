@@ -1,6 +1,6 @@
-"""Walking nested batches and outputs: sequences, mappings and dataclasses of tensors.
+"""Functions that walk nested batches and outputs: sequences, mappings and dataclasses of tensors.
 
-Structure and types are kept (``containers.py``); leaves are replaced. Nothing here communicates.
+They keep structure and types (``containers.py``) and replace leaves. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from nblaunch.training.collectives.containers import check_independent, children
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return the items of ``generator`` in a sequence of the type of ``obj``, a named tuple for instance."""
+    """Return the items of ``generator`` in a sequence of the type of ``obj``, for example a named tuple."""
     return containers.rebuilt_sequence(obj, list(generator))
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Replace every leaf of ``data`` by ``function(leaf)``; see :func:`children` for what is not a leaf."""
+    """Replace every leaf of ``data`` by ``function(leaf)``; :func:`children` defines leaves."""
     parts = children(data)
     if parts is None:
         return function(data)
@@ -49,7 +49,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether ``tensor`` is one."""
+    """Return whether ``tensor`` is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
@@ -64,13 +64,13 @@ def recursively_apply(
     """Return ``data`` with ``func(leaf, *args, **kwargs)`` in place of its leaves.
 
     Args:
-        func: gets one leaf.
+        func: function of one leaf.
         data: nested lists, tuples and mappings.
-        test_type: which leaves are replaced; by default tensors.
-        error_on_other_type: whether another leaf is an error.
+        test_type: decides which leaves are replaced; by default tensors.
+        error_on_other_type: raise for any other leaf.
 
     Raises:
-        TypeError: there is another leaf, and it is an error.
+        TypeError: there is another leaf, and ``error_on_other_type`` is True.
     """
 
     def apply(leaf: Any) -> Any:
@@ -79,7 +79,7 @@ def recursively_apply(
         if error_on_other_type:
             name = getattr(func, "__name__", repr(func))
             raise TypeError(
-                f"Unsupported types ({type(leaf)}) passed to `{name}`: of nested lists, tuples and dicts it takes "
+                f"Unsupported types ({type(leaf)}) passed to `{name}`: in nested lists, tuples and dicts it accepts "
                 f"only leaves for which {test_type.__name__} is true"
             )
         return leaf
@@ -93,15 +93,15 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Return ``tensor`` with every leaf that has a ``to`` on ``device``; other leaves as they are.
+    """Return ``tensor`` with every leaf that has a ``to`` moved to ``device``; other leaves stay unchanged.
 
-    An object with its own ``to`` (a tokenizer's batch, a graph, a packed sequence) is moved by it as a whole, even if
-    it is a mapping or a tuple.
+    If an object has its own ``to`` (a tokenizer's batch, a graph, a packed sequence), that moves the whole object, even
+    if it is a mapping or a tuple.
 
     Args:
         tensor: tensor or nested structure.
         device: destination.
-        non_blocking: copy asynchronously, where memory is pinned.
+        non_blocking: copy asynchronously if memory is pinned.
         skip_keys: keys of mappings whose values stay where they are.
     """
     if isinstance(tensor, torch.Tensor):
@@ -112,7 +112,7 @@ def send_to_device(
     if callable(getattr(tensor, "to", None)) and not (is_mapping and skipped):
         try:
             return tensor.to(device, non_blocking=non_blocking)
-        except TypeError:  # a ``to`` that knows no ``non_blocking``
+        except TypeError:  # a ``to`` without ``non_blocking``
             return tensor.to(device)
     parts = children(tensor)
     if parts is None:
@@ -126,7 +126,7 @@ def send_to_device(
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return a tensor or nested structure with fp16 and bf16 tensors converted to fp32; everything else as it is."""
+    """Return a tensor or nested structure with fp16 and bf16 tensors converted to fp32; the rest stays unchanged."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda leaf: leaf.float() if leaf.dtype in half else leaf, tensor)
 
@@ -134,7 +134,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 def count_rows(batch: Any) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor; 0 if it has no tensor.
 
-    Called at every step, so it tries the first leaf first: in most batches, that is the tensor.
+    It is called in every step, so it tries the first leaf first: in most batches, that is the tensor.
     """
     first = batch
     while not isinstance(first, torch.Tensor):
@@ -174,7 +174,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``tensor[tensor_slice]`` of every tensor. Functions that cut in another way may need the rank."""
+    """Return ``tensor[tensor_slice]`` for every tensor; ``process_index`` is for functions that need the rank."""
     check_independent("slice_tensors", data)
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 
@@ -184,7 +184,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
     Args:
         tensor: tensor or nested structure of tensors.
-        batch_size: their size in ``dim``; tensors of another size there stay as they are.
+        batch_size: size in ``dim`` of the tensors to pad; other tensors stay unchanged.
         num_processes: the divisor.
         dim: the dimension.
     """
@@ -212,7 +212,7 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def listify(data: Any) -> Any:
-    """Convert tensors to lists of Python numbers; bf16, which NumPy doesn't know, by way of fp32."""
+    """Convert tensors to lists of Python numbers; bf16, which NumPy does not support, goes through fp32."""
     return map_tensors(lambda tensor: tensor.detach().tolist(), data)
 
 
@@ -221,7 +221,7 @@ def listify(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorInformation(containers.Leaf):
-    """The shape and type needed to make a tensor that another process will fill."""
+    """The shape and type of a tensor that another process will fill."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -247,5 +247,5 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Do the reverse of :func:`get_data_structure`, with arbitrary contents."""
+    """Reverse :func:`get_data_structure`, with arbitrary contents."""
     return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)

@@ -1,17 +1,17 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type, except for ``pad_across_processes`` and
-the functions for objects. While a rank waits in a collective, the board says so. In a lone process, these functions
-return their argument, and ``reduce`` returns a copy of it. A rank that has not joined its job yet joins it at the first
+the functions for objects. While a rank waits in a collective, the board shows it. In a lone process, these functions
+return their argument, and ``reduce`` returns a copy of it. A rank that has not joined its job yet joins it in its first
 collective.
 
-If values are only copied, tensors travel as bytes: process groups differ in the types they support (gloo has no bool),
-but all support bytes, and the result is exact.
+If values are only copied, tensors are sent as bytes: process groups differ in the types they support (gloo has no
+bool), but all support bytes, and the result is exact.
 
-If tensors differ between ranks, gloo ends the process from its C++ side, with no exception. So ranks first compare
-digests of all shapes where that is cheap, which is over gloo; on a GPU every comparison would wait for the device.
-Whether they compare depends on the process group alone, never on a rank's data: a rank that has no tensor, or has it on
-another device, must take part in what the others do.
+If tensors differ between ranks, gloo ends the process from C++, without an exception. Ranks therefore first compare
+digests of all shapes if that is cheap, that is over gloo; on a GPU every comparison would wait for the device. Only the
+process group decides whether they compare, never a rank's data: a rank that has no tensor, or has it on another device,
+must take part in the same collectives as the others.
 
 Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
 ``torchrun``, share no secret: there, as with torch's own object collectives, the network must be trusted.
@@ -37,18 +37,18 @@ from nblaunch.wire import signing
 
 _REDUCTIONS = ("sum", "mean", "max", "min")
 
-_DIGEST_BYTES = 8  # of a structure that is compared
+_DIGEST_BYTES = 8  # size of the digest of a compared structure
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 _OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
 _HINT = "\nCall pad_across_processes first, or use even_batches=True for loaders."
-_RELEASE_TIMEOUT_S = 1.0  # far more than it takes
+_RELEASE_TIMEOUT_S = 1.0  # much longer than it takes
 
-# torch 2.13 renamed it and warns about the old name; this can go when 2.13 is the oldest that is supported.
+# torch 2.13 renamed it and warns about the old name; remove this when 2.13 is the oldest supported version.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def compares_shapes() -> bool:
-    """Return whether collectives compare the shapes of their tensors over ranks first, wherever the tensors are."""
+    """Return whether collectives first compare the shapes of tensors over ranks, whatever their device."""
     here = context.current()
     if here.compares_shapes is not None:
         return here.compares_shapes
@@ -56,20 +56,20 @@ def compares_shapes() -> bool:
 
 
 def world_size() -> int:
-    """Return the number of ranks in the process group, which this process joins if it is a rank; 1 without one."""
+    """Return the number of ranks in the process group, which a rank joins if necessary; 1 without a group."""
     return dist.get_world_size() if _joins() else 1
 
 
 def rank() -> int:
-    """Return the rank in the process group, which this process joins if it is a rank; 0 without one."""
+    """Return the rank in the process group, which a rank joins if necessary; 0 without a group."""
     return dist.get_rank() if _joins() else 0
 
 
 def _joins() -> bool:
-    """Return whether this process is in a process group; join its job's group if nothing has done so yet."""
+    """Return whether this process is in a process group; join its job's group if it has not joined any."""
     if not is_distributed():
         here = context.current()
-        # A process with a training state has joined before: if it is in no group now, it left its group or had none.
+        # A process with a training state has already joined: if it is in no group now, it left its group or had none.
         if here.training is None and here.topology.world_size > 1:
             join()
     return is_distributed()
@@ -95,7 +95,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine every tensor of ``tensor`` over ranks, elementwise; see ``Accelerator.reduce``.
 
-    The default of ``reduction`` is ``"mean"`` here and ``"sum"`` there, as with Accelerate.
+    The default of ``reduction`` is ``"mean"`` here and ``"sum"`` in ``Accelerator.reduce``, as in Accelerate.
     """
     check_choice("reduction", reduction, _REDUCTIONS)
     if world_size() == 1:
@@ -126,7 +126,7 @@ def gather_object(object: Any) -> Any:
 
 
 def check_that_all_have_objects() -> None:
-    """Raise on every rank if some have objects for metrics and others have none, if ranks compare that at all."""
+    """If ranks compare data at all, raise on every rank if only some have objects for metrics."""
     if _compares_first():
         _check_alike("gather", _OBJECTS)
 
@@ -169,9 +169,9 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def _compares_first() -> bool:
-    """Return whether ranks compare their data before they exchange it; the answer is the same on all ranks.
+    """Return whether ranks compare their data before they exchange it; the answer is equal on all ranks.
 
-    They compare if gloo exchanges CPU tensors, even if there is another group for the tensors of devices.
+    They compare if gloo exchanges CPU tensors, even if another group exchanges device tensors.
     """
     if world_size() == 1:
         return False
@@ -179,7 +179,7 @@ def _compares_first() -> bool:
 
 
 def _check_alike(operation: str, described: str) -> None:
-    """Raise on every rank if ``described`` is not the same on all of them."""
+    """Raise on every rank if ``described`` differs between ranks."""
     mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     if bytes(digests.cpu().numpy()) == mine * world_size():
@@ -194,9 +194,9 @@ def _check_alike(operation: str, described: str) -> None:
 
 
 def _describe(operation: str, data: Any) -> str:
-    """Describe a structure in a text that must be the same on all ranks. Lists and tuples count as the same.
+    """Describe a structure in a text that must be equal on all ranks. Lists and tuples count as equal.
 
-    For padding, sizes may differ, but neither types nor the number of dimensions.
+    For padding, sizes may differ, but types and the number of dimensions may not.
     """
     if isinstance(data, torch.Tensor):
         if operation == "pad_across_processes":
@@ -219,33 +219,33 @@ def _pickled(value: Any) -> torch.Tensor:
 
 def _unpickled(row: torch.Tensor) -> Any:
     # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over a connection of
-    # the process group that was made when the rank joined; they never lie in the store, where others could put them.
+    # the process group that opened when the rank joined; they are never on the store, where others could replace them.
     return signing.load(bytes(row.numpy()), context.current().key)
 
 
 def _wait_until_released(*tensors: torch.Tensor) -> None:
-    """Wait until the process group's threads have let go of temporary tensors.
+    """Wait until the process group's threads have released temporary tensors.
 
-    They do so a moment after the collective has returned. The last thread to release a tensor that Python has seen
-    needs the interpreter's lock, and destroying a group waits for its threads while holding that lock. A script that
-    ends right after a collective would wait forever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
+    They do so shortly after the collective has returned. The last thread to release a tensor that Python has seen needs
+    the interpreter's lock, and destroying a group waits for its threads while it holds that lock. A script that ends
+    right after a collective would wait forever (torch 2.13: ``ProcessGroupGloo`` is destroyed with the lock).
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return  # groups of devices keep tensors until the device is through, and are taken down without the lock
+        return  # groups of devices keep tensors until the device has finished, and are destroyed without the lock
     untyped: tuple[Any, ...] = tensors  # torch's stubs don't know _use_count
     deadline = time.monotonic() + _RELEASE_TIMEOUT_S
     while any(tensor._use_count() > 1 for tensor in untyped) and time.monotonic() < deadline:
-        time.sleep(0)  # gives the lock away
+        time.sleep(0)  # releases the lock
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor's memory as flat bytes, copied only where the process group needs it moved."""
-    # Moved first, because a device may not be able to view its memory as bytes.
+    """Return a contiguous tensor's memory as flat bytes; copy it only if the process group needs it elsewhere."""
+    # Move first, because a device may not be able to view its memory as bytes.
     return tensor.detach().to(_transport_device(tensor.device)).reshape(-1).view(torch.uint8)
 
 
 def _transport_device(device: torch.device) -> torch.device:
-    """Return where the process group wants its tensors: gloo on the CPU, the others on the device itself.
+    """Return the device of tensors for the process group: the CPU for gloo, the device itself for others.
 
     A group may have both: ``cpu:gloo,tpu:tpu_dist``.
     """
@@ -280,7 +280,7 @@ def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     with waiting():
         dist.broadcast(sent, src=from_process)
         _wait_until_released(sent)
-    # A copy was sent: the tensor is not contiguous, or on another device.
+    # The group sent a copy: the tensor is not contiguous, or on another device.
     if sent.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(sent.view(tensor.dtype).reshape(tensor.shape))
@@ -300,7 +300,7 @@ def _reduce_tensor(tensor: torch.Tensor, reduction: str, scale: float) -> torch.
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was left as it is: its rows have sizes of their own."""
+    """A nested tensor was left unchanged, because its rows have different sizes."""
 
 
 def _pad_tensor(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Random numbers: seeding all generators, making ranks agree on one, and their states for checkpoints."""
+"""Random numbers: seeds all generators, makes ranks agree on one, and keeps states for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: at least 0.
         device_specific: add the rank, so that ranks draw different numbers.
-        deterministic: also have torch raise where an operation has no deterministic implementation.
+        deterministic: also make torch raise if an operation has no deterministic implementation.
 
     Returns:
         The seed that was used.
@@ -33,7 +33,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    # Elsewhere torch has seeded all, and it may be too early to choose a device by variables that the script sets.
+    # On other devices torch has seeded all, and it may be too early to choose a device: the script may set variables.
     if context.exists() or "torch_xla" in sys.modules or env.read("PJRT_DEVICE"):
         context.current().backend.seed(seed)
     if deterministic:
@@ -51,8 +51,9 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
     """Give every rank the state that the generator has on rank 0.
 
     Args:
-        rng_type: ``"generator"``: the given one, nothing if it is None; ``"torch"``: torch's global CPU generator;
-            ``"cuda"``, ``"xpu"``: the current GPU's generator; ``"xla"``: the generator of the backend's device.
+        rng_type: ``"generator"``: the argument ``generator``, nothing if it is None; ``"torch"``: torch's global CPU
+            generator; ``"cuda"``, ``"xpu"``: the current GPU's generator; ``"xla"``: the generator of the backend's
+            device.
 
     Raises:
         ValueError: the type is unknown.
@@ -89,7 +90,7 @@ def capture_states(backend: Backend) -> dict[str, Any]:
 
 
 def restore_states(state: Mapping[str, Any], backend: Backend) -> None:
-    """Put back what :func:`capture_states` returned. Generators that are missing in ``state`` stay as they are."""
+    """Restore the states from :func:`capture_states`. Generators that are missing in ``state`` stay unchanged."""
     if "random_state" in state:
         version, words, gauss = state["random_state"]
         random.setstate((version, tuple(words), gauss))

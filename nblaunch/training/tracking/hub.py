@@ -3,8 +3,8 @@
     accelerator.log ──> every tracker (main process)
                     └─> events.Metric ──> dashboards, job.metrics
 
-:class:`TrackerHub` is the part of the ``Accelerator`` that does it. What a tracker is, and those that come along, is in
-``trackers.py``.
+:class:`TrackerHub` is the part of the ``Accelerator`` that does this. ``trackers.py`` has the interface of trackers,
+and the built-in ones.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 _MAX_TEXT = 200  # characters of a text that travels to the launcher
 
 _LOGGED = (int, float, str, enum.Enum)
-"""What of the logged values travels to the launcher; single elements of tensors and arrays are numbers by then."""
+"""The types of logged values that are sent to the launcher; single elements are already converted to numbers."""
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)
 }
-"""Name for ``log_with`` -> tracker class, with those that were registered."""
+"""Name for ``log_with`` -> tracker class, including registered classes."""
 
 
 _OF_ACCELERATE = {
@@ -45,11 +45,11 @@ _OF_ACCELERATE = {
     "clearml": "clearml.Task.init(project_name=...)",
     "dvclive": "dvclive.Live()",
 }
-"""Name of a tracker that Accelerate has and nblaunch has not -> what starts a run in its library."""
+"""Name of a tracker that only Accelerate has -> the function of its library that starts a run."""
 
 
 class LoggerType(Word):
-    """Names for ``log_with``. ``AIM``, ``CLEARML`` and ``DVCLIVE`` are of trackers that a user registers."""
+    """Names for ``log_with``. ``AIM``, ``CLEARML`` and ``DVCLIVE`` need a registered tracker class."""
 
     AIM = "aim"
     ALL = "all"
@@ -65,7 +65,7 @@ class LoggerType(Word):
 
 
 def register_tracker_class(kind: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a tracker class by its ``name``. Replacing one warns.
+    """Let ``log_with`` find a tracker class by its ``name``. Replacing a class warns.
 
     Raises:
         ValueError: it is not a subclass of ``GeneralTracker``, or has no ``name``.
@@ -83,10 +83,10 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
 
 
 class TrackerHub:
-    """The trackers of one Accelerator, as its argument ``log_with`` says; ``"all"``: those that have what they need.
+    """The trackers of one Accelerator, chosen by ``log_with``; ``"all"``: those whose requirements are met.
 
     Attributes:
-        starts: the arguments of :meth:`start`, of all runs that have not ended.
+        starts: the arguments of :meth:`start` for all runs that have not ended.
 
     Raises:
         ValueError: a name is unknown, or a tracker needs a folder and there is none.
@@ -102,22 +102,22 @@ class TrackerHub:
         self._has_warned_of_step = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
-        """Let the first use of a tracker start those that were started in the notebook.
+        """Start the trackers that were started in the notebook at their first use in this process.
 
-        Not earlier: a run of a function that logs nothing, or starts its own, is none.
+        An earlier start would create a run for a function that logs nothing, or starts its own.
         """
         self._carried = list(starts)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that run in this process."""
+        """The trackers that run in this process."""
         carried, self._carried = self._carried, []
         for start in carried:
             self.start(*start)
         return self._trackers
 
     def start(self, project_name: str, config: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
+        """Create and start the trackers that run on this rank; see ``Accelerator.init_trackers``."""
         self._carried = []
         self.starts.append((project_name, config, options))
         for choice in self.chosen:
@@ -145,7 +145,7 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
 
     def _step_to_show(self, step: Any) -> int | float | str | None:
-        """Return ``step`` as a number or a text; warn at the first step that is not a number."""
+        """Return ``step`` as a number or a text; warn about the first step that is not a number."""
         step = _plain(as_number(step))
         if step is None or isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)):
             return step
@@ -169,7 +169,7 @@ class TrackerHub:
         )
 
     def finish(self) -> None:
-        """End all runs. If some fail, raise the first error once all were asked."""
+        """End all runs. If some fail, raise the first error after all have been asked to end."""
         trackers, self._trackers, self.starts, self._carried = self._trackers, [], [], []
         first: Exception | None = None
         for tracker in trackers:
@@ -182,17 +182,17 @@ class TrackerHub:
 
 
 def _report_location(tracker: Any, rank: int) -> None:
-    """Show where the run is seen; nothing of a tracker that does not know, as one of another library's class."""
+    """Show where to see the run; show nothing for a tracker that does not know, such as another library's class."""
     try:
         location = str(tracker.location())
-    except Exception:  # of the user's tracker, or of a service that has not answered
+    except Exception:  # from the user's tracker, or from a service that has not answered
         return
     if location:
         context.current().emit(RunTracked(rank, time.time(), tracker.name, location))
 
 
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """Return the tracker classes and trackers that ``log_with`` means, each once, without those not installed."""
+    """Return the tracker classes and trackers that ``log_with`` selects, each once, except uninstalled ones."""
     asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     asked = [
         str(choice) if isinstance(choice, (str, enum.Enum)) else choice

@@ -12,11 +12,11 @@ from nblaunch.training.tracking.trackers import GeneralTracker, plain
 
 
 class _RunTracker(GeneralTracker):
-    """What these trackers share: a run that logs and finishes.
+    """Shared base of these trackers: a run that logs and finishes.
 
     Args:
         run_name: the project's name.
-        **options: for the library's function that starts a run.
+        **options: options for the library's function that starts a run.
     """
 
     name = ""
@@ -78,7 +78,7 @@ class SwanLabTracker(_RunTracker):
         swanlab.config.update(values, allow_val_change=True)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep lists of images, each as for ``swanlab.Image``."""
+        """Log lists of images; each is an argument of ``swanlab.Image``."""
         import swanlab
 
         pictures = {name: [swanlab.Image(image) for image in images] for name, images in values.items()}
@@ -100,7 +100,7 @@ class CometMLTracker(_RunTracker):
         self.run.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers as metrics, texts beside them, and mappings as several metrics."""
+        """Log numbers as metrics, texts separately, and mappings as several metrics."""
         if step is not None:
             self.run.set_step(step)
         for name, value in values.items():

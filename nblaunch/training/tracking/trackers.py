@@ -1,7 +1,7 @@
-"""Trackers of experiments: the class that users subclass, JSON lines, MLflow, TensorBoard and Weights & Biases.
+"""Trackers of experiments: the base class, JSON lines, MLflow, TensorBoard and Weights & Biases.
 
-The contract follows Hugging Face Accelerate, so that trackers written for it work here. A tracker imports its library
-only when it is started.
+The interface follows Hugging Face Accelerate, so trackers written for it work here. A tracker imports its library only
+when it starts.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ F = TypeVar("F", bound=Callable[..., Any])
 class GeneralTracker:
     """Base of trackers.
 
-    A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, the
-    library's own run object; or its constructor sets them before it calls this one, where a tracker itself is given to
-    ``log_with``. Its constructor must not touch the job: what does belongs into :meth:`start`.
+    A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
+    returns the library's run object. If you pass an object to ``log_with``, its constructor may also set these before
+    it calls this constructor. A constructor must not touch the job: put such code into :meth:`start`.
 
     Args:
-        _blank: make one that does nothing: what ``get_tracker`` returns on other ranks.
+        _blank: create a tracker that does nothing, as ``get_tracker`` returns on other ranks.
 
     Raises:
-        NotImplementedError: the class lacks one of these attributes, and so does the object; names them.
+        NotImplementedError: class and object lack one of these attributes; the message names them.
     """
 
     main_process_only = True
-    """Whether it runs on the main process alone."""
+    """Whether it runs only on the main process."""
 
     library: str | None = None
-    """The module it needs; None: none beyond Python's own."""
+    """The module that it needs; None: only Python's standard library."""
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
         needed = ("name", "requires_logging_directory", "tracker")
-        # Of the object, only what is set: a property may need what the constructor has not made yet.
+        # Only attributes that are set on the object: a property may need what the constructor has not created yet.
         missing = [name for name in needed if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
             raise NotImplementedError(f"tracker class {type(self).__name__} needs {', '.join(missing)}")
 
     def start(self) -> None:
-        """Begin a run. Called by ``init_trackers``, once in each process in which the tracker is used."""
+        """Start a run. Called by ``init_trackers``, once in each process that uses the tracker."""
 
     def location(self) -> str:
-        """Return where the run is seen, an address or a command; empty where there is nothing to see."""
+        """Return where to see the run, as an address or a command; empty if there is nothing to see."""
         return ""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings of the run; :func:`settings_of` makes a dict of other kinds of configuration."""
+        """Store the settings of the run; :func:`settings_of` converts other kinds of configuration to a dict."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log ``values`` at ``step``."""
@@ -86,7 +86,7 @@ def on_main_process(function: F) -> F:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor or NumPy number with one element as a Python number; everything else as it is."""
+    """Return a tensor or NumPy number with one element as a Python number; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().item() if value.numel() == 1 else value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
@@ -95,11 +95,11 @@ def plain(value: Any) -> Any:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the settings of a run as a dict whose names, also of nested settings, are strings.
+    """Return the settings of a run as a dict; all names, including names of nested settings, are strings.
 
     Args:
         config: a mapping, a dataclass, an ``argparse.Namespace``, or another object whose attributes are the settings.
-            Of its values, mappings, dataclasses and namespaces are nested settings; all others stay as they are.
+            Mappings, dataclasses and namespaces among its values are nested settings; other values stay unchanged.
 
     Raises:
         TypeError: ``config`` has no names for its values.
@@ -136,18 +136,18 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return what of ``values`` is a number."""
+    """Return the numbers among ``values``."""
     return {name: value for name, value in flat(values) if isinstance(value, (int, float))}
 
 
 class JsonlTracker(GeneralTracker):
-    """Appends to ``<logging_dir>/<run_name>/metrics.jsonl``; settings go to ``config.json`` beside it.
+    """Appends to ``<logging_dir>/<run_name>/metrics.jsonl``, and writes settings to ``config.json`` in that folder.
 
     Args:
         run_name: the project's name.
         logging_dir: the folder of all runs.
 
-    A number that JSON does not know (NaN, infinity) is written as null, an object as its text.
+    Numbers that JSON does not support (NaN, infinity) are written as null, objects as text.
     """
 
     name = "jsonl"
@@ -170,7 +170,7 @@ class JsonlTracker(GeneralTracker):
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Line by line, so that what was logged outlives a process that is killed.
+        # Write line by line, so that logged values survive a killed process.
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ class JsonlTracker(GeneralTracker):
 
 
 def _strict(value: Any) -> Any:
-    """Return ``value`` without numbers that are not JSON."""
+    """Return ``value`` without numbers that JSON does not support."""
     if isinstance(value, dict):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -197,7 +197,7 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# https://mlflow.org/docs/latest/rest-api.html#request-limits: what one request may hold.
+# https://mlflow.org/docs/latest/rest-api.html#request-limits: limits of one request.
 _MAX_PARAMS = 100
 _MAX_PARAM_LENGTH = 6000
 
@@ -209,13 +209,13 @@ class MLflowTracker(GeneralTracker):
 
     Args:
         experiment_name: the project's name.
-        logging_dir: folder or address of the tracking store; None: as MLflow is set up, by MLFLOW_TRACKING_URI
-            among others.
+        logging_dir: folder or address of the tracking store; None: MLflow's own setting, for example
+            MLFLOW_TRACKING_URI.
         run_id: an existing run to continue, in its own experiment; None: a new one.
-        tags: of the run; a dict, or one as JSON.
-        nested_run: whether it is part of a run that is active.
-        run_name: name of the run; None: MLflow makes one up.
-        description: of the run.
+        tags: tags of the run; a dict, or a dict as JSON.
+        nested_run: whether it is part of an active run.
+        run_name: name of the run; None: MLflow creates one.
+        description: description of the run.
 
     Raises:
         ValueError: tags are not JSON, or MLFLOW_NESTED_RUN is not a truth value.
@@ -280,7 +280,7 @@ class MLflowTracker(GeneralTracker):
         return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep settings as parameters of the run, texts cut to the length that MLflow takes."""
+        """Log settings as parameters of the run; cut texts to MLflow's limit."""
         import mlflow
 
         items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(settings_of(values))])
@@ -288,19 +288,19 @@ class MLflowTracker(GeneralTracker):
             mlflow.log_params(batch)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers only; MLflow keeps nothing else as metrics."""
+        """Log numbers; MLflow accepts only numbers as metrics."""
         import mlflow
 
         mlflow.log_metrics(numbers(values), step=step, **kwargs)
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file with the run."""
+        """Store a file with the run."""
         import mlflow
 
         mlflow.log_artifact(local_path, artifact_path=artifact_path)
 
     def log_figure(self, figure: Any, artifact_file: str, **kwargs: Any) -> None:
-        """Keep a figure with the run."""
+        """Store a figure with the run."""
         import mlflow
 
         mlflow.log_figure(figure=figure, artifact_file=artifact_file, **kwargs)
@@ -314,7 +314,7 @@ class MLflowTracker(GeneralTracker):
 
 
 _HPARAM_TYPES = (bool, int, float, str)
-_FLUSH_S = 10  # how much a killed process may lose
+_FLUSH_S = 10  # a killed process loses at most this many seconds
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -323,7 +323,7 @@ class TensorBoardTracker(GeneralTracker):
     Args:
         run_name: the project's name.
         logging_dir: the folder of all runs.
-        **options: for :class:`torch.utils.tensorboard.SummaryWriter`.
+        **options: options for :class:`torch.utils.tensorboard.SummaryWriter`.
     """
 
     name = "tensorboard"
@@ -350,7 +350,7 @@ class TensorBoardTracker(GeneralTracker):
         return f"tensorboard --logdir {shlex.quote(str(self.folder.absolute()))}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep settings as hyperparameters of the run, and in ``hparams.yml``; objects as their text."""
+        """Log settings as hyperparameters of the run, and in ``hparams.yml``; convert objects to text."""
         values = settings_of(values)
         shown = {
             name: value if isinstance(value, _HPARAM_TYPES) else str(value)
@@ -364,7 +364,7 @@ class TensorBoardTracker(GeneralTracker):
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
+        """Log numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
         for name, value in values.items():
             value = plain(value)
             if isinstance(value, (int, float)):
@@ -376,7 +376,7 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(name, parts, global_step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep batches of images, as for ``SummaryWriter.add_images``."""
+        """Log batches of images, with the arguments of ``SummaryWriter.add_images``."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 
@@ -390,7 +390,7 @@ class WandBTracker(GeneralTracker):
 
     Args:
         run_name: the project's name.
-        **options: for ``wandb.init``.
+        **options: options for ``wandb.init``.
     """
 
     name = "wandb"
@@ -422,7 +422,7 @@ class WandBTracker(GeneralTracker):
         self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep lists of images, each as for ``wandb.Image``."""
+        """Log lists of images; each is an argument of ``wandb.Image``."""
         import wandb
 
         pictures = {
@@ -439,7 +439,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep a table of ``columns`` and ``data``, or a DataFrame."""
+        """Log a table of ``columns`` and ``data``, or a DataFrame."""
         import wandb
 
         self.run.log(

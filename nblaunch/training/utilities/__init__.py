@@ -1,9 +1,9 @@
-"""What scripts import beside the Accelerator. Nothing else in ``nblaunch.training`` imports it.
+"""Functions that scripts import in addition to the Accelerator. No other module of ``nblaunch.training`` imports them.
 
-constants.py     versions that scripts compare with
-environment.py   variables, and what is installed
+constants.py     versions for comparisons in scripts
+environment.py   environment variables, and installed packages
 helpers.py       small helpers of Accelerate's utils
-local_sgd.py     average weights now and then, instead of gradients
+local_sgd.py     averages weights every few steps, instead of gradients
 log.py           logging and progress bars of several processes
-memory.py        memory of a device: release it, find the largest batch that fits
+memory.py        memory of a device: releases it, finds the largest batch that fits
 """

@@ -1,8 +1,8 @@
-"""Constants of Accelerate's ``utils``: oldest versions with which a feature works, as scripts compare with them."""
+"""Constants of Accelerate's ``utils``: the oldest versions with a feature, for comparisons in scripts."""
 
 from __future__ import annotations
 
-FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # as in images of NVIDIA, before the release
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # a version in NVIDIA's images, before the release
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"

@@ -1,6 +1,6 @@
-"""Environment variables and what is installed, as functions that scripts call.
+"""Environment variables and installed packages, as functions that scripts call.
 
-Packages are looked up without importing them, and no device is touched beyond the one that this process computes on.
+They look packages up without importing them, and touch no device except the one that this process computes on.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     """Return whether a version meets a requirement: ``compare_versions("transformers", ">=", "4.51")``.
 
     Args:
-        library_or_version: name of an installed library, or a version of :mod:`packaging`.
+        library_or_version: name of an installed library, or a version from :mod:`packaging`.
         operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
-        requirement_version: what to compare with.
+        requirement_version: the version to compare with.
 
     Raises:
         ValueError: another ``operation``.
@@ -54,8 +54,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 def is_torch_version(operation: str, version: str) -> bool:
     """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``.
 
-    It is the version of the package, such as ``2.6.0``. ``torch.__version__``, such as ``2.6.0+cu124``, would compare
-    as newer.
+    It compares the version of the package, such as ``2.6.0``. ``torch.__version__``, such as ``2.6.0+cu124``, would
+    count as newer.
     """
     return compare_versions("torch", operation, version)
 
@@ -74,11 +74,11 @@ _PACKAGES: Mapping[str, str | None] = {
     "torchdata_stateful_dataloader": "torchdata",
     **dict.fromkeys(_NOT_HERE.split()),
 }
-"""What programs ask for with ``is_..._available()``: the package that it takes; None: there is nothing here for it."""
+"""Name in ``is_..._available()`` -> the package that it needs; None: nblaunch has no support for it."""
 
 
 def __getattr__(name: str) -> Callable[..., bool]:
-    """Make a function of :data:`_PACKAGES` at its first use."""
+    """Create a function of :data:`_PACKAGES` at its first use."""
     subject = name.removeprefix("is_").removesuffix("_available")
     if subject not in _PACKAGES or name != f"is_{subject}_available":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
     is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = (
-        "Whether jobs can use it: no, nblaunch has nothing for it."
+        "Whether jobs can use it: no, nblaunch does not support it."
         if package is None
         else f"Whether ``{package}`` is installed."
     )
@@ -115,12 +115,12 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load`` can leave out everything but weights: yes, in every torch that runs here."""
+    """Return whether ``torch.load`` can load only weights: true for every supported torch."""
     return True
 
 
 def is_rocm_available() -> bool:
-    """Return whether GPUs of AMD can be used."""
+    """Return whether AMD GPUs can be used."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
@@ -128,7 +128,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is installed.
 
     Args:
-        check_is_tpu: also whether this process computes on it, as on a TPU.
+        check_is_tpu: also check whether this process computes on it, as on a TPU.
         check_is_gpu: False, because GPUs are not used through torch_xla here.
     """
     if check_is_gpu or not is_installed("torch_xla"):
@@ -142,7 +142,7 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Return whether this process computes on Metal; every torch that runs here is newer than ``min_version``."""
+    """Return whether this process computes on Metal; every supported torch is newer than ``min_version``."""
     return torch.backends.mps.is_available() and context.current().backend.device_type == "mps"
 
 
@@ -152,18 +152,18 @@ def is_xpu_available(check_device: bool = False) -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Return whether process groups of Intel GPUs can be used."""
+    """Return whether process groups of Intel GPUs are available."""
     return torch.distributed.is_backend_available("xccl")
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device of this process can compute in bf16; with ``ignore_tpu``, XLA devices can not."""
+    """Return whether this process's device can compute in bf16; with ``ignore_tpu``, False for XLA devices."""
     backend = context.current().backend
     return backend.precision_refusal("bf16") is None and not (ignore_tpu and backend.drives == "tpu")
 
 
 def is_fp16_available() -> bool:
-    """Return whether ``mixed_precision="fp16"`` is accepted on the device of this process, as on a CPU; see there."""
+    """Return whether this process's device accepts ``mixed_precision="fp16"``; a CPU does, and ignores it."""
     backend = context.current().backend
     return backend.precision_refusal("fp16") is None or backend.computes_in_full("fp16")
 
@@ -173,13 +173,13 @@ _NO = ("n", "no", "f", "false", "off", "0")
 
 
 def patch_environment(**variables: Any) -> AbstractContextManager[None]:
-    """Set variables in the block, by their names in capitals, and restore what was there, also after an error."""
+    """Set variables during the block, with names in capitals, and restore the old values, even after an error."""
     return env.patched({name.upper(): str(value) for name, value in variables.items()})
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Run the block in an empty environment; whatever is set inside is gone afterwards."""
+    """Run the block in an empty environment; variables that it sets are gone afterwards."""
     before = env.snapshot()
     try:
         env.apply(dict.fromkeys(before))
@@ -193,7 +193,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
     Args:
         value: ``y``, ``yes``, ``t``, ``true``, ``on``, ``1`` or ``n``, ``no``, ``f``, ``false``, ``off``, ``0``.
-        to_bool: True and False instead.
+        to_bool: return True and False instead.
 
     Raises:
         ValueError: another word.
@@ -205,24 +205,24 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the truth value of the variable ``key``; ``default`` where it is not set. ValueError for another word."""
+    """Return the truth value of the variable ``key``, or ``default`` if it is not set. ValueError for other words."""
     return bool(str_to_bool(env.snapshot().get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text of the variable ``key``, or of ``default`` if it is not set."""
+    """Return the text of the variable ``key``, or ``default`` if it is not set."""
     return env.snapshot().get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first number from 0 on among the variables ``env_keys``; ``default`` where there is none."""
+    """Return the first non-negative number among the variables ``env_keys``; ``default`` if there is none."""
     variables = env.snapshot()
     numbers = (int(variables[key]) for key in env_keys if key in variables)
     return next((number for number in numbers if number >= 0), default)
 
 
 def check_os_kernel() -> None:
-    """Warn where the Linux kernel is older than 5.5, with which processes have been seen to hang."""
+    """Warn if the Linux kernel is older than 5.5, because processes have been seen to hang with it."""
     release = platform.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", release) if platform.system() == "Linux" else None
     if numbers and (int(numbers[1]), int(numbers[2])) < (5, 5):

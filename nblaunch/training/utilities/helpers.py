@@ -67,13 +67,13 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of ``module`` in place, or all of it where it has none, and return it.
+    """Compile the repeated blocks of ``module`` in place, or the whole module if it has none, and return it.
 
-    Modules keep their hooks and names, so that they can be sharded afterwards.
+    Modules keep their hooks and names, so they can be sharded afterwards.
 
     Args:
-        module: not sharded yet.
-        **compile_kwargs: of :func:`torch.compile`.
+        module: a module that is not sharded yet.
+        **compile_kwargs: options of :func:`torch.compile`.
     """
     for block in repeated_blocks(module) or [module]:
         block.compile(**compile_kwargs)
@@ -83,14 +83,14 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 # --- tensors and modules ---------------------------------------------------------------------------------------------
 
 _BYTES = {"bool": 1 / 8, "int2": 1 / 4, "int4": 1 / 2, "fp8": 1}
-"""Types that are counted by their bits, and names of types that torch does not have."""
+"""Types whose bits are counted, and names of types that torch does not have."""
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
     """Return the bytes of one element of a dtype; ``"int2"``, ``"int4"`` and ``"fp8"`` are known by name.
 
     Raises:
-        ValueError: it is not such a type.
+        ValueError: it is not a dtype.
     """
     name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
     if name in _BYTES:
@@ -107,7 +107,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names, sorted, of each parameter that has several; ``kwargs`` are accepted for older callers."""
+    """Return the names, sorted, of each parameter that has several names; ``kwargs`` are for older callers."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -126,7 +126,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return lines ``NAME=value``, without those that a shell would read otherwise, which a warning names."""
+    """Return lines ``NAME=value``, except those that a shell would read differently, which a warning names."""
     lines: list[str] = []
     left_out: list[str] = []
     for name, value in current_env.items():
@@ -134,12 +134,12 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         (lines if is_plain else left_out).append(f"{name}={value}\n")
     if left_out:
         shown = ", ".join(repr(line[:-1]) for line in left_out)
-        warn(f"left out, since they are empty or have a space, a newline or one of ;<> in them: {shown}")
+        warn(f"left out, because they are empty or contain a space, a newline or one of ;<>: {shown}")
     return lines
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a process of this machine listens on a TCP port of ``localhost``; None: on 29500."""
+    """Return whether a process of this machine listens on a TCP port of ``localhost``; None: port 29500."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", DEFAULT_PORTS["static"] if port is None else port)) == 0
 
@@ -155,10 +155,10 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers load pretrained weights on rank 0 alone; the others get theirs from ``prepare``."""
+    """Make transformers load pretrained weights on rank 0 only; other ranks get them from ``prepare``."""
     env.apply({"ACCELERATE_USE_FSDP": "True", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers load pretrained weights on every rank."""
+    """Make transformers load pretrained weights on every rank."""
     env.apply({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})

@@ -1,4 +1,4 @@
-"""Averaging weights now and then instead of gradients at every step: :class:`LocalSGD`."""
+"""Averaging weights every few steps instead of gradients in every step: :class:`LocalSGD`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nblaunch.training.collectives import operations
 
 
 class LocalSGD:
-    """Context manager: ranks train by themselves, and average the weights of a model every few steps.
+    """Context manager: ranks train independently, and average the weights of a model every few steps.
 
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local:
             for batch in loader:
@@ -20,19 +20,19 @@ class LocalSGD:
                 optimizer.step(); optimizer.zero_grad()
                 local.step()
 
-    At the end of the block the weights are averaged once more, so that they are equal on all ranks. Fewer messages, for
-    slow networks; the result differs from training with averaged gradients. Buffers and the optimizer's state stay each
-    rank's own.
+    At the end of the block the weights are averaged once more, so that they are equal on all ranks. Ranks exchange
+    fewer messages, which helps on slow networks; the result differs from training with averaged gradients. Each rank
+    keeps its own buffers and optimizer state.
 
     Args:
-        accelerator: the one that prepared ``model``.
+        accelerator: the Accelerator that prepared ``model``.
         model: the prepared model.
-        local_sgd_steps: calls of :meth:`step` between two averages, at least 1. Under accumulation they are batches.
-        enabled: False: nothing is changed, and gradients are averaged as always.
+        local_sgd_steps: calls of :meth:`step` between two averages, at least 1. With accumulation, these are batches.
+        enabled: False: change nothing, and average gradients as usual.
 
     Raises:
-        ValueError: ``local_sgd_steps`` is less than 1, ranks hold shards of models, or their devices average gradients
-            at every step, as XLA does.
+        ValueError: ``local_sgd_steps`` is less than 1, ranks hold shards of models, or the device averages gradients in
+            every step, as XLA does.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class LocalSGD:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._stack.close()
-        if self.enabled and kind is None:  # after an error the other ranks may never come
+        if self.enabled and kind is None:  # after an error, the other ranks may never arrive
             self._average()
 
     def step(self) -> None:
-        """Count a batch, also one in the middle of an accumulation window, and average when it is time."""
+        """Count a batch, even in the middle of an accumulation window, and average when it is time."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -1,4 +1,4 @@
-"""Logging and progress bars of several processes: once instead of N times, or in the order of ranks."""
+"""Logging and progress bars in several processes: once instead of N times, or in the order of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nblaunch.training.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Make a ``tqdm.auto.tqdm`` bar on the main process of each machine; silent on the others.
+    """Create a ``tqdm.auto.tqdm`` bar on the main process of each machine; other processes stay silent.
 
     Args:
-        *args: as for tqdm, with ``kwargs``.
-        main_process_only: False: a bar in every process.
+        *args: arguments of tqdm, like ``kwargs``.
+        main_process_only: False: show a bar in every process.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -34,7 +34,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
-    """A logger for a process among others.
+    """A logger for one process of several.
 
     All its methods take two more arguments:
 
@@ -45,7 +45,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log ``msg % args``, in the processes that were asked for.
+        """Log ``msg % args`` in the chosen processes.
 
         Raises:
             RuntimeError: there is no Accelerator or PartialState, and the process is not a worker.
@@ -60,11 +60,11 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         in_order = kwargs.pop("in_order", False)
         if not (in_order or self.isEnabledFor(level)):
             return
-        kwargs.setdefault("stacklevel", 2)  # the caller's
+        kwargs.setdefault("stacklevel", 2)  # the caller's line
         msg, options = self.process(msg, kwargs)
         if in_order:
-            # In a worker it joins the job: only here do all ranks make the call. Their levels may differ, so the level
-            # decides about the message alone: all take part in every barrier.
+            # In a worker, this joins the job, because only here do all ranks make the call. Their levels may differ, so
+            # the level only decides about the message: all ranks take part in every barrier.
             state = PartialState()
             for rank in range(state.num_processes):
                 if rank == state.process_index:
@@ -80,7 +80,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Do the same as ``warning``, but only at the first call with the same arguments."""
+        """Do the same as ``warning``, but only for the first call with the same arguments."""
         kwargs.setdefault("stacklevel", 3)
         self.log(logging.WARNING, *args, **kwargs)
 
@@ -90,7 +90,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: as for :func:`logging.getLogger`, usually ``__name__``.
-        log_level: as ``"INFO"``; None: the variable ``ACCELERATE_LOG_LEVEL``, else logging's own.
+        log_level: such as ``"INFO"``; None: the variable ``ACCELERATE_LOG_LEVEL``, or else logging's own level.
     """
     logger = logging.getLogger(name)
     level = log_level or env.read("ACCELERATE_LOG_LEVEL")

@@ -1,4 +1,4 @@
-"""Memory of a device: releasing it, finding the largest batch that fits, building modules without any."""
+"""Memory of a device: releases it, finds the largest batch that fits, builds modules without memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from nblaunch import context
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Build modules in the block whose parameters have a shape and no memory, on the ``meta`` device.
+    """Build modules during the block with parameters that have a shape but no memory, on the ``meta`` device.
 
     Fill them with ``load_checkpoint_in_model(model, checkpoint)`` before the model is prepared.
 
     Args:
-        include_buffers: the same for buffers, and all other tensors made in the block.
+        include_buffers: do the same for buffers, and for all other tensors created in the block.
     """
     return init_on_device("meta", include_buffers)
 
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules in the block whose parameters go to ``device``, each as soon as it is made.
+    """Build modules during the block with parameters on ``device``, each moved as soon as it is created.
 
     Args:
-        device: where to.
-        include_buffers: make buffers, and all other tensors of the block, there as well.
+        device: target device.
+        include_buffers: also create buffers, and all other tensors of the block, there.
     """
     device = torch.device(device)
     if include_buffers:
@@ -46,7 +46,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         bare = parameter.detach()
         there = bare.to(device)
         if there is bare:
-            return None  # as it is, so that tied weights stay tied
+            return None  # unchanged, so that tied weights stay tied
         moved = torch.nn.Parameter(there, requires_grad=parameter.requires_grad)
         moved.__dict__.update(parameter.__dict__)
         return moved
@@ -58,7 +58,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         handle.remove()
 
 
-# Messages of allocators that ran out of memory, where the type of the error is a general one.
+# Messages of allocators that ran out of memory but raise a general error type.
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's answer to batches that are too large for its workspace
@@ -69,10 +69,10 @@ _OUT_OF_MEMORY = (
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give memory back: ``a, b = release_memory(a, b)``.
+    """Release memory: ``a, b = release_memory(a, b)``.
 
     Returns:
-        One None per argument, to drop the caller's references.
+        One None per argument, which drops the caller's references.
     """
     count = len(objects)
     del objects
@@ -81,14 +81,14 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached device memory back; with ``garbage_collection`` also what only cycles of references hold."""
+    """Release cached device memory; with ``garbage_collection``, also memory that only reference cycles hold."""
     if garbage_collection:
         gc.collect()
     context.current().backend.empty_cache()
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Return whether ``exception`` says that a device, or the host, ran out of memory."""
+    """Return whether ``exception`` means that a device, or the host, ran out of memory."""
     if isinstance(exception, MemoryError) or type(exception).__name__ == "OutOfMemoryError":
         return True
     return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
@@ -99,7 +99,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate ``function(batch_size, ...)`` to be called again with smaller sizes until memory suffices.
+    """Decorate ``function(batch_size, ...)`` to run again with smaller sizes until memory suffices.
 
     Example::
 
@@ -110,13 +110,13 @@ def find_executable_batch_size(
         train(model)
 
     Args:
-        function: takes the batch size as its first argument, which callers leave out.
-        starting_batch_size: the first try of the first call; later calls begin with what has fitted.
-        reduce_batch_size_fn: returns the next one to try; None: 9 tenths of the one before.
+        function: takes the batch size as its first argument, which callers omit.
+        starting_batch_size: first size of the first call; later calls start with the size that fitted.
+        reduce_batch_size_fn: returns the next size to try; None: 90 % of the last one.
 
     Raises:
-        TypeError: when it is called: the caller passes the batch size, or the function takes none.
-        RuntimeError: when it is called: not even one sample fits.
+        TypeError: in a call, the caller passes the batch size, or the function takes none.
+        RuntimeError: in a call, not even one sample fits.
     """
     if function is None:
         return functools.partial(
@@ -125,7 +125,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
 
-    batch_size = starting_batch_size  # later calls begin with what has fitted
+    batch_size = starting_batch_size  # later calls start with the size that fitted
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside of the handler: the error's traceback holds what did not fit.
+            # Outside the handler, because the error's traceback holds the batch that did not fit.
             clear_device_cache(garbage_collection=True)
             batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else int(batch_size * 0.9)
         raise RuntimeError(f"{function.__name__} runs out of memory at every batch size down to 1")
