@@ -152,9 +152,8 @@ def keep_groups() -> None:
 def drop_destroyed_groups() -> None:
     """Release the groups that the user's code has destroyed; called after it has returned."""
     if not _kept <= _groups():
-        time.sleep(
-            _SETTLE_S
-        )  # releases the lock for a group's threads; destroying a group does not before torch 2.8
+        # This releases the lock for a group's threads; before torch 2.8, destroying a group does not.
+        time.sleep(_SETTLE_S)
     _kept.clear()
 
 

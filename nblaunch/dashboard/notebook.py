@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FIRST_LASTING_S, _LASTING_S = (
-    1.0,
-    5.0,
-)  # seconds between updates of the output that remains if the kernel dies
+# Seconds between updates of the output that remains if the kernel dies.
+_FIRST_LASTING_S, _LASTING_S = 1.0, 5.0
 _LASTING_BYTES_S = 1_500.0
 
 WIDGETS_S = 0.2

@@ -197,9 +197,8 @@ class HiddenLauncherFrames:
         hide_launcher(error)
         if _is_raised_here(error):
             return
-        is_interrupt = isinstance(
-            error, KeyboardInterrupt
-        )  # it can arrive in any function that the launcher waits in
+        # An interrupt can arrive in any function that the launcher waits in.
+        is_interrupt = isinstance(error, KeyboardInterrupt)
         hide = _outside_launcher if is_interrupt else _outside_package
         BaseException.with_traceback(error, _rebuilt(hide(error.__traceback__)))
 

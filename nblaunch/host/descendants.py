@@ -113,7 +113,7 @@ class Descendants:
 
 
 def _hold(pid: int) -> int | None:
-    """Open a descriptor of exactly this process; None if the system has no such thing, or the process has ended."""
+    """Open a descriptor of exactly this process; None if the system does not support it, or the process has ended."""
     try:
         return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
     except OSError:

@@ -1,4 +1,4 @@
-"""The objects of this process that Python's garbage collector knows, and a period in which it ignores them."""
+"""The objects that Python's garbage collector tracks in this process, and a period in which it ignores them."""
 
 from __future__ import annotations
 

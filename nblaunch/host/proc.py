@@ -43,9 +43,8 @@ def open_files(folder: Path) -> list[str]:
     targets = []
     with suppress(OSError):  # it has ended, or belongs to another user, or there is no /proc
         for entry in folder.iterdir():
-            with suppress(
-                OSError
-            ):  # closed meanwhile; in this process, always the descriptor that listed the folder
+            # Closed meanwhile; in this process, always the descriptor that listed the folder.
+            with suppress(OSError):
                 targets.append(os.readlink(entry))
     return targets
 

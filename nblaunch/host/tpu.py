@@ -265,9 +265,8 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 def ask_metadata_server(key: str) -> str | None:
     """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # the server is on this machine's link
+    # No proxy: the server is on this machine's link.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read().decode()

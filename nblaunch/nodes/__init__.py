@@ -1,4 +1,4 @@
-"""Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine imports none of it.
+"""Launches on several machines (nodes): a launcher and an agent on each. A launch on one machine imports nothing here.
 
     node 0                                                   node 1
     launcher ── start ─> workers 0, 1  <── gloo / nccl ──>  workers 2, 3 <─ start ── launcher
@@ -20,14 +20,14 @@ whose ranks have returned starts them again if other nodes restart theirs.
 
 In the launcher:
 
-    link.py              the runner of a job, and the connection to the other nodes: the wait for them, heartbeats
+    link.py              the runner of a job, and the connection to the other nodes, with waits and heartbeats
       peer_states.py     state of the other nodes; agrees with them on a last step
       agent_client.py    process of this node's agent; messages from and to it
       network.py         addresses and interfaces of this machine
 
 In the agent:
 
-    agent.py             from one rendezvous to the next; the launcher starts the workers in between
+    agent.py             joins one rendezvous after another; the launcher starts the workers in between
       rendezvous.py      store of the rendezvous, and torch's handlers on it
       heartbeats.py      state of each node, exchanged through that store
 

@@ -196,7 +196,7 @@ def _find_libraries() -> tuple[str, ...]:
 
 
 def _loaded_name(line: str) -> str:
-    """Return the name under which the library of a line of the maps was loaded; its path if the name is unknown.
+    """Return the name under which the library in a line of the maps was loaded; its path if the name is unknown.
 
     If ``pip`` has replaced or removed the file, the system finds the loaded copy by this name only. For any other
     name, such as one without the ``..`` of a search path, it looks for the file.

@@ -40,8 +40,8 @@ def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
 def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
     """Return the optimizers in ``args`` and their schedulers, each once, like :func:`modules_in`.
 
-    All paths are texts. A scheduler depends on its optimizer's learning rates, and is omitted if that optimizer is not
-    in ``args``.
+    All paths are strings. A scheduler depends on its optimizer's learning rates, and is omitted if that optimizer is
+    not in ``args``.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:

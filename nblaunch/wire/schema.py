@@ -34,7 +34,7 @@ def dump(value: Any) -> bytes:
 
 
 def load(cls: type[_T], text: bytes) -> _T:
-    """Load what :func:`dump` wrote of a ``cls``.
+    """Load a ``cls`` from the output of :func:`dump`.
 
     Raises:
         ValueError: ``text`` is anything else; the message names the difference.

@@ -340,9 +340,8 @@ class Reply:
     @classmethod
     def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
         """Return a reply with ``value``, which is in the outbox unless its type is plain."""
-        if (
-            type(value) in PLAIN_TYPES
-        ):  # a derived class, such as an IntEnum, may not exist in the other process
+        # An object of a derived class, such as an IntEnum, may not exist in the other process.
+        if type(value) in PLAIN_TYPES:
             return cls(value=value)
         location = Outbox(outbox_fd).put_value(value)
         return cls(returned=Returned(rank, time.time(), value_location=location))

@@ -98,9 +98,8 @@ class LateParameters:
         self._kept += late.values()
         for parameter in late.values():
             if id(parameter) not in before:
-                operations.broadcast(
-                    parameter.detach()
-                )  # ranks may have initialised it with different numbers
+                # Ranks may have initialised it with different numbers.
+                operations.broadcast(parameter.detach())
         if late:
             _report(model, list(late))
 
