@@ -34,7 +34,7 @@ class SendingRanks:
     def __init__(self, running: RunningAttempt, report: AttemptReport) -> None:
         self._running = running
         self._report = report
-        self._outboxes = {own.rank: own.outbox_fd for own in running.assignments}
+        self._outboxes = {assignment.rank: assignment.outbox_fd for assignment in running.assignments}
         self._sizes: dict[int, tuple[int, float]] = {}
         """Rank -> bytes of its outbox, and since when there are so many."""
         self._since_s: float | None = None

@@ -228,7 +228,7 @@ def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
         (["models:Tied", "--set", "width"], "'width' is not of the form"),
         (["models:Tied", "--set", "depth=2"], "depth"),
         (["models:Missing"], "models has no 'Missing'"),
-        (["nowhere:Model"], "no module 'nowhere'"),
+        (["nowhere:Model"], "no module named 'nowhere'"),
         (["models:number"], "of type int"),
         (["models:moody"], "OSError: no weights today. "),
         (["models.py"], "models:build_model"),
