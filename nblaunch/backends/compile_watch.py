@@ -181,7 +181,7 @@ class CompileWatch:
 
 
 def describe(batch: Any) -> str:
-    """Return the shapes of a batch's tensors, as ``"32x64, 32"``."""
+    """Return the shapes of a batch's tensors, such as ``"32x64, 32"``."""
     return (
         ", ".join("x".join(map(str, tensor.shape)) or "scalar" for tensor in tensors(batch)) or "no tensors"
     )

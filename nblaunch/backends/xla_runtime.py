@@ -159,8 +159,8 @@ def memory() -> tuple[int, int, int] | None:
 # --- SPMD: one process drives all devices of its host as one ----------------------------------------------------------
 
 # Tensors have their global shapes. An annotation says which part of a tensor each device holds; from it, XLA's compiler
-# derives how to split every operation, and the collectives between operations. Every device holds all of a tensor
-# without an annotation.
+# derives how to split every operation, and the collectives between operations. Without an annotation, every
+# device holds the whole tensor.
 
 _AXIS = "devices"
 

@@ -278,7 +278,7 @@ _YES_NO = ((False, "no"), (True, "yes"))
 QUESTIONS = (
     Question("where", "Where will the script run?", lambda a: True, "one",
              (("one", "here (this machine)"), ("several", "several machines together"))),
-    Question("num_machines", "How many machines? (or min:max, as 1:4)", _has_several, 2),
+    Question("num_machines", "How many machines? (or min:max, such as 1:4)", _has_several, 2),
     Question("machine_rank", "What is the rank of this machine? (from 0)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
@@ -306,7 +306,7 @@ QUESTIONS = (
              ((False, "automatic (as defined by a transformers model)"), (True, "named by me"))),
     Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, separated by commas?",
              lambda a: a.get("has_classes") is True, None),
-    Question("fsdp_min_num_params", "How many parameters at least?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
+    Question("fsdp_min_num_params", "Minimum number of parameters?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
     Question("fsdp_offload_params", "Keep parameters and gradients on the CPU? (slow, for models that do not fit)",
              lambda a: _is_fsdp(a) and _has_own_memory(a), False, _YES_NO),
     Question("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _is_fsdp,

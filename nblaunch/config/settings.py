@@ -223,7 +223,7 @@ UNUSED: dict[str, int | None] = {
     # FSDP2 always prefetches and keeps the original parameters, and ranks compare their weights.
     **dict.fromkeys(_OF_FSDP_1, 1),
     "zero3_init_flag": 1,
-    # What Intel's extension brought is part of PyTorch; nblaunch runs on every machine.
+    # PyTorch now includes the features of Intel's extension; nblaunch runs on every machine.
     **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_OF_HOSTS), None),
 }
 """Accelerate's names of settings without effect -> how many values the option takes; None: only in files."""

@@ -59,7 +59,7 @@ class Dashboard(abc.ABC):
     """A listener that shows a job.
 
     The launcher calls it from one thread at a time: ``on_event(AttemptStarted)``, then events of workers as they arrive
-    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. Where an error of this process
+    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. If an error of this process
     ends a session's command, ``close`` comes without ``JobEnded``.
 
     Methods with an empty body are optional. ``control`` and ``show_again`` are for dashboards with buttons, or with an

@@ -130,7 +130,7 @@ class AgentClient:
         self._receiver = EventReceiver(self._reading)
 
     def restart(self, max_restarts: int) -> None:
-        """Replace the agent by a new one."""
+        """Replace the agent with a new one."""
         # Kill it at once: otherwise it could recover and join the rendezvous for this node, too.
         self._end_process(0.0)
         self._open(max_restarts)

@@ -84,9 +84,8 @@ _BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = rang
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
-_MAX_READS = (
-    5  # of a curve that changes meanwhile; a rank that dies while writing leaves its version odd for good
-)
+# Of a curve that changes meanwhile; a rank that dies while writing leaves its version odd for good.
+_MAX_READS = 5
 
 
 @dataclass(frozen=True)
