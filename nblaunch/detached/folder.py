@@ -191,14 +191,14 @@ class JobFolder(LogFolder):
             Unusable: the record can't be read.
             LookupError: there is no job in the folder.
         """
-        record = self._load_plain(RECORD, Record)
-        if record is None:
+        found = self._load_plain(RECORD, Record)
+        if found is None:
             if self.modified(EVENTS) is None:
                 raise LookupError(f"{self.path} is not the folder of a detached job")
             raise self._damaged(RECORD, "it is missing")
-        if record.id != self.id:
-            raise self._damaged(RECORD, f"it belongs to {record.id!r:.80}")
-        return record
+        if found.id != self.id:
+            raise self._damaged(RECORD, f"it belongs to {found.id!r:.80}")
+        return found
 
     def load_end(self) -> End | None:
         """Return how the job ended; None if nothing has recorded it.
@@ -257,7 +257,7 @@ class JobFolder(LogFolder):
             state = known.process.state(last_ns / 1e9)
         if state is not ProcessState.HIDDEN:
             return state
-        is_served = Endpoint(self.path, record.address).is_served()
+        is_served = Endpoint(self.path, known.address).is_served()
         return ProcessState.RUNS if is_served else ProcessState.ENDED
 
     def _names(self) -> list[str]:

@@ -100,10 +100,10 @@ def jobs() -> list[JobSummary]:
             summary, record = _look_at(folder)
             records.append(record)
             listed.append(summary)
-    addresses = {record.address for record in records if record is not None}
+    known = {record.address for record in records if record is not None}
     # A job that is just putting its files back looks damaged, and answers.
-    by_folder = {job.log_dir: job for job in [*listed, *_without_folder(homes, addresses)] if job is not None}
-    return sorted(by_folder.values(), key=lambda job: job.started_s)
+    by_folder = {one.log_dir: one for one in [*listed, *_without_folder(homes, known)] if one is not None}
+    return sorted(by_folder.values(), key=lambda one: one.started_s)
 
 
 def find(job_id: str | None) -> JobFolder:
@@ -116,16 +116,16 @@ def find(job_id: str | None) -> JobFolder:
         LookupError: there is no such job, or several jobs match.
         PermissionError: other users can change the folder.
     """
-    summaries = jobs()
+    known = jobs()
     if job_id is None:
         usable = [one for one in known if one.can_attach]
         chosen, begun = (usable or known)[-1:], known
     else:
-        begun = [summary for summary in summaries if summary.id.startswith(job_id)]
-        chosen = [summary for summary in begun if summary.id == job_id] or begun
+        begun = [one for one in known if one.id.startswith(job_id)]
+        chosen = [one for one in begun if one.id == job_id] or begun
     if len(chosen) == 1:
         return JobFolder(chosen[0].log_dir)
-    listed = ", ".join(summary.id for summary in begun or summaries) or "none"
+    listed = ", ".join(one.id for one in begun or known) or "none"
     problem = f"{job_id!r} is a prefix of several jobs" if begun else f"there is no job {job_id or 'at all'}"
     places = " and ".join(map(str, present_homes()))
     raise LookupError(
@@ -145,16 +145,16 @@ def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
 
 
 def _folders(homes: Collection[Path]) -> list[JobFolder]:
-    folders = []
+    found = []
     for place in homes:
         try:
             with files.private_folder(place) as fd:
-                folders += [JobFolder(place / entry) for entry in _subfolders(fd)]
+                found += [JobFolder(place / entry) for entry in _subfolders(fd)]
         except FileNotFoundError:
             continue
         except PermissionError as error:
             raise private_problem(place, error) from None
-    return folders
+    return found
 
 
 def _subfolders(folder_fd: int) -> list[str]:
@@ -232,11 +232,11 @@ def _summary(path: Path, record: Record, status: str, until_s: float, problem: s
     )
 
 
-def _without_folder(homes: Collection[Path], addresses: Collection[str]) -> list[JobSummary]:
+def _without_folder(homes: Collection[Path], known: Collection[str]) -> list[JobSummary]:
     """Return the lines of jobs whose processes run although their folders are gone: they put them back when asked."""
     lines = []
     for address in served_addresses():
-        served = None if address in addresses else ask(Endpoint(Path("/nonexistent"), address))
+        served = None if address in known else ask(Endpoint(Path("/nonexistent"), address))
         if served is None or Path(served.folder).parent not in homes:
             continue
         if not served.problem:
