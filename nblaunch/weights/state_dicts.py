@@ -53,7 +53,7 @@ def shape_mismatches(
 
     Args:
         module: the module that is to load ``saved``.
-        own: its state dict.
+        current: its state dict.
         saved: another state dict, of tensors or what stands for them.
     """
     torch: Any = sys.modules["torch"]

@@ -262,7 +262,7 @@ def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]
     """Return a state by parameter names, with the parameters in an optimizer's own order.
 
     Args:
-        own: the possible names of each parameter, by groups; a parameter that layers share has several.
+        names_here: the possible names of each parameter, by groups; a parameter that layers share has several.
 
     Raises:
         ValueError: the optimizer's groups have other parameters.
