@@ -65,7 +65,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
                 "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
                 f'  File "/x.py", line 3, in __getitem__\nRuntimeError: {IN_A_FORK}'
             ),
-            "data loaders",
+            "data loader",
             "stay on the CPU",
         ),
         (
