@@ -308,6 +308,7 @@ waits = "if os.environ['RANK'] == '1': raise ValueError('no such batch')\\ntorch
 
 
 def test_an_interrupt_ends_a_collective_that_other_ranks_were_not_asked_to_enter(shared: Kernel) -> None:
+    shared.run("session.execute('torch.distributed.barrier()')")  # all ranks join the process group
     waits = "print('begun'); torch.distributed.barrier()"
     cell = shared.submit(f"session.ranks(0).execute({waits!r})").wait_for_text("begun")
     shared.interrupt()
