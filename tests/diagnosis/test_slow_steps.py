@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -184,16 +185,22 @@ def test_few_steps_are_not_judged() -> None:
 
 
 class Notices:
-    """A listener that keeps the notes about slow steps."""
+    """A listener that keeps the notes about slow steps.
 
-    def __init__(self) -> None:
+    Args:
+        cause: a part of the note that it waits for.
+    """
+
+    def __init__(self, cause: str) -> None:
         self.texts: list[str] = []
         self.is_named = threading.Event()
+        self._cause = cause
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Note) and event.kind == "slow":
             self.texts.append(event.text)
-            self.is_named.set()
+            if self._cause in event.text:
+                self.is_named.set()
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Do nothing with them."""
@@ -203,9 +210,9 @@ class Notices:
         self.is_named.set()
 
 
-def notices_of(function: Callable[[Any], None], seconds: float) -> list[str]:
-    """Run a loop until there is a notice about it, or for some seconds; return the notices."""
-    listener = Notices()
+def notices_of(function: Callable[[Any], None], seconds: float, cause: str = "") -> list[str]:
+    """Run a loop until a notice names ``cause``, or for some seconds; return the notices."""
+    listener = Notices(cause)
     spec = LaunchSpec(slow_programs.run, (function,), 2, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [listener])
 
@@ -241,15 +248,18 @@ def test_a_real_job_gets_the_cause(
     function: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLOW_FOLDER", str(tmp_path))
-    texts = notices_of(function, slow_programs.MAX_S)
-    assert texts
-    assert slow_programs.SLOW[function] in texts[0]
+    cause = slow_programs.SLOW[function]
+    texts = notices_of(function, slow_programs.MAX_S, cause)
+    # Where other programs run on the same cores, a notice about these may come first.
+    assert [text for text in texts if cause in text], texts
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("first_store")
 def test_a_clean_job_gets_no_notice() -> None:
-    assert notices_of(slow_programs.plain, 15.0) == []
+    # Other programs on the same cores, or on the host of this machine, are real causes.
+    of_others = re.compile(r"shared with|the host of this virtual machine")
+    assert [text for text in notices_of(slow_programs.plain, 15.0) if not of_others.search(text)] == []
 
 
 @pytest.mark.timeout(180)
