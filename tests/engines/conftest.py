@@ -33,8 +33,8 @@ def _made(text, code):
     return MyError(text, code=code)
 
 def launch(function, *args, **settings):
-    settings = {"num_processes": 4, "num_nodes": 2, "engine": "processes", **settings}
-    return notebook_launcher(function, args, interrupt_grace_s=1.0, **settings)
+    usual = {"num_processes": 4, "num_nodes": 2, "engine": "processes", "interrupt_grace_s": 1.0}
+    return notebook_launcher(function, args, **{**usual, **settings})
 
 def node_programs():
     me = psutil.Process()

@@ -24,7 +24,8 @@ def train():
     finally:
         open({str(tmp_path)!r} + f"/left_{{rank()}}", "w").close()
 """)
-    cell = notebook.submit("launch(train)")
+    # A busy machine may keep a rank from its finally block for more than a second.
+    cell = notebook.submit("launch(train, interrupt_grace_s=30.0)")
     for number in range(4):
         cell.wait_for_text(f"rank {number} is under way")
     notebook.interrupt()
