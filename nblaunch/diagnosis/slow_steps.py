@@ -21,7 +21,7 @@ from nblaunch.wire.spans import Span, SpanKind
 MIN_STEPS = 5
 """Steps of which a rank is judged."""
 
-MIN_PERIOD_S = 3.0
+MIN_PERIOD_S = 2.0
 """Seconds that these must take together."""
 
 _MIN_STEP_S = 2e-3  # shorter steps are of toys: whatever surrounds them takes most of their time

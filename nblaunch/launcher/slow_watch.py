@@ -36,7 +36,8 @@ CHECK = "slow_steps"
 _LOOK_S = 1.5
 _MAX_SHARE = 0.01  # of the launcher's time
 _WINDOW_S = 10.0
-_NUM_SPANS = 2000  # of a rank: so many are looked at
+_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # of a rank, the last ones: these are looked at
+_ALL_SPANS = 20_000  # of all ranks
 _NUM_LOOKS = 3  # in a row
 _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # times that a cause is named, which may come and go
@@ -65,9 +66,9 @@ class SlowWatch:
         self._emit = emit
         self._clock = clock
         self._is_on = not {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
-        self._spans: dict[int, deque[Span]] = {
-            rank: deque(maxlen=_NUM_SPANS) for rank in running.attempt.ranks
-        }
+        ranks = running.attempt.ranks
+        num_spans = min(max(_ALL_SPANS // len(ranks), _MIN_SPANS), _MAX_SPANS)
+        self._spans: dict[int, deque[Span]] = {rank: deque(maxlen=num_spans) for rank in ranks}
         self._has_device = running.attempt.plan.backend.name != "cpu"
         self._device_uses: dict[int, float] = {}
         self._readings = _Readings()

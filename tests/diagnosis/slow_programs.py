@@ -132,7 +132,7 @@ def garbage(accelerator: Any) -> None:
 
 
 def evaluations(accelerator: Any) -> None:
-    held_out = DataLoader(rows(64 * 32), batch_size=64)
+    held_out = DataLoader(rows(64 * 160), batch_size=64)
 
     def evaluate(step: int, model: nn.Module) -> None:
         if step % 4 == 0:
