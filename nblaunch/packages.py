@@ -49,8 +49,8 @@ def torch_mismatch(package: str) -> str | None:
     """Return a sentence that ``package`` needs another torch; None if it fits or nothing is known."""
     import importlib.metadata
 
-    torch, own = version("torch"), version(package)
-    if torch is None or own is None:
+    torch, installed = version("torch"), version(package)
+    if torch is None or installed is None:
         return None
     bounds = [
         bound
@@ -61,7 +61,7 @@ def torch_mismatch(package: str) -> str | None:
     if all(_fits(release(torch), sign, release(limit)) for sign, limit in bounds):
         return None
     wanted = " and ".join(sign + limit for sign, limit in sorted(bounds, reverse=True))
-    return f"{package} {own} needs torch {wanted}, but torch {torch} is installed"
+    return f"{package} {installed} needs torch {wanted}, but torch {torch} is installed"
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
-def _fits(found: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
-    return {">=": found >= limit, "<=": found <= limit, ">": found > limit, "<": found < limit}[sign]
+def _fits(present: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
+    return {">=": present >= limit, "<=": present <= limit, ">": present > limit, "<": present < limit}[sign]
 
 
 def when_imported(name: str, change: Change) -> None:

@@ -430,8 +430,12 @@ def describe_failure(info: events.ExceptionInfo) -> str:
 
 def failed_line(info: events.ExceptionInfo) -> str:
     """Return the innermost line of the user's code, ``line 9: loss = model(batch)``; empty if there is none."""
-    own = [frame for frame in info.frames if frame.is_user]
-    return single_line(f"line {own[-1].lineno}: {own[-1].line.strip()}".removesuffix(": ")) if own else ""
+    frames = [frame for frame in info.frames if frame.is_user]
+    return (
+        single_line(f"line {frames[-1].lineno}: {frames[-1].line.strip()}".removesuffix(": "))
+        if frames
+        else ""
+    )
 
 
 def _first_line(text: str) -> str:

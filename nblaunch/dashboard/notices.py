@@ -244,14 +244,14 @@ def _stalled(view: JobView) -> list[Notice]:
         is_shown = view.hang and not view.end.has_hung and not is_overcome
         return [Notice("stalled", (), view.hang[0], view.hang[1:])] if is_shown else []
     live = [rank for rank in view.ranks if not rank.state.is_final]
-    found = {rank.rank: rank.stall for rank in live if rank.stall is not None}
-    if view.hang and found:
+    stalls = {rank.rank: rank.stall for rank in live if rank.stall is not None}
+    if view.hang and stalls:
         text = view.hang[0]
-        if all(stall.is_certain for stall in found.values()):
+        if all(stall.is_certain for stall in stalls.values()):
             # The report has the time at which it was made.
-            since_s = max(stall.time_s - stall.for_s for stall in found.values())
+            since_s = max(stall.time_s - stall.for_s for stall in stalls.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
-        return [Notice("stalled", tuple(found), text, view.hang[1:])]
+        return [Notice("stalled", tuple(stalls), text, view.hang[1:])]
     still = [rank for rank in live if is_stalled(view, rank)]
     named = [rank for rank in still if not _is_waiting(rank)]
     if not named and len(still) == len(live):

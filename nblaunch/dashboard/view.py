@@ -64,14 +64,14 @@ def read_bar(line: str) -> Bar | None:
     """Parse the progress bar in ``line``; None if it is something else."""
     if "[" not in line:
         return None
-    if found := _BAR.match(line):
-        counted, fraction = f"{found['count']}/{found['total']}", min(int(found["percent"]) / 100, 1.0)
-    elif found := _COUNTER.match(line):
-        counted, fraction = found["count"], None
+    if match := _BAR.match(line):
+        counted, fraction = f"{match['count']}/{match['total']}", min(int(match["percent"]) / 100, 1.0)
+    elif match := _COUNTER.match(line):
+        counted, fraction = match["count"], None
     else:
         return None
-    description = (found["description"] or "").strip()
-    return Bar(f"{description} {counted} [{found['meter'].strip()}]".lstrip(), fraction)
+    description = (match["description"] or "").strip()
+    return Bar(f"{description} {counted} [{match['meter'].strip()}]".lstrip(), fraction)
 
 
 @dataclass(frozen=True)
@@ -434,5 +434,5 @@ class JobView:
     @property
     def left_s(self) -> float | None:
         """The estimated seconds until the slowest rank has ended; see :attr:`RankView.left_s`."""
-        known = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
-        return max(known, default=None)
+        seconds = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
+        return max(seconds, default=None)

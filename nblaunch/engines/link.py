@@ -152,8 +152,11 @@ class NodeLink:
         if not ahead_s:
             return calls
         return {
-            rank: replace(own, calls=tuple(replace(call, time_s=call.time_s - ahead_s) for call in own.calls))
-            for rank, own in calls.items()
+            rank: replace(
+                rank_calls,
+                calls=tuple(replace(call, time_s=call.time_s - ahead_s) for call in rank_calls.calls),
+            )
+            for rank, rank_calls in calls.items()
         }
 
     # --- its place -----------------------------------------------------------------------------------------------

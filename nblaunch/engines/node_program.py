@@ -199,7 +199,7 @@ class NodeProgram:
             )
             uplink.begin(attempt)
             running = start_attempt(attempt)
-            uplink.outboxes = {own.outbox_fd: own.rank for own in running.assignments}
+            uplink.outboxes = {assignment.outbox_fd: assignment.rank for assignment in running.assignments}
             uplink.calls = NodeCalls(running.board, running.attempt.ranks)
             supervisor = Supervisor(
                 running, requests, uplink.emit, lambda readings: None, read_outbox=uplink.send_outbox

@@ -53,7 +53,7 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
 
 def processes() -> dict[int, ProcessUse]:
     """Return pid -> process, of all that can be seen. Reads a file per process."""
-    found = {}
+    uses = {}
     for name in _names_in(Path("/proc")):
         if not name.isdigit():
             continue
@@ -62,8 +62,8 @@ def processes() -> dict[int, ProcessUse]:
         if len(fields) > _PROCESSOR:
             cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
             title = head.partition("(")[2]
-            found[int(name)] = ProcessUse(int(name), title, int(fields[3]), int(fields[_PROCESSOR]), cpu_s)
-    return found
+            uses[int(name)] = ProcessUse(int(name), title, int(fields[3]), int(fields[_PROCESSOR]), cpu_s)
+    return uses
 
 
 def allowed_processors(pid: int) -> set[int]:

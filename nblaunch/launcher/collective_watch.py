@@ -176,13 +176,16 @@ class CollectiveWatch:
         if not self._is_judge:
             return
         calls = self._source.last()
-        last_s = max((own.last.time_s for own in calls.values() if own.last is not None), default=math.inf)
+        last_s = max(
+            (rank_calls.last.time_s for rank_calls in calls.values() if rank_calls.last is not None),
+            default=math.inf,
+        )
         if (self._clock() if interrupted_s is None else interrupted_s) - last_s < _STANDS_STILL_S:
             return
         standing = Standing(calls, report.returned.keys(), steps=self._source.steps())
-        found = self._explain(calls) or explain_standstill(standing)
-        if found is not None:
-            self._emit(Note.of_job(f"interrupted while ranks waited: {found.headline}", "warning"))
+        explanation = self._explain(calls) or explain_standstill(standing)
+        if explanation is not None:
+            self._emit(Note.of_job(f"interrupted while ranks waited: {explanation.headline}", "warning"))
 
     def _explain(self, calls: Mapping[int, RankCalls]) -> Explanation | None:
         disagreement = find_disagreement(calls)

@@ -94,9 +94,9 @@ class HeartbeatStore:
         due = self._others if reads_all else self._due(pulses)
         values = self._store.multi_get([f"{self._prefix}/heartbeat/{id}" for id in due]) if due else []
         for id, value in zip(due, values, strict=True):
-            found = self._read(id, value)
-            if found is not None:
-                self._last[id] = found
+            latest = self._read(id, value)
+            if latest is not None:
+                self._last[id] = latest
             else:
                 self._last.pop(id, None)
         return tuple(
@@ -353,13 +353,13 @@ class HeartbeatExchange:
         with self._changed:
             # Only a node that ends waits until the others have received what it sent last.
             received = {other.id: other.count for other in self._others if other.state in _FINAL}
-            known = (*self._urgent_state(), received.keys(), self._own.node_rank, self._own.restart_count)
-            if known != self._known:
-                self._known = known
+            state = (*self._urgent_state(), received.keys(), self._own.node_rank, self._own.restart_count)
+            if state != self._known:
+                self._known = state
                 self._own = replace(self._own, version=self._own.version + 1)
             self._own = replace(self._own, count=self._own.count + 1, received=received)
             heartbeat = self._own
-            is_agreeing = any(one.summary.stop.is_wanted for one in (heartbeat, *self._others))
+            is_agreeing = any(other.summary.stop.is_wanted for other in (heartbeat, *self._others))
             reads_all = is_agreeing or heartbeat.state in _FINAL or self._wanted > self._published
         others = store.exchange(heartbeat, reads_all=reads_all)
         # Emit before waiting threads continue and send messages that must not overtake the heartbeats.

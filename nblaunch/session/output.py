@@ -78,7 +78,9 @@ class SessionOutput:
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Keep the state of every rank that has begun the command; the others show what they did before."""
         before = self._signs_before
-        self._readings = [one for one in readings if one.num_progress_signs != before.get(one.rank)]
+        self._readings = [
+            reading for reading in readings if reading.num_progress_signs != before.get(reading.rank)
+        ]
 
     def close(self) -> None:
         """Do nothing: the cell shows the rest."""

@@ -136,8 +136,8 @@ class SpanReader:
 
     def _last_from(self, first: int) -> int:
         """Return the number of the last span; one less than ``first`` if there is none from that on."""
-        found = self._serial_at(first)
-        if found > first:  # it was overwritten: go on with the newest spans
+        serial = self._serial_at(first)
+        if serial > first:  # it was overwritten: go on with the newest spans
             newest = max(self._words[_WORDS_PER_SPAN - 1 :: _WORDS_PER_SPAN])
             self._next = newest + 1
             self.num_lost += newest - first + 1

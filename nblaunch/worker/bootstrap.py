@@ -143,18 +143,18 @@ class _Worker:
         self, function: Callable[..., Any], args: tuple[Any, ...], originals: Originals | None
     ) -> tuple[Any, int]:
         """Call the function and deliver what it returned; return the value and the exit code."""
-        own = self.assignment
+        assignment = self.assignment
         delivery = Delivery(
-            own.topology,
-            own.outbox_fd,
-            own.returns_value,
+            assignment.topology,
+            assignment.outbox_fd,
+            assignment.returns_value,
             args,
             originals,
-            own.wanted_modules,
-            own.wanted_optimizers,
-            own.is_main,
+            assignment.wanted_modules,
+            assignment.wanted_optimizers,
+            assignment.is_main,
         )
-        if own.post_mortem:
+        if assignment.post_mortem:
             process_group.extend_collective_timeout()
         try:
             with self.interrupts, self.child_handler:

@@ -164,9 +164,9 @@ def _add_hook(watch: Watch) -> Callable[[], None]:
     reference = weakref.ref(watch)
 
     def call_watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        own = reference()
-        if own is not None:
-            own._before_step(optimizer)
+        living = reference()
+        if living is not None:
+            living._before_step(optimizer)
         elif handle.remove not in _ended:
             _ended.append(handle.remove)
 

@@ -220,8 +220,8 @@ def _figure_parameters(matplotlib: Any) -> dict[str, Any]:
 
 
 def _set_figure_parameters(matplotlib: Any, parameters: Mapping[str, Any]) -> None:
-    own = matplotlib.rcParams
-    own.update({name: value for name, value in parameters.items() if own.get(name) != value})
+    current = matplotlib.rcParams
+    current.update({name: value for name, value in parameters.items() if current.get(name) != value})
 
 
 def _start_method(multiprocessing: Any) -> str | None:

@@ -115,7 +115,7 @@ def hold_back_text(files: Collection[Any]) -> None:
     """
     for file in files:
         if isinstance(file, io.TextIOWrapper):
-            writer = next((one for one in _WRITERS if _is_of(file.buffer, one)), None)
+            writer = next((kind for kind in _WRITERS if _is_of(file.buffer, kind)), None)
             if writer is not None:
                 refuse = functools.partial(_raise, writer.what, _path(file.fileno()))
                 file.write = refuse  # type: ignore[method-assign]

@@ -206,7 +206,7 @@ def _is_database(fd: int) -> bool:
 
 def _all_file_objects() -> list[Any]:
     """Return the file objects of this process, the outermost first, without derived classes, which run other code."""
-    files = [one for one in heap.all_objects() if type(one) in _KINDS]
+    files = [item for item in heap.all_objects() if type(item) in _KINDS]
     return sorted(files, key=lambda file: _KINDS.index(type(file)))
 
 
