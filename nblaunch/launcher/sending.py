@@ -34,7 +34,11 @@ class SendingRanks:
     def __init__(self, running: RunningAttempt, report: AttemptReport) -> None:
         self._running = running
         self._report = report
-        self._outboxes = {assignment.rank: assignment.outbox_fd for assignment in running.assignments}
+        self._outboxes = {
+            assignment.rank: assignment.outbox_fd
+            for assignment in running.assignments
+            if assignment.outbox_fd >= 0  # else the rank has nothing to send
+        }
         self._sizes: dict[int, tuple[int, float]] = {}
         """Rank -> bytes of its outbox, and since when there are so many."""
         self._since_s: float | None = None
@@ -44,7 +48,9 @@ class SendingRanks:
         """Return the ranks among ``alive`` that still send, and that nothing else seems to hold up."""
         now = time.monotonic()
         announced = self._report.announced
-        sending = {rank for rank in alive if self._is_sending(rank, announced.get(rank))}
+        sending = {
+            rank for rank in self._outboxes.keys() & set(alive) if self._is_sending(rank, announced.get(rank))
+        }
         if not (sending and self._have_all_returned(alive)):
             sending = {rank for rank in sending if self._writes(rank, now)}
         self._since_s = (self._since_s or now) if sending else None

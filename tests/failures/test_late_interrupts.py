@@ -145,6 +145,23 @@ def test_a_second_interrupt_ends_the_wait_and_keeps_the_value(prepared: Kernel, 
     assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
 
 
+def test_a_rank_without_anything_to_send_is_not_waited_for(prepared: Kernel, tmp_path: Path) -> None:
+    """Rank 1, of whom no value is wanted, has returned, and its last report takes long; rank 0 is still at work."""
+    prepared.run("""
+def uneven():
+    if rank() == 0:
+        time.sleep(3600)
+    def report():
+        mark("finishing")
+        time.sleep(3600)
+    nblaunch.context.current().flush_losses = report
+""")
+    cell = prepared.submit("notebook_launcher(uneven, num_processes=2, interrupt_grace_s=0.1)")
+    prepared.wait_until((tmp_path / "finishing").exists, 30, "rank 1 to report")
+    prepared.interrupt()
+    assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
+
+
 def interrupt_where_ranks_send(kernel: Kernel, folder: Path, where: str) -> None:
     """Interrupt the kernel once rank 0 sends, and the other has returned; elsewhere the kernel does it itself."""
     if where in IN_RANKS:
