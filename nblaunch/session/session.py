@@ -540,15 +540,19 @@ def run_in_session(
             )
     spec = replace(spec, **{name: getattr(session_spec, name) for name in _START_SETTINGS})
     client = session._client
-    with client.command():
-        client.raise_if_ended()  # before anything is shown
-        outcome = session._run_call(spec, dashboards.choose(dashboard))
-        outcome.with_traceback().raise_error()
-        values = [outcome.values.get(rank) for rank in session._ranks]
-        session._value = (values if spec.return_all else values[0],)
-        if client.num_interrupts:
-            # What follows in the cell must not run.
-            raise late_interrupt(outcome, "session.result()")
+    late: KeyboardInterrupt | None = None
+    try:
+        with client.command():
+            client.raise_if_ended()  # before anything is shown
+            outcome = session._run_call(spec, dashboards.choose(dashboard))
+            outcome.with_traceback().raise_error()
+            values = [outcome.values.get(rank) for rank in session._ranks]
+            session._value = (values if spec.return_all else values[0],)
+            late = late_interrupt(outcome, "session.result()")
+    except KeyboardInterrupt:
+        if late is None:
+            raise
+        raise late from None  # what follows in the cell must not run
     return session.result()
 
 

@@ -47,7 +47,7 @@ class Net(torch.nn.Linear):
 
     def load_state_dict(self, *args, **kwargs):
         if os.getpid() == KERNEL and moment.endswith("load_state_dict"):
-            os.kill(KERNEL, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # kill() may leave it to another thread, which is late
         return super().load_state_dict(*args, **kwargs)
 
 class Value:
@@ -64,7 +64,7 @@ class Value:
     def __setstate__(self, state):
         self.__dict__.update(state)
         if moment.endswith("__setstate__") and self.number == 0:
-            os.kill(KERNEL, signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # kill() may leave it to another thread, which is late
 
 def fill(model):
     torch.nn.init.constant_(model.weight, 7.0)
