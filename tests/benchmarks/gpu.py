@@ -188,7 +188,7 @@ def _script_rows(extent: Extent, size: int) -> Iterator[Row]:
     options = ["--cpu"] if extent.backend == "cpu" else []
     launchers = {
         "nblaunch": ["nblaunch", "launch", *options, "--num_processes", str(size)],
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", str(size)],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", str(size)],
     }
     with _Timer() as timer:
         script, threads = f"{timer.path}_script.py", {"OMP_NUM_THREADS": "1"}

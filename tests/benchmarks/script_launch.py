@@ -47,7 +47,15 @@ def measure() -> Iterator[Row]:
 
 def _in_turn(script: str, size: int, folder: str) -> Pairs:
     ours = [sys.executable, "-m", "nblaunch", "launch", "--cpu", "--num_processes", str(size), script]
-    theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(size), script]
+    theirs = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(size),
+        script,
+    ]
     # Both give each process the same number of threads.
     env = {
         **os.environ,

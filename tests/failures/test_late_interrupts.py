@@ -146,7 +146,7 @@ def test_a_second_interrupt_ends_the_wait_and_keeps_the_value(prepared: Kernel, 
 
 
 def test_a_rank_without_anything_to_send_is_not_waited_for(prepared: Kernel, tmp_path: Path) -> None:
-    """Rank 1, of whom no value is wanted, has returned, and its last report takes long; rank 0 is still at work."""
+    """Rank 1 has returned, its value is not wanted, and its last report takes long; rank 0 is still at work."""
     prepared.run("""
 def uneven():
     if rank() == 0:
