@@ -41,6 +41,29 @@ def node_programs():
     return [p.pid for p in me.children(recursive=True) if "nblaunch.engines.node" in " ".join(p.cmdline())]
 """
 
+FAILING = """
+def train(what, who):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print("it begins")
+    if rank() == who:
+        if what == "error":
+            raise MyError("the loss is nan", code=7)
+        if what == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "SIGSEGV":
+            ctypes.string_at(0)
+        if what == "exit 0":
+            os._exit(0)
+        if what == "return":
+            return "early"
+        if what == "hang":
+            time.sleep(3600)
+    dist.all_reduce(torch.ones(2))
+    return threading.Lock() if what == "unpicklable result" else rank()
+"""
+"""A function that ends on rank ``who`` as ``what`` says, once all ranks have begun."""
+
 
 @pytest.fixture
 def notebook(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.engines.conftest import PREAMBLE, comparable
+from tests.engines.conftest import FAILING, PREAMBLE, comparable
 from tests.engines.ray_cluster import cluster
 from tests.kernels import Kernel
 
@@ -42,27 +42,10 @@ FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable resu
 VICTIMS = {"processes": ("rank", "node", "kernel", "job process")}
 VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver")
 
-CELL = """
+CELL = (
+    FAILING
+    + """
 import random
-
-def train(what, who):
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if rank() == who:
-        if what == "error":
-            raise MyError("the loss is nan", code=7)
-        if what == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "SIGSEGV":
-            ctypes.string_at(0)
-        if what == "exit 0":
-            os._exit(0)
-        if what == "return":
-            return "early"
-        if what == "hang":
-            time.sleep(3600)
-    dist.all_reduce(torch.ones(2))
-    return threading.Lock() if what == "unpicklable result" else rank()
 
 def work():
     dist.init_process_group("gloo")
@@ -119,6 +102,7 @@ def draw_kill(victim, delay_s, **settings):
     finally:
         job.cancel()
 """
+)
 
 
 @dataclass(frozen=True)

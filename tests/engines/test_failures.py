@@ -6,31 +6,14 @@ import re
 
 import pytest
 
-from tests.engines.conftest import comparable
+from tests.engines.conftest import FAILING, comparable
 from tests.kernels import Kernel
 
 pytestmark = pytest.mark.timeout(240)
 
-CELL = """
-def train(what, who):
-    dist.init_process_group("gloo")
-    print("it begins")
-    if rank() == who:
-        if what == "error":
-            raise MyError("the loss is nan", code=7)
-        if what == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "SIGSEGV":
-            ctypes.string_at(0)
-        if what == "exit 0":
-            os._exit(0)
-        if what == "return":
-            return "early"
-        if what == "hang":
-            time.sleep(3600)
-    dist.all_reduce(torch.ones(2))
-    return threading.Lock() if what == "unpicklable result" else rank()
-
+CELL = (
+    FAILING
+    + """
 def error_of(what, who, **settings):
     limits = {"hang_timeout_s": 3, "on_hang": "stop"} if what == "hang" else {}
     try:
@@ -41,6 +24,7 @@ def error_of(what, who, **settings):
                   if entry.name == "train"]
         return type(error).__name__, str(error), "\\n".join(getattr(error, "__notes__", ())), frames, own
 """
+)
 
 CASES = [
     ("error", 1),
