@@ -7,8 +7,9 @@ inheritance/         what a worker inherits from the kernel: the inventory, and 
 libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
 collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records them, with the user's lines
-span_hooks.py        hooks on what saves and on garbage collection, whose times are recorded
-file_writes.py       files that the function writes
+saves.py             hooks on functions that save
+span_hooks.py        times of saves and garbage collections
+file_writes.py       files that several ranks may save at once
 output.py            output to the log file, displays to the launcher
 open_files.py        files that the function leaves open
 delivery.py          the return value, then trained weights and states of optimizers

@@ -8,7 +8,7 @@
     files            several ranks that write to a file of the kernel are noticed
     payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
     libraries        steps, bars and parameters are counted as progress
-    file_writes      files that the function writes are noticed
+    saves            files that the function saves are noticed, and how long that takes
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
     function         the call is loaded; delivery notes the modules' tensors; the user's function is called
@@ -36,6 +36,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch import attached_debugger, backends, context, env
@@ -58,6 +59,7 @@ from nblaunch.worker import (
     open_files,
     output,
     process_control,
+    saves,
     span_hooks,
 )
 from nblaunch.worker.delivery import Delivery
@@ -218,9 +220,10 @@ class _Worker:
         payload.send_cells_by_value()
         self.slot.record_spans()
         libraries.count_progress(self.slot)
-        span_hooks.record_spans(self.slot)
+        span_hooks.record_garbage(self.slot)
         num_collectives = collective_hooks.record_collectives(self.slot)
-        file_writes.watch(assignment.rank, self.slot, self.sender.send, num_collectives)
+        writes = file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives)
+        saves.watch(writes.note, partial(span_hooks.record_save, self.slot))
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

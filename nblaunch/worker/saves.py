@@ -1,0 +1,57 @@
+"""Hooks on the functions that save: ``torch.save``, safetensors' ``save_file``, torch's distributed checkpoints.
+
+function that saves ──> begin(file, frame)      which ranks write one file (file_writes.py)
+                    └─> end(file, began_s)      how long it took, and how large the file is (span_hooks.py)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from nblaunch import packages
+
+Begin = Callable[[Any, FrameType], None]
+"""Gets the file, or None if the call names none, and the frame that saves."""
+
+End = Callable[[Any, float], None]
+"""Gets the file, and when saving began on the monotonic clock."""
+
+_SAVERS = (
+    ("torch.serialization", "save", 1),
+    ("safetensors.torch", "save_file", 1),
+    ("torch.distributed.checkpoint.state_dict_saver", "save", -1),
+)
+"""Module, function, and the place of the argument that names the file; -1 if it names none."""
+
+
+def watch(begin: Begin, end: End) -> None:
+    """Call ``begin`` and ``end`` around every save of this process, also in modules that are imported later."""
+    for module, name, place in _SAVERS:
+        packages.observe_when_imported(
+            module, partial(_watch_function, name=name, place=place, begin=begin, end=end)
+        )
+
+
+def _watch_function(module: Any, *, name: str, place: int, begin: Begin, end: End) -> None:
+    original: Callable[..., Any] = getattr(module, name)
+
+    @wraps(original)
+    def save_and_report(*args: Any, **kwargs: Any) -> Any:
+        file = args[place] if 0 <= place < len(args) else kwargs.get("f", kwargs.get("filename"))
+        begin(file, sys._getframe(1))
+        began_s = monotonic()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end(file, began_s)
+
+    # Packages have imported the function from the module, and offer it by their own name.
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
+    for owner in (module, package):
+        if getattr(owner, name, None) is original:
+            setattr(owner, name, save_and_report)
