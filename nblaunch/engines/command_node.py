@@ -65,7 +65,6 @@ class CommandNode(NodeHandle):
     ) -> None:
         self.host = host
         self.address = address
-        self._command = command
         self._log_path = log_path
         try:
             # A POSIX session of its own: Ctrl-C in a terminal is for the launcher, which passes it on.

@@ -25,7 +25,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.progress.planned_epochs import EpochPlan, left_of, places_around
+from nblaunch.progress.planned_epochs import EpochPlan, places_around, rounds_left
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
 from nblaunch.wire.spans import SpanKind
@@ -207,7 +207,7 @@ class LoopStack:
             # A training that was resumed by a loop over the epochs that are left, whether or not its loader knows.
             place = places[0]
             return place.num_before + place.position + 1, place.num_before + place.size
-        left = left_of(places)
+        left = rounds_left(places)
         return epoch, epoch - 1 + left if left else 0
 
 

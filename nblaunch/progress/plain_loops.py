@@ -32,7 +32,7 @@ from typing import Any
 
 from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
-from nblaunch.progress.planned_epochs import Place, left_of, places_around
+from nblaunch.progress.planned_epochs import Place, places_around, rounds_left
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.spans import SpanKind
 
@@ -378,7 +378,7 @@ class PlainLoops:
         total = 1
         for place in reading.places:
             total *= place.size
-        return before + total - left_of(reading.places) + 1, before + total
+        return before + total - rounds_left(reading.places) + 1, before + total
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -424,7 +424,7 @@ class PlainLoops:
         num_outer = 1
         for place in outer:
             num_outer *= place.size
-        epoch = num_outer - left_of(outer) + 1 if outer else 0
+        epoch = num_outer - rounds_left(outer) + 1 if outer else 0
         total = innermost.num_before + innermost.size
         step = innermost.num_before + innermost.position + 1
         if loop is None or loop.total != total or loop.epoch != epoch:

@@ -67,12 +67,7 @@ class Place(NamedTuple):
     num_before: int = 0
 
 
-def epochs_left(frame: FrameType | None) -> int:
-    """Return how many epochs will run, with the one that begins in ``frame`` or a caller; 0 if it is unknown."""
-    return left_of(places_around(frame))
-
-
-def left_of(places: Sequence[Place] | None) -> int:
+def rounds_left(places: Sequence[Place] | None) -> int:
     """Return how many rounds of the innermost of some loops are left, with the current one; 0 if it is unknown."""
     left, length = 1, 1
     for place in places or ():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.progress.planned_epochs import epochs_left
+from nblaunch.progress.planned_epochs import places_around, rounds_left
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,7 +80,7 @@ def run(body: str) -> list[int]:
     seen: list[int] = []
 
     def note() -> None:
-        seen.append(epochs_left(sys._getframe(1)))
+        seen.append(rounds_left(places_around(sys._getframe(1))))
 
     def counted() -> Iterator[int]:
         yield from (0, 1)

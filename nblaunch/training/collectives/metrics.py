@@ -253,11 +253,6 @@ class _Tail:
         )
 
 
-def _are_alike(rows: torch.Tensor) -> bool:
-    """Return whether the list repeats one value, which may be NaN."""
-    return bool(((rows == rows[:1]) | (rows != rows)).all())
-
-
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     """Return the last batch if the loop is at it and it must be cut."""
     loader = accumulation.active_loader
