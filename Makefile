@@ -1,22 +1,22 @@
-# Everything that a contributor does with this repository; `make` alone lists it.
-# Needs make and a Python >= 3.10 with venv; all else goes into .venv.
+# Commands for contributors; `make` alone lists them.
+# They need make and Python >= 3.10 with venv. Everything else is installed into .venv.
 
-# The first Python that runs, is new enough and can make environments. It is run, not only looked up: the command of
-# a version manager may exist and still refuse. 3.11 comes first because the pins are tried on it most.
+# The first Python that runs, is new enough and can create environments. A version manager may offer a command that then
+# refuses to run, so each candidate is executed. 3.11 comes first because the pins are tested on it most.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
 	if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
 	then echo $$python; break; fi; done)
 
 VENV := .venv
-# torch_xla needs a torch of its own release, so its tests have an environment of their own.
+# torch_xla needs the torch of the same release, so its tests have a separate environment.
 XLA_VENV := .venv-xla
 XLA_TESTS := tests/xla tests/contracts/test_backend.py
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# fastai asks for builds of torchvision that fit torch's; its tests need none of that (tests/integration/fastai.txt).
+# fastai requires a torchvision build that matches torch. The tests need no torchvision (tests/integration/fastai.txt).
 FASTAI := $(VENV)/fastai
 FASTAI_STAMP := $(FASTAI)/.complete
-# What was made or found once is not looked at again until its recipe changes.
+# Stamps: make repeats a step only after its recipe changes.
 DEMO_STAMP := $(VENV)/.demo
 DOCS_STAMP := $(VENV)/.docs
 BROWSER_STAMP := $(VENV)/.browser
@@ -24,27 +24,27 @@ COLAB_STAMP := .venv-colab-kernel/.complete
 XLA_STAMP := $(XLA_VENV)/.complete
 XLA_OLDER_VENV := .venv-xla-older
 XLA_OLDER_STAMP := $(XLA_OLDER_VENV)/.complete
-# libtpu and JAX, for the TPU compiler alone: JAX needs no torch, and torch_xla none of JAX.
+# libtpu and JAX, only for the TPU compiler: JAX does not need torch, and torch_xla does not need JAX.
 TPU_COMPILER_VENV := .venv-tpu-compiler
 TPU_COMPILER_STAMP := $(TPU_COMPILER_VENV)/.installed
-# torch_tpu, which changes torch wherever it is installed.
+# torch_tpu changes torch in any environment where it is installed.
 TORCH_TPU_VENV := .venv-torch-tpu
 TORCH_TPU_STAMP := $(TORCH_TPU_VENV)/.installed
-# The packages of a notebook service's image, one file of tests/images each; its Python must be the one that `make` takes.
+# The packages of a notebook service's image: one file in tests/images. Its Python version must match PYTHON.
 PROFILE ?= colab-2026-08
 IMAGE_VENV = .venv-image-$(PROFILE)
 CONSTRAINTS ?= constraints.txt
-# Further arguments for pytest, as in `make test ARGS='tests/dashboard -x'`.
+# More arguments for pytest: `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
-# How many tests run at a time: two more than there are cores, since tests wait for processes and kernels half of their
-# time. A module's tests stay together.
+# Number of test processes: two more than cores, because tests spend half of their time waiting for processes and kernels.
+# All tests of a module run in one process.
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
-# Anything here has files with failed tests of a whole run tried once more, one test at a time and by name.
+# Set to anything to run files with failed tests once more, one test at a time.
 AGAIN ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
-# Tests start hundreds of interpreters, each of which would compile all that it imports anew.
+# Tests start hundreds of interpreters. Without cached bytecode, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -53,7 +53,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-setup: $(STAMP) $(FASTAI_STAMP)  ## make .venv and install nblaunch in it, with all that the tests need
+setup: $(STAMP) $(FASTAI_STAMP)  ## create .venv and install nblaunch with everything the tests need
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[test]')
@@ -62,9 +62,9 @@ $(FASTAI_STAMP): tests/integration/fastai.txt | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(FASTAI) --requirement $<
 	@touch $@
 
-# Make .venv and install $(1) into it, with uv if it is installed, else with pip. Both show what they download, because that
-# takes minutes. uv reads neither pip's settings nor its variables: an index is passed on to it, and where uv fails, pip tries.
-# The pip that comes with an older Python takes minutes to choose releases.
+# Create .venv and install $(1) into it, with uv if available, else with pip. Downloads take minutes, so both show progress.
+# uv ignores pip's settings and variables, so the index is passed as an option. If uv fails, pip tries.
+# Upgrade pip first: older releases take minutes to resolve versions.
 UV := $(shell command -v uv 2>/dev/null)
 UV_INDEX = $(if $(PIP_INDEX_URL),--default-index $(PIP_INDEX_URL)) \
 	$(if $(PIP_EXTRA_INDEX_URL),--index $(PIP_EXTRA_INDEX_URL) --index-strategy unsafe-best-match)
@@ -85,7 +85,7 @@ demo: $(if $(wildcard $(STAMP)),setup,$(DEMO_STAMP))  ## run the quickstart note
 	@mkdir -p artifacts
 	$(BIN)/nblaunch run-notebook notebooks/01_quickstart.ipynb --output artifacts/01_quickstart.ipynb
 
-# Of the tests' needs, the few that the notebook has.
+# The notebook needs only a few of the tests' packages.
 $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[demo]')
 
@@ -99,15 +99,15 @@ docs: $(if $(wildcard $(STAMP)),setup,$(DOCS_STAMP))  ## build the documentation
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-notebooks: setup xla-env  ## execute the notebooks and store their outputs; ARGS='01_quickstart 03_tpu' for some of them
+notebooks: setup xla-env  ## execute the notebooks and store their outputs; select some with ARGS='01_quickstart 03_tpu'
 	$(BIN)/python -m tests.tools.notebooks $(ARGS)
 
 $(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[docs]')
 
 ifeq ($(strip $(ARGS)),)
-# Everything is run, whatever failed before it; the last lines list what failed.
-test:  ## lint, then run all tests and those with XLA; the last lines say which failed. With ARGS: only what pytest finds by them
+# Run every part, even after a failure. The last lines list the parts that failed.
+test:  ## lint, then run all tests, including XLA; the last lines list failed parts. With ARGS: run only the tests they select
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env || $(MAKE) --no-print-directory setup
 	@failed=; for part in lint test-xla test-main; do \
 		echo; echo "== $$part =="; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
@@ -118,45 +118,45 @@ test: setup browser colab-env
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Run all of one suite. $(1): the interpreter, $(2): where the tests are, $(3): options. What is tried again are whole
-# files: tests of a notebook in a browser go on from where those before them have left it.
+# Run a whole suite. $(1): interpreter, $(2): test paths, $(3): options. A retry runs whole files, because browser tests
+# continue in the notebook that earlier tests of the file opened.
 define whole_suite
 	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
 	files=$$($(1) -m pytest $(2) $(3) --last-failed --last-failed-no-failures none --collect-only --quiet | sed -n 's/::.*//p' | sort -u); \
 	if [ -z "$$files" ]; then exit $$status; fi; \
-	echo; echo "Files with failures are tried once more. What passes now is flaky, which is a defect: see tests/flaky.md."; \
+	echo; echo "Running files with failures once more. A test that passes now is flaky, which is a defect: see tests/flaky.md."; \
 	$(1) -m pytest $(3) $$files --maxfail 10 --verbose; }
 endef
 
-test-main: setup browser colab-env  ## run all tests but those with XLA
+test-main: setup browser colab-env  ## run all tests except XLA
 	$(call whole_suite,$(BIN)/python,,)
 
-# The browser tests say what is missing where there is none; elsewhere than where changes are accepted they are skipped.
+# Without a browser, the browser tests fail in CI with the reason; elsewhere they are skipped.
 browser: $(BROWSER_STAMP)  ## find Chromium for the browser tests; install Debian's where that needs no password
 
 $(BROWSER_STAMP): tests/tools/browser.py | $(STAMP)
 	@$(BIN)/python $< && touch $@ || true
 
-colab-env: $(COLAB_STAMP)  ## make the interpreter for kernels as in Colab, and front ends of their time (270 MB)
+colab-env: $(COLAB_STAMP)  ## create an environment with Colab's kernel and matching front ends (270 MB)
 
 $(COLAB_STAMP): tests/tools/colab_env.py constraints-colab.txt $(STAMP)
 	$(BIN)/python $< $(@D)
 	@touch $@
 
-test-gpu:  ## on a machine with NVIDIA GPUs: all its tests and benchmarks, about 20 minutes; the figures are in artifacts/gpu.md
+test-gpu:  ## run all GPU tests and benchmarks on NVIDIA GPUs (about 20 minutes); figures go to artifacts/gpu.md
 	$(PYTHON) -m tests.hardware.report $(ARGS)
 
 ifeq ($(strip $(ARGS)),)
-test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in an environment of their own
+test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in a separate environment
 	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS),--override-ini cache_dir=.pytest_cache/xla)
 else
 test-xla: xla-env
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
 endif
 
-# The release before, for what differs between the two: how a host's chips are found and given to workers.
-test-xla-older: $(XLA_OLDER_STAMP)  ## check the table of TPU hosts with torch_xla 2.8, too (2.6 GB more); not part of `make test`
+# Releases differ in how they find a host's chips and assign them to workers, so test the previous one, too.
+test-xla-older: $(XLA_OLDER_STAMP)  ## check the table of TPU hosts with torch_xla 2.8 (2.6 GB more); not part of `make test`
 	PJRT_DEVICE=CPU $(XLA_OLDER_VENV)/bin/python -m pytest tests/xla/test_hosts.py tests/xla/test_topology.py tests/xla/test_sharded_weights.py $(ARGS)
 
 $(XLA_OLDER_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
@@ -165,7 +165,7 @@ $(XLA_OLDER_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
 		xla_env.TORCH = ('torch==2.8.0', 'torch_xla==2.8.0'); sys.exit(xla_env.main(pathlib.Path('$(@D)')))"
 	@touch $@
 
-test-tpu-compiler: xla-env $(TPU_COMPILER_STAMP)  ## compile our training steps with the real TPU compiler, without a TPU (600 MB more); not part of `make test`
+test-tpu-compiler: xla-env $(TPU_COMPILER_STAMP)  ## compile training steps with the real TPU compiler, without a TPU (600 MB more); not part of `make test`
 	PJRT_DEVICE=CPU TPU_COMPILER=$(abspath $(TPU_COMPILER_VENV))/bin/python $(XLA_VENV)/bin/python -m pytest tests/tpu_compiler $(ARGS)
 
 $(TPU_COMPILER_STAMP): tests/tpu_compiler/requirements.txt
@@ -183,23 +183,23 @@ $(TORCH_TPU_STAMP): tests/torch_tpu/requirements.txt pyproject.toml $(CONSTRAINT
 	$(TORCH_TPU_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --requirement $<
 	@touch $@
 
-test-images:  ## run all notebooks and a launch of each kind as on Colab or Kaggle, and in marimo (PROFILE=colab-2026-08, see tests/images; 3 GB); not part of `make test`
+test-images:  ## run all notebooks and one launch of each kind with Colab's or Kaggle's packages, and in marimo (PROFILE=colab-2026-08, see tests/images; 3 GB); not part of `make test`
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
 	$(PYTHON) tests/tools/image_env.py $(PROFILE) $(IMAGE_VENV)
 	IMAGE=$(PROFILE) $(IMAGE_VENV)/bin/python -m pytest tests/images -W ignore::DeprecationWarning $(ARGS)
 
-xla-env: $(XLA_STAMP)  ## make the environment for the XLA tests (2.6 GB)
+xla-env: $(XLA_STAMP)  ## create the environment for the XLA tests (2.6 GB)
 
 $(XLA_STAMP): tests/tools/xla_env.py $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.10 with venv and ensurepip found" >&2; exit 1; }
 	$(PYTHON) $< $(@D)
 	@touch $@
 
-# No syntax and nothing of the standard library that is newer than `requires-python`; a line that looks first whether it
-# is there ends in "# novm". Mypy sees to that in the package only.
+# Reject syntax and library functions newer than `requires-python`. Mark a line that checks for the feature at run time
+# with "# novm". Mypy checks only the package.
 VERMIN := vermin --quiet --violations --no-tips --target=3.10- nblaunch tests
 
-lint: setup  ## format, style, types and import floors, without changing a file; reports all findings, not only the first
+lint: setup  ## check format, style, types and import layers without changing files; report all findings
 	@status=0; for check in 'ruff format --check .' 'ruff check .' mypy '$(VERMIN)' lint-imports; do \
 		echo "$$check"; $(BIN)/$$check || status=1; done; exit $$status
 
@@ -207,20 +207,20 @@ format: setup  ## rewrite the code in the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-stubs: setup  ## write the type stubs of nblaunch and of Accelerate's module names anew, from nblaunch/compat/names.py
+stubs: setup  ## regenerate the type stubs of nblaunch and Accelerate's module names from nblaunch/compat/names.py
 	$(BIN)/python -m tests.tools.stubs
 
-golden: setup  ## write the golden files of the tests anew: what failures, tables and the terminal show, word for word
+golden: setup  ## regenerate the golden files: the exact text of failures, tables and the terminal
 	$(BIN)/python -m pytest --update-golden --quiet tests/failures/test_shown.py tests/dashboard/test_render.py \
 		tests/contracts/inheritance/test_inventory.py
 	git diff --stat -- tests/golden docs
 
-bench: setup  ## run the benchmarks and print what they measured; ARGS='launch_cost memory' for some of them
+bench: setup  ## run the benchmarks and print their figures; select some with ARGS='launch_cost memory'
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-picture: setup browser  ## take the pictures of the dashboard again, in JupyterLab: one of a job that runs, and a moving one
+picture: setup browser  ## take the README's pictures of the dashboard again in JupyterLab: a still and an animation
 	$(BIN)/python -m tests.tools.picture
 
-clean:  ## remove .venv and everything that tools left
+clean:  ## remove environments, builds and caches
 	rm -rf $(VENV) $(XLA_VENV) $(XLA_OLDER_VENV) $(TPU_COMPILER_VENV) $(TORCH_TPU_VENV) .venv-image-* .venv-colab-kernel build dist *.egg-info artifacts .mypy_cache .ruff_cache .pytest_cache .import_linter_cache docs/_build .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
