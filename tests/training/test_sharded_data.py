@@ -124,7 +124,7 @@ def test_parts_that_do_not_fit_the_job_are_an_error() -> None:
         ValueError, match="dispatch_batches=True makes rank 0 read for all ranks, but its IterableDataset is"
     ):
         _prepare(1, 2, {"dispatch_batches": True, "device": "cpu", "put_on_device": True})
-    with pytest.raises(ValueError, match="split_batches=True divides batches of all ranks"):
+    with pytest.raises(ValueError, match="split_batches=True divides global batches among the ranks"):
         _prepare(1, 2, {"split_batches": True})
     with pytest.raises(ValueError, match="data_is_sharded=True gives each rank its own data"):
         DataLoaderConfiguration(data_is_sharded=True, dispatch_batches=True)

@@ -1,8 +1,8 @@
-"""The parts of prepared loaders: the loader that reads, its options, its epochs and the state of the current epoch.
+"""The base of prepared loaders: a wrapper around the loader that reads, its options, and the state of its epochs.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 
-An adapter passes for an instance of its base's class, and shows its base's attributes.
+An adapter passes ``isinstance`` checks for the class of the loader it wraps, and exposes that loader's attributes.
 """
 
 from __future__ import annotations
@@ -20,64 +20,64 @@ from nblaunch.packages import is_installed
 from nblaunch.training.data.sharding import EpochPosition
 from nblaunch.training.shared_state import get_shared_state
 
-FINISHED = "_iterator_finished"  # torchdata's entry, in every state: the epoch was read to its end
-ORDER = "_order"  # nblaunch's entry, beside torchdata's
+FINISHED = "_iterator_finished"  # torchdata sets it in every state: whether the epoch was read to its end
+ORDER = "_order"  # nblaunch adds it to torchdata's entries
 
 
 class DataLoaderStateMixin:
-    """The state of the epoch that a loader reads, which gradient accumulation and ``gather_for_metrics`` look at.
+    """The state of a loader's current epoch, for gradient accumulation and ``gather_for_metrics``.
 
-    ``end_of_dataloader`` is True while the last batch is in the user's hands; ``remainder`` is the number of real rows
-    in the last global batch (0 = all of them, -1 = not known). A user's own loader calls :meth:`begin` where an epoch
-    begins and :meth:`end` where it ends.
+    ``end_of_dataloader`` is True while the user's loop works on the last batch. ``remainder`` is the number of real
+    rows in the last global batch: 0 means all of them, -1 that the number is unknown. A custom loader calls
+    :meth:`begin` when an epoch begins and :meth:`end` when it ends.
     """
 
     end_of_dataloader = False
     remainder = -1
     shard: Any = None
-    """The object that knows how many rows of the last global batch are real; None if no rows are ever added."""
+    """Knows how many rows of the last global batch are real; None if no rows are ever added."""
     completed_rows = 0
-    """Rows of the last global batch, added ones included; if none are added, rows of a full batch; 0: not known."""
+    """Rows in the last global batch, including padding; without padding, rows in a full batch; 0: unknown."""
     adds_nothing = False
-    """Whether the last batch stays as short as it is."""
+    """Whether a short last batch stays short."""
     is_uneven = False
-    """Whether some ranks get fewer batches than others; True if that is not known in advance."""
+    """Whether some ranks get fewer batches than others; True if this can't be known in advance."""
 
     def reset(self) -> None:
-        """Forget the state of the last epoch."""
+        """Clear the state of the previous epoch."""
         self.end_of_dataloader = False
         self.remainder = -1
 
     def begin(self) -> None:
-        """Make this loader the active one, at the start of its epoch."""
+        """Make this loader the active one. Call it at the start of an epoch."""
         self.reset()
         self.remainder = self._expected_remainder()
         get_shared_state().loaders.enter(self)
 
     def end(self) -> None:
-        """Make the loader around this one active again, if any: this one's epoch is over, or was left."""
+        """Make the enclosing loop's loader active again, if any. Call it when an epoch ends or is left early."""
         get_shared_state().loaders.leave(self)
 
     def _expected_remainder(self) -> int:
-        """Return the real rows of the last global batch by arithmetic, before the epoch is read."""
+        """Compute the number of real rows in the last global batch before the epoch is read."""
         return -1
 
 
 @dataclass
 class Epochs:
-    """Where a loader is in its epochs. Loaders for the rest of an epoch share it, see ``beginning_at``.
+    """A loader's progress through its epochs. A loader for the rest of an epoch shares it: see ``beginning_at``.
 
     Args:
-        completed: epochs that were read to their end, by which samplers shuffle.
-        left: epochs that were left before their end, as with ``break``.
+        completed: number of epochs read to their end; samplers shuffle by it.
+        left: number of epochs that the user left early, for example with ``break``.
         start: states of the generators that decide the order, at the start of the epoch.
-        resumed_start: the states that a loaded state has for these generators, for the start of the next epoch.
-        global_start: the same for torch's global generator, if that decides the order.
-        saved_position: the position in the epoch at the loaded checkpoint, until an epoch is read.
-        state: the state of a loader that knows its position, as of the current batch; None: it was not read.
-        batches_behind: batches that the reading loader had read before, according to the state that was loaded last,
-            until an epoch begins.
-        batches_to_drop: how many of these that loader reads again, since its stream can't begin in the middle.
+        resumed_start: states of these generators from a loaded checkpoint, for the start of the next epoch.
+        global_start: the same for torch's global generator, if it decides the order.
+        saved_position: the loaded checkpoint's position in the epoch; None once an epoch is read.
+        state: the state of a stateful loader at the current batch; None before the first one.
+        batches_behind: batches that were read before the loaded state was saved; 0 once an epoch begins.
+        batches_to_drop: batches that the base loader must read again and drop, because its stream can only start at
+            the beginning.
     """
 
     completed: int = 0
@@ -92,26 +92,26 @@ class Epochs:
 
 
 if TYPE_CHECKING:
-    Base = DataLoader  # it has what its base has
+    Base = DataLoader  # type checkers see the wrapped loader's attributes
 else:
     Base = object
 
 
 class DataLoaderAdapter(Base):
-    """A loader around another one, which reads.
+    """A wrapper around the loader that reads the data.
 
     Args:
-        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``batch_sampler`` and other ``options``.
-        use_stateful_dataloader: read with torchdata, so that :meth:`state_dict` says where in an epoch it is.
+        dataset, batch_sampler, **options: passed to :class:`torch.utils.data.DataLoader`.
+        use_stateful_dataloader: read with torchdata, which makes :meth:`state_dict` return the position in the epoch.
 
     Raises:
-        ImportError: ``use_stateful_dataloader`` without torchdata.
+        ImportError: ``use_stateful_dataloader`` is set, but torchdata is not installed.
     """
 
     base_dataloader: DataLoader
-    """The loader that reads."""
+    """The wrapped loader, which reads the data."""
     skip_batches = 0
-    """Batches that are left out of the first epoch that is read."""
+    """Number of batches to leave out of the next epoch."""
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **options: Any
@@ -124,20 +124,20 @@ class DataLoaderAdapter(Base):
         return (stateful_loader if self.use_stateful_dataloader else DataLoader)(dataset, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if "base_dataloader" not in self.__dict__:  # while it is being made, or unpickled
+        if "base_dataloader" not in self.__dict__:  # during __init__ or unpickling
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base_dataloader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         base = self.__dict__.get("base_dataloader")
         if base is not None and name in vars(base) and name not in vars(self):
-            setattr(base, name, value)  # the base reads by it, or rejects the change
+            setattr(base, name, value)  # the base uses the value, or rejects the change
         else:
             object.__setattr__(self, name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the loader that reads: ``isinstance`` finds both."""
+        """The class of the wrapped loader; ``isinstance`` accepts both classes."""
         base = self.__dict__.get("base_dataloader")
         return type(self) if base is None else type(base)
 
@@ -147,50 +147,50 @@ class DataLoaderAdapter(Base):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), dict(self.__dict__))
 
-    # --- saving where it is --------------------------------------------------------------------------------------
+    # --- saving the position -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where in its epoch the loader is. A batch that was read ahead does not count.
+        """Return the position in the current epoch, without the batch that was read ahead.
 
-        The state is torchdata's, and each loader accepts the other's state. One more entry holds what torchdata does
-        not know about epoch and order, where there is anything to know.
+        The state has torchdata's format, and each of the two loaders accepts the other's state. If torchdata's state
+        does not cover the epoch and the order of the samples, an extra entry does.
 
         Raises:
-            AttributeError: the loader was made without ``use_stateful_dataloader=True``.
+            AttributeError: the loader was created without ``use_stateful_dataloader=True``.
         """
         self._check_stateful("state_dict")
         return self._with_order({}, False) if self.epochs.state is None else self.epochs.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue, in the next iteration, after the batch at which :meth:`state_dict` was called.
+        """Make the next iteration continue after the batch at which :meth:`state_dict` was called.
 
         Raises:
-            AttributeError: the loader was made without ``use_stateful_dataloader=True``.
+            AttributeError: the loader was created without ``use_stateful_dataloader=True``.
         """
         self._check_stateful("load_state_dict")
         base: Any = self.base_dataloader
         order = state_dict.get(ORDER, {})
-        # After the end of an epoch the next one starts anew; torchdata would draw its order twice to find that out.
+        # A state from the end of an epoch starts a new one. torchdata would draw the order twice to find that out.
         is_fresh = state_dict.get(FINISHED, True) or "position" in order
         self._forget_base_state()
         progress = _Progress.of({} if is_fresh else state_dict)
         if not is_fresh:
-            self.skip_batches = 0  # they are among what was read
+            self.skip_batches = 0  # the loaded state already counts them as read
         self.epochs.batches_behind = progress.batches
         if progress.knows_stream or not isinstance(base.dataset, IterableDataset):
             base.load_state_dict(
                 {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
             )
         else:
-            # torchdata (0.11) would also read and drop them, but count them twice: the next state would have that many
-            # batches too many, and a loader that continues from it would lose them.
+            # torchdata 0.11 would also read and drop these batches, but count them twice. A loader that continued
+            # from its next state would skip too many batches.
             base.load_state_dict({})
             self.epochs.batches_to_drop = progress.batches
         self._resume_order_state(order)
         self.epochs.state = state_dict
 
     def _take_batches_to_drop(self) -> int:
-        """Return how many batches the reading loader has to drop; later calls return 0."""
+        """Return how many batches the base loader has to drop; later calls return 0."""
         dropped, self.epochs.batches_to_drop = self.epochs.batches_to_drop, 0
         return dropped
 
@@ -199,37 +199,38 @@ class DataLoaderAdapter(Base):
             raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
 
     def _forget_base_state(self) -> None:
-        """Make the reading loader begin its next epoch at the start, although a state was loaded."""
+        """Make the base loader begin its next epoch at the start, although a state was loaded."""
         self.epochs.batches_behind = self.epochs.batches_to_drop = 0
         if self.use_stateful_dataloader:
-            vars(self.base_dataloader)["next_iter_state"] = None  # torchdata's: load_state_dict({}) leaves it
+            # torchdata's load_state_dict({}) does not clear it.
+            vars(self.base_dataloader)["next_iter_state"] = None
 
     def _note_position(self, is_end: bool = False) -> None:
-        """Keep the state as of now: called before the next batch is read ahead, and when there is none."""
+        """Store the current state: called before each batch is read ahead, and at the end of the epoch."""
         if self.use_stateful_dataloader:
             base: Any = self.base_dataloader
             self.epochs.state = self._with_order({**base.state_dict(), FINISHED: is_end}, is_end)
 
     def _with_order(self, state: dict[str, Any], is_end: bool) -> dict[str, Any]:
         order = self._order_state(is_end)
-        # Without the entry, a loader is in its first epoch, in an order that no generator draws.
+        # The entry is missing in the first epoch if no generator draws the order.
         return {**state, ORDER: order} if any(order.values()) else state
 
     def _order_state(self, is_end: bool) -> dict[str, Any]:
-        """Return what torchdata's state lacks; all zero or empty if it lacks nothing."""
+        """Return what torchdata's state does not cover; all entries are zero or empty if it covers everything."""
         return {}
 
     def _resume_order_state(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`_order_state` has returned."""
+        """Restore the entries that :meth:`_order_state` returned."""
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a state of torchdata says about the epoch.
+    """The progress through an epoch that a torchdata state records.
 
     Args:
-        batches: how many were handed out.
-        knows_stream: the dataset, or its iterator, has a state of its own.
+        batches: number of batches that the loader yielded.
+        knows_stream: whether the dataset, or its iterator, saved its own state.
     """
 
     batches: int = 0
@@ -237,7 +238,7 @@ class _Progress:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> _Progress:
-        """Return the progress in a state, for one reading process or several."""
+        """Return the progress that a state records, whether one process or several read the data."""
         snapshot = state.get("_snapshot")
         if snapshot is None:
             readers, batches = [state], state.get("_num_yielded", 0)
@@ -259,7 +260,7 @@ def _rebuild(cls: type[DataLoaderAdapter], state: dict[str, Any]) -> DataLoaderA
 
 
 def stateful_loader(dataset: Any, **options: Any) -> Any:
-    """Return torchdata's loader. ImportError without torchdata."""
+    """Return torchdata's loader. Raise ImportError if torchdata is not installed."""
     if not is_installed("torchdata"):
         raise ImportError(
             "use_stateful_dataloader=True reads with torchdata, which is not installed: pip install torchdata"
@@ -267,13 +268,13 @@ def stateful_loader(dataset: Any, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
-        # torchdata 0.11 is the last one and calls functions that torch 2.13 deprecates; users can't help it.
+        # torchdata 0.11 is the last release. It calls functions that torch 2.13 deprecates, and users can't fix that.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)
         return StatefulDataLoader(dataset, **options)
 
 
 _ACCEPTED = set(inspect.signature(DataLoader.__init__).parameters)
-# Not every torch has all of them.
+# Some torch versions lack some of these.
 _INHERITED = (
     "num_workers",
     "collate_fn",
@@ -290,28 +291,30 @@ _INHERITED = (
 
 
 def inherited_options(loader: DataLoader) -> dict[str, Any]:
-    """Return the options of ``loader`` for a loader made from it: workers, collation, memory."""
+    """Return the options that a loader derived from ``loader`` inherits: workers, collation, memory."""
     options = {
         name: getattr(loader, name) for name in _INHERITED if name in _ACCEPTED and hasattr(loader, name)
     }
     if is_stateful(loader):
         options["snapshot_every_n_steps"] = loader.snapshot_every_n_steps  # type: ignore[attr-defined]
     if not options["num_workers"]:
-        # torch refuses these two without worker processes of the DataLoader, even at their defaults.
+        # Without worker processes, torch rejects these two options even at their defaults.
         options.pop("prefetch_factor", None)
         options.pop("multiprocessing_context", None)
     return options
 
 
 def index_sampler_options(loader: DataLoader, index_sampler: Any) -> dict[str, Any]:
-    """Return the options by which a loader made from ``loader`` reads what ``index_sampler`` yields."""
-    if loader.batch_sampler is None:  # the dataset gets the sampler's items as they are: an index, or a list
+    """Return the options that make a loader derived from ``loader`` read the items of ``index_sampler``."""
+    if (
+        loader.batch_sampler is None
+    ):  # the dataset gets each item of the sampler unchanged: an index or a list
         return {"sampler": index_sampler, "batch_size": None}
     return {"batch_sampler": index_sampler}
 
 
 def is_stateful(loader: DataLoader) -> bool:
     """Return whether ``loader`` is torchdata's ``StatefulDataLoader``."""
-    # If torchdata was not imported, no loader can be one.
+    # If torchdata was not imported, the loader can't be an instance of its class.
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     return torchdata is not None and isinstance(loader, torchdata.StatefulDataLoader)

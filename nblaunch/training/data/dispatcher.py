@@ -1,10 +1,10 @@
-"""A prepared loader for which one process reads the data for all ranks.
+"""A prepared loader whose data rank 0 reads for all ranks.
 
     rank 0    reads a round of batches │ joins them │ broadcasts structure, rows and is_last │ broadcasts tensors
     all       take their part of the rows
 
-Rank 0 always knows the next round before it sends one, so that all ranks know which one is the last. If reading fails,
-rank 0 sends the error to the other ranks, which would otherwise wait forever.
+Rank 0 reads one round ahead, so it can mark the last round for all ranks. If reading fails, rank 0 sends the error to
+the other ranks, which would otherwise wait forever.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from nblaunch.training.shared_state import SharedState, get_shared_state
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """Rank 0 reads the data and hands every rank its part.
+    """A loader for which rank 0 reads the data and sends every rank its part.
 
-    A round is one batch per rank, joined; with ``split_batches`` one batch. The last one, if it can't be cut evenly,
-    is completed from the first.
+    A round joins one batch per rank; with ``split_batches``, a round is a single batch. If the last round can't be
+    divided evenly, rows of the first round fill it up.
 
     Args:
         dataset: as for :class:`torch.utils.data.DataLoader`.
-        split_batches: a batch is the global batch, which the ranks divide.
+        split_batches: treat each batch as the global batch, and divide it among the ranks.
         skip_batches, use_stateful_dataloader, _drop_last, _non_blocking: as for :class:`PreparedLoader`.
-        slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` cuts out a rank's part; None: the slice
-            ``rows`` of every tensor. With ``split_batches``, it may also cut leaves that are not tensors.
-        iteration: the epoch that is read first.
+        slice_fn: ``slice_fn(batch, rows, process_index=, num_processes=)`` returns a rank's part; None: take the slice
+            ``rows`` of every tensor. With ``split_batches``, it may also divide leaves that are not tensors.
+        iteration: the first epoch to read.
         device: where batches go; None: to the device of this process.
-        num_processes: ranks that get a part; None: all ranks of the job.
+        num_processes: number of ranks that get a part; None: all ranks of the job.
         **options: as for :class:`PreparedLoader`.
 
-    Raises:
-        RuntimeError: while it is read: batches of a round can't be joined or cut evenly. On all ranks.
-        TypeError: on rank 0, and RuntimeError on the others, while it is read: a leaf is not a tensor, and ``slice_fn``
-            is not given.
+    Iterating raises on all ranks:
+
+    - RuntimeError if the batches of a round can't be joined or divided evenly;
+    - TypeError on rank 0, and RuntimeError on the others, if a leaf is not a tensor and there is no ``slice_fn``.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_per_round(self) -> int:  # type: ignore[override]
-        """Batches of the underlying order that make one of this rank's."""
+        """Number of batches that rank 0 reads for one batch of this rank."""
         return 1 if self.split_batches else self.num_processes
 
     @property
     def completed_rows(self) -> int:  # type: ignore[override]
-        """Rows of the last round with those that complete it."""
+        """Rows in the last round, including padding."""
         if self._is_alone:
             return super().completed_rows
         return math.ceil(self.remainder / self.num_processes) * self.num_processes
@@ -98,7 +98,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return whole + (1 if rest and not self._drops_last else 0)
 
     def _synchronise_order(self) -> None:
-        if self._is_reader:  # the others don't read: there is nothing to agree on
+        if self._is_reader:  # other ranks read nothing, so there is no order to share
             self._return_to_global_start()
             self._resume_order(self._generators())
 
@@ -108,7 +108,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank gets a part: batches are then handed out as they are read, of any content."""
+        """Whether no other rank gets a part. The loader then yields batches of any content as it reads them."""
         return operations.world_size() == 1 and self.slice_fn is None
 
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
@@ -117,12 +117,13 @@ class DataLoaderDispatcher(PreparedLoader):
     def _dispatch(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
         """Yield this rank's part of every round that rank 0 reads."""
         size = self.num_processes
-        rank = operations.rank() * size // operations.world_size()  # several may get the same part
+        # Ranks that share a model get the same part.
+        rank = operations.rank() * size // operations.world_size()
         skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
         if not self._is_reader:
             self._take_batches_to_drop()
-            shared.take_resuming()  # where nothing is read, making an iterator draws no number
+            shared.take_resuming()  # this rank creates no iterator, which would draw a random number
         for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():
             rows = nested.count_rows(whole) // size
             part = slice_fn(
@@ -138,7 +139,7 @@ class DataLoaderDispatcher(PreparedLoader):
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
     def _send(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
-        """Yield joined rounds, with the number of real rows and whether each is the last one; once it was sent."""
+        """Send each round, then yield it with its number of real rows and whether it is the last one."""
         rounds = self._rounds(shared, skipped)
         while True:
             try:
@@ -161,7 +162,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _rounds(self, shared: SharedState, skipped: int) -> Iterator[tuple[Any, int, bool]]:
         skipped += self._take_batches_to_drop()
         batches = self._read(shared, 0)
-        # Rows of the first round complete the last one, wherever this loader begins.
+        # Rows of the epoch's first round fill up the last one, even if this loader starts in the middle.
         dropped = list(islice(batches, min(skipped, self.batches_per_round)))
         head = self._join(dropped)
         batches = islice(batches, skipped - len(dropped), None)
@@ -189,18 +190,18 @@ class DataLoaderDispatcher(PreparedLoader):
             current = upcoming
 
     def _skipped_round(self) -> Any:
-        """Return the first round of an epoch of which this loader reads the rest; None if it has read that round."""
+        """Return the epoch's first round if this loader starts after it; None if this loader has read that round."""
         kept = getattr(index_sampler_of(self), "kept", None)
         if not kept:
             return None
-        # A generator of its own: to make an iterator draws a number.
+        # Creating an iterator draws a random number. A separate generator leaves the global one untouched.
         first: Any = DataLoader(
             self.dataset, batch_sampler=kept, collate_fn=self.collate_fn, generator=torch.Generator()
         )
         return self._join(list(first))
 
     def _join(self, batches: list[Any]) -> Any:
-        """Return one round as one batch; None if there is none, or only a part of one that is dropped."""
+        """Join the batches of a round; return None if there are none, or if the round is incomplete and dropped."""
         if not batches or (self._drops_last and len(batches) < self.batches_per_round):
             return None
         if self.slice_fn is None and self.num_processes > 1:
@@ -218,7 +219,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 "divides single batches, or dispatch_batches=False."
             ) from error
 
-    # --- the others ----------------------------------------------------------------------------------------------
+    # --- other ranks ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> Iterator[tuple[Any, int, bool]]:
         while True:
@@ -238,7 +239,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError if a leaf is not a tensor: every rank would get all of it, with its own part of the rows."""
+    """Raise TypeError if a leaf is not a tensor: every rank would get the whole leaf beside its part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
@@ -249,6 +250,6 @@ def _check_leaves(batch: Any) -> None:
 
 
 def _first_rows(batch: Any, count: int) -> Any:
-    """Return ``count`` rows from the start of a batch, again and again if it has fewer."""
+    """Return the first ``count`` rows of a batch, repeating them if it has fewer."""
     indices = torch.arange(count) % nested.count_rows(batch)
     return nested.map_tensors(lambda tensor: tensor[indices.to(tensor.device)], batch)

@@ -1,13 +1,13 @@
-"""Prepared data loaders: epochs in an order that ranks share, progress on the board, and their position.
+"""Prepared data loaders: they share the order of an epoch among ranks, report progress, and know their position.
 
     rank 0 ── generator state ──> all ranks     start of an epoch: the only communication
 
-:class:`DataLoaderShard` reads its rank's own share of the data, always one batch ahead:
+:class:`DataLoaderShard` reads its rank's share of the data, always one batch ahead:
 
     read b0 │ read b1, return b0 │ read b2, return b1 │ end seen: return b2 with end_of_dataloader = True
 
-``dispatcher.py`` has the loader for which rank 0 reads for all ranks. ``sharding.py`` decides which samples belong to
-which rank. ``prepare.py`` turns the user's loader into a prepared one.
+In ``dispatcher.py``, rank 0 reads for all ranks. ``sharding.py`` decides which samples belong to which rank.
+``prepare.py`` turns the user's loader into a prepared one.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from nblaunch.training.state import GradientState
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A data loader for one rank of the job, which reads them itself where a final class says nothing else.
+    """A data loader for one rank of the job. The rank reads its batches itself, unless a subclass differs.
 
     Args:
-        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
+        dataset, **options: as for :class:`torch.utils.data.DataLoader`.
         device: where batches go; None: they stay where they are.
-        rng_types: generators that are made equal at the start of every epoch; None: only the generators of an order
-            that ranks share.
-        synchronized_generator: one more such generator, beside the samplers' own.
-        skip_batches: batches of this rank to leave out of the first epoch that is read.
+        rng_types: generators to synchronise with rank 0 at the start of every epoch; None: only those that decide an
+            order that ranks share.
+        synchronized_generator: one more generator to synchronise, beside those of the samplers.
+        skip_batches: batches of this rank to leave out of the first epoch.
         use_stateful_dataloader: read with torchdata.
-        _drop_last: the underlying loader leaves an incomplete last batch out.
+        _drop_last: the underlying loader drops an incomplete last batch.
         _non_blocking: copy batches to the device asynchronously.
-        iteration: the epoch that is read first.
-        num_processes: ranks that share the data; None: the number in the shard that is read, or this rank alone.
+        iteration: the first epoch to read.
+        num_processes: number of ranks that share the data; None: as in the shard, or 1 without a shard.
 
-    ``iteration`` is the number of completed epochs, by which samplers shuffle; ``epochs`` has the full record of them;
-    ``shard`` is the rank's share of an order or a stream, if it reads one.
+    ``iteration`` is the number of completed epochs; samplers shuffle by it. ``epochs`` is the full record of epochs.
+    ``shard`` is the rank's share of an order or a stream; None if the rank reads everything.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader, **options)
         if options.get("batch_sampler") is not None:
-            # torch leaves these at "None" and "sequential" where it is given a batch sampler; users read them.
+            # Given a batch sampler, torch leaves these at None and a sequential sampler. Users read them.
             vars(self).update(
                 batch_size=getattr(self.batch_sampler, "batch_size", None),
                 sampler=sampler_of(self.batch_sampler),
@@ -109,9 +109,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._loop: Loop | None = None
         self._is_rest = False
         self._begins_at = EpochPosition()
-        self._left_position: EpochPosition | None = (
-            None  # of the saved ones, one that this loader is not to go on at
-        )
+        # A saved position that this loader ignores: it was created to begin at another one.
+        self._left_position: EpochPosition | None = None
         self._global_now: torch.Tensor | None = None
 
     def _find_shard(self) -> Any:
@@ -122,7 +121,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def iteration(self) -> int:
-        """Epochs that were read to their end, here or in a loader of the rest of one; may be set."""
+        """Number of epochs read to their end, by this loader or by a loader for the rest of an epoch; settable."""
         return self.epochs.completed
 
     @iteration.setter
@@ -159,14 +158,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.busy_time.pause()
             if loop.state is WorkerState.EVALUATING and is_complete:
                 shared.watch.after_evaluation()
-            # What trained after another training loop had begun was trained by that one.
+            # Once another training loop has begun, later training steps belong to that loop.
             has_trained = (
                 shared.losses.num_trained > num_trained and shared.loops.last_training == loop.number
             )
-            # One batch that has trained nothing, as of next(iter(loader)), is a look at the data.
+            # Reading one batch without training, as next(iter(loader)) does, only looks at the data.
             is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
             is_epoch = not is_look and loop.state is WorkerState.TRAINING
-            if self._loop is loop:  # not where one that began later goes on
+            if self._loop is loop:  # a loop that began later may still run
                 self._leave_loop(is_epoch, *outer)
             if is_epoch and not is_complete:
                 self.epochs.left += 1
@@ -175,7 +174,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 get_reports().report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
-        """Return to the enclosing loop after a look or an evaluation; an epoch has no enclosing loop."""
+        """Return to the enclosing loop after a look at the data or an evaluation; an epoch has no enclosing loop."""
         if not is_epoch:
             self.epochs.start = start
         if is_epoch or outer is None:
@@ -184,9 +183,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._loop, (self.end_of_dataloader, self.remainder) = outer, ends
 
     def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
-        """Yield this rank's batches, each once ``end_of_dataloader`` is right for it; count steps on the board.
+        """Yield this rank's batches, and count steps on the board.
 
-        Those that this process reads, the next one always before the current one is handed out.
+        This process reads each batch before it yields the previous one, so ``end_of_dataloader`` is always right.
         """
         nothing = object()
         batches, backend = self._read(shared, self._take_skip()), shared.process.backend
@@ -196,11 +195,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         current = next(batches, nothing)
         if current is nothing:
             return
-        # Looked up once: on cheap samples, every tenth of a microsecond of a step shows.
+        # Look these up once: with cheap samples, every tenth of a microsecond per step matters.
         advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
         rows = count(current)
-        # Not of a stream: each worker process may end with a short batch. Nor of single samples, nor where the user's
-        # function makes a batch of them, with as many rows as it likes.
+        # A stream is not even: each worker process may end with a short batch. A custom collate_fn may return any
+        # number of rows.
         is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
         is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
         counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
@@ -221,17 +220,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         yield current
 
     def _take_in(self, batch: Any, is_placed: bool) -> Any:
-        """Place a batch that was just read, and note the position behind it, before the next one is read."""
+        """Place a batch, and record the position after it, before the next one is read."""
         batch = batch if is_placed else self._to_device(batch)
         self._note_position()
         return batch
 
     def _finish_epoch(self, batch: Any) -> None:
-        """Note that this is the last batch, and how many of its rows are real, if that is known only now."""
+        """Record that this is the last batch, and its number of real rows if that was unknown before."""
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
         elif self.num_processes == 1 and isinstance(self.dataset, IterableDataset):
-            # The first tensor may have something else than samples in its rows, so the longest is what counts.
+            # The rows of some tensors may not be samples, so count those of the longest tensor.
             tensors = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
             rows = max((len(tensor) for tensor in tensors), default=0)
             self.remainder = rows if rows < self.total_batch_size else 0
@@ -239,16 +238,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._note_position(is_end=True)
 
     def _read(self, shared: SharedState, num_skipped: int) -> Iterator[Any]:
-        """Yield batches as this process reads them, after the skipped ones."""
+        """Yield the batches that this process reads, after the skipped ones."""
         num_skipped += self._take_batches_to_drop()
         global_now, self._global_now = self._global_now, None
-        # Making an iterator draws a number; it was drawn before.
+        # Creating an iterator draws a random number. In a resumed epoch, the original run has already drawn it.
         with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
             batches: Iterator[Any] = iter(self.base_dataloader)
         if num_skipped:
             batches = islice(batches, num_skipped, None)
         if global_now is not None:
-            batches = chain(list(islice(batches, 1)), batches)  # the order is drawn with the first batch
+            batches = chain(list(islice(batches, 1)), batches)  # reading the first batch draws the order
             torch.set_rng_state(global_now)
         return batches
 
@@ -256,13 +255,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _begin_step(shared: SharedState, loop: Loop, batch: Any) -> None:
         backend = shared.process.backend
         if backend.is_lazy:
-            # Between the steps: what is read here is of neither.
+            # Read the losses between the two steps, so that neither includes the time.
             backend.end_step()
             shared.losses.show_due()
         backend.begin_step(loop.state.name.lower(), batch)
 
     def _to_device(self, batch: Any) -> Any:
-        # Loaders make batches on the CPU; there, moving would only rebuild the containers.
+        # Loaders create batches on the CPU, where moving them would only rebuild the containers.
         if self.device is None or self.device.type == "cpu":
             return batch
         return nested.send_to_device(batch, self.device, self._non_blocking)
@@ -273,7 +272,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
 
     def _synchronise_order(self) -> None:
-        """Set the generators that decide the order to rank 0's states, or to the ones in a loaded state."""
+        """Set the generators that decide the order to rank 0's states, or to states from a checkpoint."""
         self._return_to_global_start()
         generators = self._generators()
         rng_types = self.rng_types
@@ -285,16 +284,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._resume_order(generators)
 
     def _needs_common_order(self, generators: Sequence[torch.Generator]) -> bool:
-        """Whether all ranks of the job read parts of one order that each draws; seeded samplers seed theirs anew."""
+        """Return whether each rank draws the order that all ranks share; seeded samplers need no synchronisation."""
         samplers = nested_samplers(index_sampler_of(self))
         seeded = {id(sampler.generator) for sampler in samplers if isinstance(sampler, SeedableRandomSampler)}
         is_shared = self.shard is not None and 1 < self.num_processes == get_shared_state().num_data_ranks
         return is_shared and any(id(generator) not in seeded for generator in generators)
 
     def _return_to_global_start(self) -> None:
-        """Draw the order of an epoch that is resumed as it was drawn first, where torch's global generator draws it.
+        """Set torch's global generator to its state at the start of a resumed epoch, if it draws the order.
 
-        Once that is done, the generator goes on as the checkpoint has it: others draw from it, too.
+        Once the order is drawn, the generator returns to its state in the checkpoint, since other code uses it too.
         """
         start, self.epochs.global_start = self.epochs.global_start, None
         if start is not None:
@@ -302,7 +301,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             torch.set_rng_state(start)
 
     def _resume_order(self, generators: Sequence[torch.Generator]) -> None:
-        """Begin an epoch in the order that a loaded state contains, and note it for the next state."""
+        """Begin an epoch in the order of the loaded state, and record that order for the next state."""
         for generator, state in zip(generators, self.epochs.resumed_start, strict=False):
             generator.set_state(state)
         self.epochs.resumed_start = []
@@ -314,52 +313,52 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         state = WorkerState.TRAINING if is_training else WorkerState.EVALUATING
         behind, length = self._rounds_behind, length_of(self)
         resumed, self.epochs.batches_behind = self.epochs.batches_behind // self.batches_per_round, 0
-        if length >= 0:  # the bar covers the whole epoch, and begins in the middle
+        if length >= 0:  # the progress bar covers the whole epoch and starts in the middle
             length += behind
         return shared.loops.begin(length, epoch, state, behind + self.skip_batches + resumed)
 
     def _take_skip(self) -> int:
-        """Return how many batches to leave out now; later calls return 0."""
+        """Return how many batches to skip; later calls return 0."""
         skipped, self.skip_batches = self.skip_batches, 0
         return skipped
 
     @property
     def _is_shard_read_here(self) -> bool:
-        """Whether this process reads the shard, rather than worker processes of the DataLoader."""
+        """Whether this process reads the shard, rather than the DataLoader's worker processes."""
         return isinstance(self.shard, BatchSamplerShard) or self.num_workers == 0
 
     def _expected_remainder(self) -> int:
         if self._is_of_dividing_stream:
-            return -1  # nothing is completed there either
-        # A lone process completes no batch of its other loaders, whose last batch may have any size.
+            return -1  # such a loader adds no rows
+        # A single process without a shard adds no rows either. Only a batch size from torch tells how the data ends.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1
         if isinstance(self.shard, IterableDatasetShard) and self.num_workers > 1:
-            return -1  # each process that reads completes the end of its own part
+            return -1  # each worker process fills up the last batch of its part
         samples, batch = self._num_samples(), self.total_batch_size
         return samples % batch if samples is not None and batch else -1
 
     @property
     def completed_rows(self) -> int:  # type: ignore[override]
-        """Rows of the last global batch, added ones included; if none are added, rows of a full batch."""
+        """Rows in the last global batch, including padding; without padding, rows in a full batch."""
         if self.shard is not None and self._is_shard_read_here:
             return self.shard.completed_rows
         return self.total_batch_size
 
     @property
     def adds_nothing(self) -> bool:  # type: ignore[override]
-        """Whether the last batch stays as short as it is."""
+        """Whether a short last batch stays short."""
         return self.shard is None and self.num_processes == 1
 
     @property
     def is_uneven(self) -> bool:  # type: ignore[override]
-        """Whether some ranks get fewer batches than others; True if that is not known in advance."""
+        """Whether some ranks get fewer batches than others; True if this can't be known in advance."""
         return self._is_of_dividing_stream or bool(getattr(self.shard, "is_uneven", False))
 
     @property
     def _is_of_dividing_stream(self) -> bool:
-        """Whether each rank reads a part of its own, of any length: the data was divided before, or divides itself."""
+        """Whether the data comes divided, by the user or the dataset, so that each rank's part may have any length."""
         return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
@@ -368,7 +367,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _are_cut_by_torch(self) -> bool:
-        """Whether batches are cut from an order or a stream, of one size all but the last."""
+        """Whether torch's ``BatchSampler`` forms the batches: all but the last have the same size."""
         return type(innermost(index_sampler_of(self))) is BatchSampler
 
     def _num_samples(self) -> int | None:
@@ -380,7 +379,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return None
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that decide the order: the samplers', and an iterable dataset's if it has one."""
+        """Return the generators that decide the order, from the samplers and from an iterable dataset."""
         owners = nested_samplers(index_sampler_of(self))
         if isinstance(self.dataset, IterableDatasetShard):
             owners.append(self.dataset.dataset)
@@ -390,11 +389,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         }
         return list(unique.values())
 
-    # --- saving where it is, and going on there ------------------------------------------------------------------
+    # --- saving the position, and continuing from it -------------------------------------------------------------
 
     @property
     def position(self) -> EpochPosition:
-        """What all ranks have read of the epoch, with the batch in hand; of none where no epoch is read."""
+        """What all ranks have read of the epoch, including the current batch; between epochs, where the next begins."""
         return self._begins_at if self._loop is None else self._position_at(self._loop.step)
 
     def _position_at(self, step: int) -> EpochPosition:
@@ -402,7 +401,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def has_portable_position(self) -> bool:
-        """Whether other numbers of ranks can go on there; not where several processes read parts of their own."""
+        """Whether another number of ranks can continue from the position.
+
+        They can't if several processes read separate parts of the data.
+        """
         if self._is_of_dividing_stream:
             return False
         if not isinstance(self.dataset, IterableDataset):
@@ -411,21 +413,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.num_workers == 0 and (is_shared_here or self.split_batches)
 
     def rounds(self, number: int) -> EpochPosition:
-        """Return what all ranks read where this one gets so many batches."""
+        """Return what all ranks together have read once this rank has got ``number`` batches."""
         batches = 1 if self.split_batches else self.num_processes
         return EpochPosition(number * (self.total_batch_size or batches), number * batches)
 
     @property
     def _rounds_behind(self) -> int:
-        """Batches of this rank, as it has them now, that make up what is read already where the epoch begins."""
+        """Number of this rank's batches, at their present size, that lie before the loader's first one."""
         return self._begins_at.samples // self.rounds(1).samples
 
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
-        """Return a loader for the rest of the epoch; either loader can read later epochs whole.
+        """Return a loader for the rest of the epoch. Both loaders read later epochs in full.
 
-        If whole rounds of batches were read, the rest ends as the epoch does, completed with the same rows.
+        If ``position`` is a whole number of rounds, the same rows fill up the last batch as in an uninterrupted epoch.
         """
-        rest = copy.copy(self)  # with the same ``epochs``
+        rest = copy.copy(self)  # shares ``epochs``
         rest._loop = None
         rest._left_position = self.epochs.saved_position  # it begins at ``position`` instead
         self._forget_base_state()
@@ -433,9 +435,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_whole = position == self.rounds(num_rounds)
         dataset: Any = self.dataset
         if isinstance(dataset, IterableDataset) and (is_whole or not self.has_portable_position):
-            rest.skip_batches += (
-                num_rounds  # they are read and dropped; by several readers, whole rounds alone
-            )
+            # Read these batches and drop them. If several processes read, only whole rounds can be dropped.
+            rest.skip_batches += num_rounds
             return rest
         if isinstance(dataset, IterableDataset):
             dataset = rest_of_stream(dataset, self.batch_size is not None, position)
@@ -458,18 +459,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if not self._is_rest:
             super()._note_position(is_end)
         elif self.use_stateful_dataloader:
-            # The reading loader's state would belong to another order.
+            # The base loader's state would belong to another order.
             order = self._order_state(is_end)
             if self._loop is not None and not is_end:
                 order["position"] = vars(self._position_at(self._loop.step + 1))
             self.epochs.state = {FINISHED: is_end, ORDER: order}
 
     def order_state(self, is_inside: bool, is_end: bool) -> dict[str, Any]:
-        """Return the epoch, and the states of the generators by which its order was drawn, or is to be drawn.
+        """Return the number of the epoch, and the generator states that decide its order.
 
         Args:
-            is_inside: the epoch is being read.
-            is_end: the epoch was read to its end; return the states for the next one.
+            is_inside: an epoch is being read.
+            is_end: the epoch has ended: return the states for the next one.
         """
         generators = (
             self.epochs.start if is_inside else [generator.get_state() for generator in self._generators()]
@@ -499,34 +500,34 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Rows of a global batch, all ranks together; 0 if the batch sampler doesn't know."""
+        """Rows in a global batch, over all ranks; 0 if the batch sampler doesn't know."""
         sizes = (getattr(part, "batch_size", None) for part in (self.shard, self, index_sampler_of(self)))
         size: int = next(filter(None, sizes), 0)
         return size if self.split_batches else size * self.num_processes
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset. TypeError where it has no length."""
+        """Number of samples in the dataset. TypeError if it has no length."""
         dataset = self.dataset
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration read ``epoch``, counted from 0."""
+        """Make the next iteration read ``epoch``, counting from 0."""
         self.iteration = epoch
         self.epochs.left = 0
         self._hand_epoch(epoch)
 
     def _hand_epoch(self, epoch: int) -> None:
-        """Pass the epoch to samplers and dataset that have ``set_epoch``."""
+        """Pass the epoch to the samplers and the dataset, if they have ``set_epoch``."""
         pass_epoch(index_sampler_of(self), epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     reads_on_every_rank = True
-    """Whether each rank has a position of its own in the data."""
+    """Whether each rank reads data, rather than rank 0 for all."""
 
     batches_per_round = 1
-    """Batches of the underlying order that make one of this rank's."""
+    """Number of batches that the reading process reads for one batch of this rank."""
 
     def get_sampler(self) -> Any:
         """Return the sampler of indices below the batch samplers; None if there is none."""
@@ -543,7 +544,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def _count_none(batch: Any) -> int:
-    """Count no rows: another rank reads the same batch, and counts them."""
+    """Count no rows: another rank reads the same batch and counts its rows."""
     return 0
 
 
@@ -553,4 +554,4 @@ def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
 
 
 class DataLoaderShard(PreparedLoader):
-    """A rank's own share of a data loader, read by the rank itself. Arguments as for :class:`PreparedLoader`."""
+    """A rank's share of a data loader, which the rank reads itself. Arguments as for :class:`PreparedLoader`."""

@@ -1,6 +1,6 @@
-"""Make a prepared loader out of the user's, with its options: for the rank's share, or read by rank 0 for all ranks.
+"""Turn the user's loader into a prepared one: each rank reads its share, or rank 0 reads for all ranks.
 
-:func:`shard_loader` does it for ``Accelerator.prepare``, :func:`prepare_data_loader` for users who call it themselves.
+``Accelerator.prepare`` calls :func:`shard_loader`. Users call :func:`prepare_data_loader`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class LoaderTarget:
 
     Args:
         rank: the rank, from 0.
-        world_size: ranks that share the data.
+        world_size: number of ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators made equal at the start of every epoch, beside the generators of a shared order.
-        slice_fn: cuts a rank's part out of a dispatched batch; None: rows.
-        is_static: complete the last batch of a lone process too: the device compiles for every new shape.
+        rng_types: generators to synchronise with rank 0 at the start of every epoch, beside those of a shared order.
+        slice_fn: returns a rank's part of a dispatched batch; None: divide the rows.
+        is_static: fill up the last batch even in a single process, because the device compiles for every new shape.
     """
 
     rank: int = 0
@@ -75,19 +75,19 @@ def prepare_data_loader(
     """Return a rank's part of ``dataloader``, without an Accelerator.
 
     Args:
-        dataloader: the user's loader, which is no longer read.
+        dataloader: the user's loader. The prepared loader replaces it.
         device: where batches go with ``put_on_device``.
-        num_processes: ranks that share the data; None: all ranks of the job.
+        num_processes: number of ranks that share the data; None: all ranks of the job.
         process_index: this rank; None: the rank of the process.
         put_on_device: move batches to ``device``.
-        rng_types: generators made equal over ranks at the start of every epoch, a collective; None: only the
+        rng_types: generators to synchronise with rank 0 at the start of every epoch, in a collective; None: only the
             samplers' generators, if all ranks of the job share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
         use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: see there as well.
 
     Raises:
-        ValueError: the data can't be shared like that, with the reason.
+        ValueError: these arguments don't allow sharing the data; the message says why.
     """
     topology = current_topology()
     config = DataLoaderConfiguration(
@@ -111,9 +111,9 @@ def prepare_data_loader(
 
 
 def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
-    """Return a rank's part of ``loader``, as a new loader; the given one is not read any more.
+    """Return a new loader for a rank's part of ``loader``.
 
-    Samplers that shuffle with torch's global generator get their own generator, in place: see
+    Samplers that shuffle with torch's global generator get a generator of their own, in place: see
     :func:`_make_samplers_shareable_in_place`. Raises ValueError if the data can't be shared as ``config`` says.
     """
     is_sharded = _is_sharded(loader, target, config)
@@ -132,7 +132,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     is_dispatched = _is_dispatched(config, target, is_iterable)
     if is_dispatched and target.world_size > 1:
         return _dispatch(loader, target, config, common)
-    # Programs ask for the class. In a lone process both read alike; ranks that share a model read the same data each.
+    # Some programs check the class. In a single process both classes read alike; ranks that share a model each read
+    # the same data.
     is_alone = current_topology().world_size == 1
     kind: type[PreparedLoader] = DataLoaderDispatcher if is_dispatched and is_alone else DataLoaderShard
     if is_dispatched and is_alone:
@@ -147,14 +148,14 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
 
 
 def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> bool:
-    """Return whether each rank's loader reads a part of its own already.
+    """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: its dataset is divided among ranks other than the job's.
+        ValueError: the dataset is divided among other ranks than the job's.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1
-    # datasets.IterableDataset keeps there how split_dataset_by_node has divided it.
+    # In this attribute, datasets.IterableDataset stores how split_dataset_by_node divided it.
     division = getattr(loader.dataset, "_distributed", None)
     num_parts, part = getattr(division, "world_size", 1), getattr(division, "rank", target.rank)
     if num_parts == 1:
@@ -163,9 +164,9 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
         raise ValueError(
             f"the {type(loader.dataset).__name__} is already part {part} of {num_parts}, and this is rank "
             f"{target.rank} of {target.world_size}: prepare would divide it again, and the ranks would read only "
-            "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or not at all; "
-            "or set DataLoaderConfiguration(data_is_sharded=True) where each rank has a part of its own, False "
-            "where ranks share one"
+            "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or don't split "
+            "it; or set DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, False if ranks "
+            "share a part"
         )
     if config.dispatch_batches:
         raise ValueError(
@@ -178,11 +179,11 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
 def _take_own_part(
     loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration, common: dict[str, Any]
 ) -> PreparedLoader:
-    """Return a loader of all that ``loader`` reads on this rank."""
+    """Return a loader for everything that ``loader`` reads on this rank."""
     if config.split_batches:
         raise ValueError(
-            "split_batches=True divides batches of all ranks, but each rank has its own data. Give the loader the "
-            "batch_size of one rank, and leave split_batches out"
+            "split_batches=True divides global batches among the ranks, but each rank has its own data. Give the "
+            "loader the batch_size of one rank, and leave split_batches out"
         )
     if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
         _warn_of_uneven_parts(loader.dataset, "T")
@@ -197,7 +198,7 @@ def _take_own_part(
 def _shard_index_sampler(
     loader: DataLoader, index_sampler: Any, target: LoaderTarget, config: DataLoaderConfiguration
 ) -> BatchSamplerShard | None:
-    """Return the rank's share of the index sampler; None if it reads all of it, as it is."""
+    """Return the rank's share of the index sampler; None if the rank reads all of it unchanged."""
     is_completed = target.is_static and config.even_batches and getattr(index_sampler, "batch_size", None)
     if target.world_size == 1 and not is_completed:
         return None
@@ -224,7 +225,7 @@ def _is_dispatched(config: DataLoaderConfiguration, target: LoaderTarget, is_ite
 
 
 def _check_plain(loader: DataLoader, is_sharded: bool) -> None:
-    """Reject data that would be shared twice; warn about settings that a new loader can't take over."""
+    """Reject data that would be divided twice; warn about settings that a new loader can't take over."""
     for sampler in nested_samplers(index_sampler_of(loader)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and not is_sharded:
             raise ValueError(
@@ -270,7 +271,7 @@ def _shard_iterable(
     batch_size, drop_last = loader.batch_size, loader.drop_last
     dataset, world_size = loader.dataset, target.world_size
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
-        # It can divide itself (datasets.IterableDataset), so that no rank reads what is not its own.
+        # The dataset can divide itself, as datasets.IterableDataset can: each rank then reads only its own part.
         if config.even_batches:
             _warn_of_uneven_parts(
                 dataset, "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or t"
@@ -279,23 +280,24 @@ def _shard_iterable(
         world_size = 1
     if world_size == 1:
         return kind(dataset, batch_size=batch_size, drop_last=drop_last, **common)
-    is_split = config.split_batches and batch_size is not None  # else it yields batches, shared as they are
+    # Without a batch_size, ranks get whole batches.
+    is_split = config.split_batches and batch_size is not None
     shard = IterableDatasetShard(dataset, batch_size, drop_last, world_size, target.rank, is_split)
     own_size = batch_size // world_size if batch_size and is_split else batch_size
     return DataLoaderShard(shard, batch_size=own_size, drop_last=drop_last, **common)
 
 
 def _num_shards(dataset: Any) -> int:
-    """Return into how many parts an iterable dataset can divide itself; 0 if it can't."""
+    """Return the number of parts into which an iterable dataset can divide itself; 0 if it can't."""
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
 def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
-    """Warn on rank 0 that nothing evens out the parts of a dataset that ranks do not share by order.
+    """Warn on rank 0 that nothing makes the ranks' parts of a divided dataset equally long.
 
     Args:
         dataset: the divided dataset, whose parts may have any length.
-        way_out: the beginning of "train in ..." with what else can be done.
+        way_out: what the user can do, up to the first letter of "train in ...".
     """
     if current_topology().rank > 0:
         return
@@ -308,12 +310,12 @@ def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
 
 
 def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """Give the user's samplers a seeded sampler or generators that ranks can synchronise; changes them in place.
+    """Change the user's samplers in place: ranks can then draw the same order.
 
-    With ``use_seedable_sampler``, a seeded sampler replaces the ``RandomSampler``; ranks may have to get its seed from
-    rank 0, in a collective. Any other sampler then still draws from torch's global generator, as with Accelerate. That
-    generator gets rank 0's state at the start of an epoch, so that ranks with different seeds also share the samples.
-    Without ``use_seedable_sampler``, a sampler on any layer that would draw from the global generator gets its own.
+    With ``use_seedable_sampler``, a seeded sampler replaces the ``RandomSampler``; its seed may come from rank 0, in a
+    collective. Any other sampler still draws from torch's global generator, as with Accelerate. At the start of an
+    epoch, that generator gets rank 0's state, so the ranks share the samples even if their seeds differ.
+    Without ``use_seedable_sampler``, every nested sampler that would draw from the global generator gets its own.
     """
     batch_sampler = innermost(index_sampler)
     sampler: Any = getattr(batch_sampler, "sampler", None)
@@ -328,7 +330,7 @@ def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConf
 
 
 def _is_reseeded(sampler: Any, data_seed: int | None) -> bool:
-    """Return whether ``prepare`` chooses the seed: the user has not, or has in the configuration."""
+    """Return whether ``prepare`` sets the seed: the sampler has none from the user, or the configuration has one."""
     if type(sampler) is SeedableRandomSampler:
         return sampler.data_seed is None or data_seed is not None
     return type(sampler) is RandomSampler
@@ -342,5 +344,5 @@ def _own_generator() -> torch.Generator:
 def _common_seed(seed: int | None) -> int:
     if seed is not None:
         return seed
-    # Not drawn: the order shall not depend on what was drawn before, such as a model's first weights.
+    # Don't draw the seed: the order must not depend on earlier draws, such as a model's initial weights.
     return int(operations.broadcast(torch.tensor(torch.initial_seed() % 2**62)).item())

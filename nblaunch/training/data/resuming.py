@@ -1,11 +1,11 @@
 """Continue in the middle of an epoch: loaders without the first batches, and positions of loaders for checkpoints.
 
-A checkpoint taken in the middle of an epoch has the generators as they were at its *start*, because that is where the
-order is drawn: reading the epoch again and skipping the seen samples gives exactly the rest. An :class:`EpochPosition`
-records what was seen; any number of ranks can continue from it.
+A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
+drawn. Reading the epoch again and skipping the samples already seen gives exactly the rest. An :class:`EpochPosition`
+records which samples were seen; any number of ranks can continue from it.
 
-Checkpoints do not keep what a dataset draws from the process's global generators while it is read: one batch is read
-ahead, so these generators are one batch ahead of the training loop.
+A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader
+reads one batch ahead of the training loop, and so do these generators.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from nblaunch.training.shared_state import SharedState
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A plain data loader without its first batches, once: they are read and dropped.
+    """A plain data loader that reads and drops its first batches in the first epoch.
 
     Args:
-        dataset: as for :class:`torch.utils.data.DataLoader`, with its ``options``.
-        skip_batches: how many.
+        dataset, **options: as for :class:`torch.utils.data.DataLoader`.
+        skip_batches: number of batches to drop.
         use_stateful_dataloader: read with torchdata.
     """
 
@@ -65,14 +65,13 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -> DataLoader:
-    """Return a loader that continues after the first batches of ``dataloader``, for an interrupted epoch.
+    """Return a loader that continues an interrupted epoch of ``dataloader`` after its first batches.
 
     Args:
-        dataloader: prepared or not; it keeps its place, and later epochs may be read from either.
-        num_batches: how many are left out of the first epoch that the new loader reads, counted as this rank gets
-            them. None: what all ranks, as many as there were, had seen at the checkpoint that was loaded last; none
-            where that was not in the middle of an epoch. Over indexed datasets nothing is loaded for them; streams are
-            read and dropped.
+        dataloader: the loader, prepared or not. It keeps its position, and both loaders can read later epochs.
+        num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: what all ranks
+            had seen when the last loaded checkpoint was saved, even if their number was another; nothing, if no epoch
+            was being read. An indexed dataset does not load the skipped samples; a stream reads and drops them.
 
     Raises:
         ValueError: ``num_batches`` is negative.
@@ -96,7 +95,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
     if num_batches is None and saved is not None:
         return loader.beginning_at(saved)
     if num_batches is None and loader.use_stateful_dataloader:
-        return loader  # its own state may hold a position in a stream that nothing else knows
+        return loader  # only its own state may know the position in a stream
     return loader.beginning_at(loader.rounds(num_batches or 0))
 
 
@@ -104,8 +103,8 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
 
 
 def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
-    """Return where ``loader`` is; its position is None if no epoch is being read."""
-    # Either this loader is read, or a loader for the rest of its epoch in its place.
+    """Return the state of ``loader``; its position is None if no epoch is being read."""
+    # The training loop reads either this loader or a loader for the rest of its epoch.
     entered = shared.loaders.entered()
     epochs = loader.epochs
     reading = [
@@ -113,7 +112,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
         for candidate in entered
         if getattr(candidate, "epochs", None) is epochs and candidate._loop is not None
     ]
-    # With its last batch returned, an epoch counts as done: what follows is the next one.
+    # Once the last batch is returned, the epoch counts as done, and the state describes the next one.
     is_done = bool(reading) and reading[0].end_of_dataloader
     is_mid_epoch = bool(reading) and not is_done
     state = {
@@ -128,14 +127,14 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
 
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
-    """Return whether ``loader`` can continue from the position of another number of ranks."""
+    """Return whether ``loader`` can continue from a position that another number of ranks saved."""
     return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 
 def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) -> None:
-    """Bring ``loader`` to where :func:`capture` saw it: to its epoch, and to the generators at its start.
+    """Restore the epoch of ``loader``, and the generators at its start, from the state that :func:`capture` returned.
 
-    :func:`skip_first_batches`, or a loader that resumes by itself, leaves out the first part of the epoch.
+    :func:`skip_first_batches`, or a loader that resumes by itself, then skips the first part of the epoch.
     """
     position = state["position"]
     loader.set_epoch(state["iteration"])
@@ -145,7 +144,7 @@ def restore(loader: PreparedLoader, state: dict[str, Any], shared: SharedState) 
     epochs.saved_position = None if position is None else EpochPosition(**position)
     for generator, saved in zip(loader._generators(), state["generators"], strict=False):
         if generator is torch.default_generator and position is not None:
-            epochs.global_start = saved.cpu()  # the checkpoint has its present state, too
+            epochs.global_start = saved.cpu()  # the checkpoint stores its later state separately
         else:
             generator.set_state(saved.cpu())
     sampler = loader.get_sampler()

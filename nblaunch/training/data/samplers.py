@@ -1,9 +1,10 @@
-"""The samplers nested in a loader, from its index sampler to the sampler of single indices; two samplers of our own.
+"""The samplers nested in a loader, from the index sampler to the sampler of single indices; two new samplers.
 
-Ranks share an order, because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
-state at the start of each epoch. Only ``use_seedable_sampler`` puts a :class:`SeedableRandomSampler` in its place.
+Ranks share an order because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
+state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler, by a
+:class:`SeedableRandomSampler`.
 
-The index sampler is the outermost, as torch's ``DataLoader._index_sampler``: the batch sampler, where there is one.
+The index sampler is the outermost one, as in torch's ``DataLoader._index_sampler``: the batch sampler, if there is one.
 
 DataLoader ── BatchSamplerShard ── BatchSampler ── RandomSampler          nested samplers, outermost first
                   (ours)           (innermost)     (sampler of single indices)
@@ -20,14 +21,14 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random permutation that depends only on seed and epoch: equal on all ranks in any global random state.
+    """A random permutation that depends only on seed and epoch, so all ranks draw the same one.
 
     A complete iteration ends the epoch; the next one has another order. ``initial_seed`` is the seed of epoch 0; epoch
     ``e`` uses ``initial_seed + e``.
 
     Args:
         data_source, replacement, num_samples, generator: as for :class:`torch.utils.data.RandomSampler`.
-        data_seed: the seed; None: what torch was last seeded with.
+        data_seed: the seed; None: ``torch.initial_seed()``.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def begin_epoch(self) -> None:
-        """Begin the order of the epoch: the generator draws it next."""
+        """Seed the generator for the epoch. The generator draws the order next."""
         self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch, once the order was read to its end."""
+        """Advance to the next epoch. Call it once the order was read to its end."""
         self.set_epoch(self.epoch + 1)
 
     def __iter__(self) -> Iterator[int]:
@@ -63,12 +64,12 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches, once: later iterations are whole.
+    """A batch sampler that skips its first batches in the first iteration.
 
     Args:
         batch_sampler: kept as ``.batch_sampler``.
-        skip_batches: how many.
-        num_kept: how many of these, the first ones, are kept as ``kept`` while the rest is read.
+        skip_batches: number of batches to skip.
+        num_kept: number of skipped batches, from the first, to keep in ``kept``.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0, num_kept: int = 0) -> None:
@@ -90,14 +91,14 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches with those that are skipped."""
+        """Number of batches, including skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator, which skips once it is read: a DataLoader with worker processes makes two, and drops the first.
+        # Skip only when the iterator is read: a DataLoader with worker processes creates two and drops the first.
         skipped, self.skip_batches = self.skip_batches, 0
         batches = iter(self.batch_sampler)
         self.kept = list(islice(batches, min(skipped, self.num_kept)))
@@ -105,12 +106,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 def index_sampler_of(loader: DataLoader) -> Any:
-    """Return what ``DataLoader._index_sampler`` is: the batch sampler, or the sampler where there is none."""
+    """Return the batch sampler, or the sampler if there is none, as ``DataLoader._index_sampler`` does."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def nested_samplers(index_sampler: Any) -> list[Any]:
-    """Return ``index_sampler`` and all that it is made of, outermost first."""
+    """Return ``index_sampler`` and the samplers nested in it, outermost first."""
     samplers: list[Any] = []
     while index_sampler is not None and not any(index_sampler is sampler for sampler in samplers):
         samplers.append(index_sampler)
@@ -120,14 +121,14 @@ def nested_samplers(index_sampler: Any) -> list[Any]:
 
 
 def pass_epoch(index_sampler: Any, epoch: int) -> None:
-    """Call ``set_epoch`` of every one in ``index_sampler`` that has it."""
+    """Call ``set_epoch`` on ``index_sampler`` and on every nested sampler that has it."""
     for sampler in nested_samplers(index_sampler):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """Return the user's batch sampler, below any number of ours; if it wraps another one, the inner one."""
+    """Return the batch sampler at the bottom of any number of nested ones."""
     while True:
         below = getattr(batch_sampler, "batch_sampler", None)
         if below is None:

@@ -1,13 +1,13 @@
-"""A rank's share of a sampler or a stream, and what is left of an epoch.
+"""A rank's share of a sampler or a stream, and the rest of an epoch.
 
-Every rank computes the same global order and keeps its share, so nothing here communicates, and no rank ever waits
-for another one. Moving data and keeping random orders equal is ``loader.py``'s work.
+Every rank computes the same global order and keeps its share, so ranks neither communicate nor wait for each other
+here. ``loader.py`` moves the data and synchronises the order.
 
     batches of one epoch     b0 b1 │ b2 b3 │ b4 (short)          ── rounds of P = 2 batches
     rank 0                   b0      b2      b4 + first samples
     rank 1                   b1      b3      more first samples  ── ``even_batches`` completes the last round
 
-How far an epoch was read is counted so that any number of ranks can go on there (:class:`EpochPosition`):
+An :class:`EpochPosition` counts the samples that were read, so any number of ranks can continue from it:
 
     2 ranks, batches of 3     0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10 11 ──> saved      12 samples of the order were seen
     3 ranks, batches of 2                                        12 13 │ 14 15 │ 16 17 │ ...
@@ -38,16 +38,16 @@ class BatchSamplerShard(BatchSampler):
         process_index: this rank.
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
-        even_batches: complete the last round with indices from the start of the epoch, repeatedly if there are few,
-            so that all ranks get equally many batches of equal size. Without a ``batch_size`` in the sampler, add
-            whole batches. False: some ranks may get one batch less, or a shorter one.
+        even_batches: fill up the last round with indices from the start of the epoch, repeating them if necessary:
+            all ranks then get equally many batches of equal size. Without a ``batch_size`` in the sampler, add whole
+            batches. False: some ranks may get one batch less, or a shorter one.
 
-    ``tail_rows`` is known once an epoch was read to its end: it is the number of real rows in the last global batch, or
-    0 if nothing was added to it. ``completed_rows`` is the number of its rows, added ones included.
+    Once an epoch was read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0 without
+    padding. ``completed_rows`` is the number of rows in that batch, including padding.
 
     Raises:
-        ValueError: ``split_batches`` with a batch size that ranks don't divide, or with a batch sampler that has no
-            ``batch_size``.
+        ValueError: ``split_batches`` is set, and the batch sampler has no ``batch_size``, or one that is not a multiple
+            of ``num_processes``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the global order. TypeError where the batch sampler has no length."""
+        """Number of batches in the global order. TypeError if the batch sampler has no length."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -104,18 +104,18 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether some ranks get a batch less than others; True if that is not known in advance."""
+        """Whether some ranks get one batch less than others; True if this can't be known in advance."""
         if self.even_batches or self.drop_last:
             return False
         if self.split_batches:
             return self._has_no_part(self.num_processes - 1)
         try:
             return self.total_length % self.num_processes != 0
-        except TypeError:  # it has no length
+        except TypeError:  # the batch sampler has no length
             return self.num_processes > 1
 
     def _has_no_part(self, rank: int) -> bool:
-        """Return whether the last batch is so short that a rank's part is empty; False if that is not known."""
+        """Return whether the last batch is so short that ``rank`` gets nothing; False if this is unknown."""
         tail = max(0, length_of(self.sampler)) % self._global_size
         return 0 < tail <= rank * self._part_size
 
@@ -132,7 +132,7 @@ class BatchSamplerShard(BatchSampler):
         self.tail_rows = 0
         if self.split_batches:
             return self._iter_parts()
-        # A plain batch sampler cuts a flat order; doing that here saves making the other ranks' batches.
+        # A plain batch sampler cuts up a flat order. Doing that here avoids creating the other ranks' batches.
         is_plain = (
             type(self.batch_sampler) is BatchSampler and self.batch_size == self.batch_sampler.batch_size
         )
@@ -141,7 +141,10 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole()
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Do the same as :meth:`_iter_whole`, on indices in place of batches; all whole rounds at once where it can."""
+        """Yield lists of this rank's batches, the same as :meth:`_iter_whole` yields, from a sampler of indices.
+
+        If the sampler draws a permutation, the first list holds the batches of all complete rounds.
+        """
         size = self._global_size
         round_size = size * self.num_processes
         start = self.process_index * size
@@ -161,14 +164,14 @@ class BatchSamplerShard(BatchSampler):
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
         if order is not None:
-            # torch's RandomSampler ends with a permutation that it does not use. Draw it as well, so that the next
-            # epoch has the same order as without sharing.
+            # At its end, torch's RandomSampler draws one more permutation, which it does not use. Draw it here too:
+            # the next epoch then has the same order as in a single process.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
 
     def _iter_whole(self) -> Iterator[list[int]]:
-        """Yield every P-th batch. A round of P batches is handed out only when all of them are known."""
+        """Yield every P-th batch, after reading a whole round of P batches."""
         batches = iter(self.batch_sampler)
         first: list[list[int]] = []
         while batch_round := list(islice(batches, self.num_processes)):
@@ -182,9 +185,9 @@ class BatchSamplerShard(BatchSampler):
                 yield batch_round[self.process_index]
 
     def _even(self, batch_round: list[list[int]], first: list[list[int]]) -> list[list[int]]:
-        """Return a round with a batch for every rank; what is missing is taken from the ``first`` round."""
+        """Return a round with a batch for every rank, filled up from the ``first`` round."""
         missing = self.num_processes - len(batch_round)
-        if self.batch_size is None:  # batches may have any size, so that only their number can be made even
+        if self.batch_size is None:  # batches may have any size, so only their number can be made equal
             completed = [*batch_round, *islice(_cycle(first), missing)]
             self.tail_rows = sum(map(len, batch_round)) if missing else 0
             self.completed_rows = sum(map(len, completed))
@@ -194,7 +197,7 @@ class BatchSamplerShard(BatchSampler):
         return self._complete(batch_round, self.num_processes, list(chain.from_iterable(first)))
 
     def _iter_parts(self) -> Iterator[list[int]]:
-        """Yield this rank's part of each batch; a short batch is completed first, or leaves some ranks with less."""
+        """Yield this rank's part of each batch, after filling up a short batch if ``even_batches`` is set."""
         size, part = self._global_size, self._part_size
         head: list[int] = []
         for batch in self.batch_sampler:
@@ -210,9 +213,9 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
 
     def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
-        """Cut ``batch_round`` anew into equal batches; what is missing is taken from ``head``, again and again.
+        """Divide the rows of ``batch_round`` into equal batches, filled up from ``head``, which may repeat.
 
-        Real rows come first, in order, so that dropping what was added is a plain cut after ``tail_rows`` rows.
+        Real rows come first, in order, so the padding is everything after the first ``tail_rows`` rows.
         """
         rows = [index for batch in batch_round for index in batch]
         size = max(self._global_size, math.ceil(len(rows) / num_batches))
@@ -223,13 +226,13 @@ class BatchSamplerShard(BatchSampler):
 
 
 class SampleShard(BatchSamplerShard):
-    """One rank's share of a sampler of single indices, for loaders that hand out samples without batches.
+    """One rank's share of a sampler of single indices, for loaders that yield single samples.
 
     Args:
         sampler: yields the global order, index by index.
-        num_processes, process_index, even_batches: as in :class:`BatchSamplerShard`, for batches of one.
+        num_processes, process_index, even_batches: as in :class:`BatchSamplerShard`, for batches of one sample.
 
-    ``tail_rows`` is -1 where samples were added: how many rows a sample has is not known.
+    ``tail_rows`` is -1 if samples were added, because the number of rows in a sample is unknown.
     """
 
     def __init__(
@@ -250,18 +253,18 @@ class IterableDatasetShard(IterableDataset):
 
     Args:
         dataset: the stream; kept as ``.dataset``.
-        batch_size: rows per block and rank; with ``split_batches`` rows of the global batch. None: the stream
+        batch_size: rows per block and rank; with ``split_batches``, rows in the global batch. None: the stream
             yields whole batches, and each rank gets one per round.
-        drop_last: drop an incomplete round instead of completing it from the first one.
+        drop_last: drop an incomplete round instead of filling it up from the first one.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: ``batch_size`` counts for all ranks together.
+        split_batches: ``batch_size`` is the size of the global batch.
 
-    ``tail_rows``: as in :class:`BatchSamplerShard`; known only where the stream is read in this very process. -1 where
-    whole batches were added: how many rows these have is not known.
+    ``tail_rows`` is the same as in :class:`BatchSamplerShard`, but only the process that reads the stream knows it. It
+    is -1 if whole batches were added, because their number of rows is unknown.
 
     Raises:
-        ValueError: ``split_batches`` with a batch size that ranks don't divide.
+        ValueError: ``split_batches`` is set, and ``batch_size`` is not a multiple of ``num_processes``.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class IterableDatasetShard(IterableDataset):
 
     @property
     def completed_rows(self) -> int:
-        """Rows of the last global batch with those that complete it."""
+        """Rows in the last global batch, including padding."""
         return self._block * self.num_processes
 
     @property
@@ -294,12 +297,12 @@ class IterableDatasetShard(IterableDataset):
         return size // self.num_processes if self.split_batches else size
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch to the dataset, where it wants it."""
+        """Pass the epoch to the dataset, if it has ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Return the rows of this rank; TypeError where the dataset has no length."""
+        """Return the number of this rank's rows. TypeError if the dataset has no length."""
         whole, rest = divmod(len(self.dataset), self._block * self.num_processes)
         return (whole + (1 if rest and not self.drop_last else 0)) * self._block
 
@@ -320,7 +323,7 @@ class IterableDatasetShard(IterableDataset):
 
 
 def check_divisible(batch_size: int, num_processes: int) -> None:
-    """Raise ValueError where ``split_batches`` can't cut a batch into equal parts."""
+    """Raise ValueError if ``split_batches`` can't divide a batch into equal parts."""
     if batch_size % num_processes:
         raise ValueError(
             f"split_batches=True cuts each batch into {num_processes} equal parts, but batch_size={batch_size} is not "
@@ -331,8 +334,8 @@ def check_divisible(batch_size: int, num_processes: int) -> None:
 def _permutation(sampler: Any) -> torch.Tensor | None:
     """Return the permutation of all indices that a sampler draws; None if it draws none.
 
-    With it, a rank converts only its own indices to Python numbers; with cheap samples, that conversion is most of the
-    cost of sharing.
+    Given the permutation, a rank converts only its own indices to Python numbers. With cheap samples, that conversion
+    is most of the cost of sharing.
     """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.begin_epoch()
@@ -341,12 +344,12 @@ def _permutation(sampler: Any) -> torch.Tensor | None:
     num_rows = len(sampler.data_source)
     if sampler.replacement or sampler.num_samples != num_rows:
         return None
-    # As torch's RandomSampler does, so that any number of processes has the same order as one process.
+    # Draw as torch's RandomSampler does: any number of processes then gets the same order as a single process.
     return torch.randperm(num_rows, generator=sampler.generator)
 
 
 def _cycle(items: list[Any]) -> Iterator[Any]:
-    """Yield ``items`` again and again; nothing if there are none."""
+    """Yield ``items`` repeatedly; yield nothing if there are none."""
     while items:
         yield from items
 
@@ -359,8 +362,8 @@ class EpochPosition:
     """What all ranks together have read of an epoch.
 
     Args:
-        samples: rows of the order, if batches are cut from one: they may have another size when the epoch continues.
-        batches: batches of the loader as the user made it, for all other orders; items of a stream without batches.
+        samples: rows, if the loader forms batches from an order: the batch size may change when the epoch continues.
+        batches: batches of the user's loader, for all other orders; items, for a stream without batches.
     """
 
     samples: int = 0
@@ -371,7 +374,7 @@ class EpochPosition:
 
 
 def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
-    """Return ``index_sampler``, or a rank's share of one, without what was read; once."""
+    """Return ``index_sampler``, or a rank's share of one, that skips in its first epoch what was read."""
     if isinstance(index_sampler, BatchSamplerShard):
         shard = copy.copy(index_sampler)
         shard.batch_sampler = rest_of_index_sampler(index_sampler.batch_sampler, position)
@@ -383,7 +386,7 @@ def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
 
 
 def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> Any:
-    """Return ``dataset``, a stream or a rank's share of one, without what was read; once."""
+    """Return ``dataset``, a stream or a rank's share of one, that skips in its first epoch what was read."""
     if isinstance(dataset, IterableDatasetShard):
         shard = copy.copy(dataset)
         shard.dataset = rest_of_stream(dataset.dataset, has_batches, position)
@@ -392,7 +395,7 @@ def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> 
 
 
 class _WithoutFirst(IterableDataset):
-    """The items of a sampler or a stream, once without the first ones; it has the attributes of its source."""
+    """A sampler or a stream that skips its first items in the first iteration; it has the attributes of its source."""
 
     def __init__(self, source: Any, num_skipped: int) -> None:
         self.source = source
@@ -406,6 +409,6 @@ class _WithoutFirst(IterableDataset):
         return islice(iter(self.source), skipped, None)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source" or name.startswith("__"):  # while it is unpickled
+        if name == "source" or name.startswith("__"):  # during unpickling
             raise AttributeError(name)
         return getattr(self.source, name)
