@@ -1,19 +1,19 @@
-"""How a model is trained on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
+"""The interface of training on several processes: :class:`Strategy`, and :class:`StrategyPlugin`, which chooses one.
 
-A strategy gets the ranks, the device, the precision and the accumulation of its Accelerator in :class:`TrainingSetup`,
-and what the user prepares in one call. ``prepare`` calls in this order:
+A :class:`TrainingSetup` gives a strategy the ranks, the device, the precision and the accumulation of its Accelerator.
+``prepare`` calls the strategy's methods in this order:
 
     on_prepare         with all arguments of the call
     for each model:
-                       (its layers and its forward get the precision; not the forward where ``casts_models``)
-      place            moves it to its device, unless it stays where it is
+                       (prepare sets the precision of layers and forward; not of the forward with ``casts_models``)
+      place            moves the model to its device, unless it stays where it is
       setup_module     wraps or shards it
       compile
-    optimizer          for each, after all models
-    scheduler          for each, after all optimizers
+    optimizer          for each optimizer, after all models
+    scheduler          for each scheduler, after all optimizers
 
-Loaders are prepared without it. A new strategy is one file with its plugin and its strategy, in this folder or in a
-user's own code.
+A strategy does not take part in preparing loaders. To add a strategy, write one file with its plugin and its strategy,
+in this folder or in a user's own code.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from nblaunch.training.precision import Precision
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What a strategy is built with.
+    """The parts of an Accelerator that a strategy needs.
 
     Args:
         process: the ranks, the backend and the device of this process.
         precision: the requested precision; a strategy may adapt it, see :meth:`Strategy.adapt_precision`.
-        accumulation: when gradients are synchronised and optimizers step.
+        accumulation: decides when gradients are synchronised and optimizers step.
         splits_batches: whether a loader's batch is the global batch, which the ranks divide.
-        parallelism: how the ranks are divided, its mesh made; None: all are replicas, or as the plugin says.
+        parallelism: how the ranks are divided, with its device mesh; None: the plugin decides, or all are replicas.
     """
 
     process: JoinedProcess
@@ -61,7 +61,7 @@ class TrainingSetup:
 
 
 class ShardWriter(ABC):
-    """Copies of this rank's shards, to be written while training goes on. Every rank calls one of the methods."""
+    """Copies of this rank's shards, to write while training continues. Every rank calls one of the methods."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:
@@ -79,8 +79,8 @@ class ShardWriter(ABC):
 class StrategyPlugin(ABC):
     """The choice of a strategy, with its settings: ``Accelerator(strategy=plugin)``.
 
-    A strategy of your own needs no change in nblaunch. Write a plugin that builds it, in any module that the workers
-    can import, and pass an object of it::
+    You can add a strategy without changing nblaunch. Write a plugin that builds it, in any module that the workers
+    can import, and pass an instance::
 
         class Whole(StrategyPlugin):
             name = "whole"
@@ -94,18 +94,18 @@ class StrategyPlugin(ABC):
     """
 
     name: ClassVar[str] = ""
-    """Name of the strategy that the plugin builds; checkpoints record it."""
+    """Name of the strategy. Checkpoints record it."""
 
     is_kept: ClassVar[bool] = False
     """Whether later Accelerators of the process also use this plugin, if the user passes them none."""
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:
-        """Return the plugin for what a user passed.
+        """Return the plugin for an argument of the Accelerator.
 
         Args:
-            argument: of the Accelerator.
-            value: the object that the user passed for it.
+            argument: name of the argument, for error messages.
+            value: the object that the user passed.
 
         Raises:
             TypeError: ``value`` is not a plugin of this class.
@@ -122,7 +122,7 @@ class StrategyPlugin(ABC):
 
         Args:
             asked: ``mixed_precision`` of the Accelerator; None: the user did not set it.
-            backend: the device family, which may not support it.
+            backend: the device family, which may not support the precision.
 
         Raises:
             ValueError: the settings contradict ``asked``, or the device does not support it.
@@ -147,84 +147,87 @@ class StrategyPlugin(ABC):
 
 
 class Strategy(ABC):
-    """A way to train models on several processes. The module's description has the order of the calls."""
+    """A way to train models on several processes. The module's docstring shows the order of the calls."""
 
     name: str
 
     label = ""
-    """Member of ``DistributedType`` for a job whose ranks hold shards; empty: the devices determine the label."""
+    """Member of ``DistributedType`` for jobs with this strategy; empty: the devices determine it."""
 
     steps_by_engine = False
-    """Whether an engine of another library steps optimizers and clears gradients, at moments of its own."""
+    """Whether an engine of another library steps optimizers and clears gradients, and decides when."""
 
     casts_models = False
     """Whether models that :meth:`setup_module` returns compute in the Accelerator's precision without autocast.
 
-    FSDP2's do, by torch's ``MixedPrecisionPolicy``.
+    FSDP2 casts them with torch's ``MixedPrecisionPolicy``.
     """
 
     holds_shards = False
-    """Whether a rank holds only shards of weights or optimizer states, so that all ranks take part in saving them."""
+    """Whether a rank holds only shards of weights or optimizer states. All ranks then take part in saving them."""
 
     shard_files = ""
-    """Pattern of the checkpoint files that rank ``{rank}`` alone writes and checksums. Empty: rank 0 checksums all."""
+    """Pattern of the checkpoint files that only rank ``{rank}`` writes and checksums. Empty: rank 0 checksums all."""
 
     unjoined = ""
-    """When :meth:`join_uneven_inputs` has no effect, for its warning: ``"with DeepSpeed"``; empty: no warning."""
+    """The condition for the warning that :meth:`join_uneven_inputs` has no effect, such as ``"with DeepSpeed"``.
+
+    Empty: no warning.
+    """
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def adapt_precision(self, precision: Precision) -> Precision:
-        """Return the precision for models, without the part that the strategy handles itself."""
+        """Return the precision to use for models, without the parts that the strategy handles itself."""
         return precision
 
     def on_prepare(self, objects: Sequence[Any]) -> None:
-        """Check and record all arguments of one call of ``prepare``, before it prepares any of them.
+        """Check and record all arguments of one call of ``prepare`` before it prepares any of them.
 
-        ``prepare_model`` and similar methods, which prepare one object, do not call this.
+        ``prepare_model`` and similar methods prepare a single object, and do not call this.
         """
 
     def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
         """Move the user's module to the device of this rank, before :meth:`setup_module`.
 
-        A strategy whose :meth:`setup_module` moves the weights piece by piece overrides this to do nothing. It must not
-        communicate: that would stall launches whose workers move their models one after the other.
+        Override this to do nothing if :meth:`setup_module` moves the weights piece by piece. An override must not
+        communicate: workers may move their models one after the other, and would wait for each other forever.
 
-        ``prepare`` does not call this with ``device_placement=False``, for a model that a device map or quantisation
-        keeps in its place, or for a model that is only evaluated, which it moves itself.
+        ``prepare`` does not call this with ``device_placement=False``, or for a model that a device map or
+        quantisation keeps in place. It moves models for evaluation itself.
         """
         models.to_device(model, process)
 
     @abstractmethod
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Return ``model`` ready for training on this rank, wrapped or not; with rank 0's weights, if any is trained.
+        """Return ``model`` ready for training on this rank, wrapped or not. Trained weights are equal to rank 0's.
 
-        ``prepare`` calls :meth:`place` before, and neither for models that are only evaluated.
+        ``prepare`` calls :meth:`place` first. It calls neither method for models that are only evaluated.
         """
 
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
-        """Compile a model in the strategy's own way; None: ``prepare`` compiles it like any module.
+        """Compile a model in the strategy's own way; return None to have ``prepare`` compile it like any module.
 
         Args:
-            model: what :meth:`setup_module` returned; if it is only evaluated, the model as passed to ``prepare``.
+            model: the model that :meth:`setup_module` returned; for evaluation only, the model passed to ``prepare``.
             options: the compiler's settings.
         """
         return None
 
     def optimizer(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """Return the prepared optimizer that replaces ``optimizer``; None: ``prepare`` wraps it, as it does most.
+        """Return the prepared optimizer that replaces ``optimizer``, or None to have ``prepare`` wrap it.
 
-        ``prepare`` has prepared the models before. If it wraps an optimizer, :meth:`Replacements.hand_to
-        <nblaunch.training.models.Replacements.hand_to>` gives it the parameters that have replaced its own.
+        The models are already prepared. When ``prepare`` wraps an optimizer, :meth:`Replacements.hand_to
+        <nblaunch.training.models.Replacements.hand_to>` gives it the parameters that replaced the user's.
         """
         return None
 
     def scheduler(self, scheduler: Any) -> AcceleratedScheduler | None:
-        """Return the prepared scheduler that replaces ``scheduler``; None: ``prepare`` wraps it, as it does most."""
+        """Return the prepared scheduler that replaces ``scheduler``, or None to have ``prepare`` wrap it."""
         return None
 
     def clear(self) -> None:
-        """Drop references to all that was prepared."""
+        """Drop all references to prepared objects."""
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -238,18 +241,18 @@ class Strategy(ABC):
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager in which ``backward`` reduces gradients even if the forwards ran under ``no_sync``.
 
-        If another strategy has set up ``model``, this does nothing.
+        Does nothing if another strategy set up ``model``.
         """
         return nullcontext()
 
     def backward(
         self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
     ) -> None:
-        """Call ``loss.backward(**options)``, with the loss divided, and scaled where ``precision`` needs it.
+        """Call ``loss.backward(**options)`` on the divided loss, which ``precision`` scales if necessary.
 
         Args:
             loss: a tensor of one element.
-            divisor: micro-steps of the accumulation window.
+            divisor: number of micro-steps in the accumulation window.
             precision: scales losses and gradients.
             options: the keyword arguments of ``Accelerator.backward``.
         """
@@ -258,7 +261,7 @@ class Strategy(ABC):
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Clip gradients by their total norm over all shards of all parameters; return the norm before."""
+        """Clip gradients by their total norm over all shards of all parameters; return the norm before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
@@ -266,10 +269,10 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context manager in which ranks without data left take part in the steps of the others.
+        """Return a context manager in which ranks that have run out of data join the steps of other ranks.
 
-        It gives an object whose ``is_last`` says, once the block has ended on all ranks, whether this rank took all
-        steps; None if no rank takes part without data.
+        It yields an object with an attribute ``is_last``: once the block has ended on all ranks, it says whether this
+        rank took all steps. It yields None if ranks without data can't join.
         """
         if self.unjoined:
             warn(
@@ -278,18 +281,18 @@ class Strategy(ABC):
             )
         return nullcontext()
 
-    # --- states; where the strategy holds shards, every rank calls these -----------------------------------------
+    # --- states; if the strategy holds shards, every rank calls these methods ------------------------------------
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the full weights of a user's own module.
+        """Return the full weights of the user's module.
 
-        If the strategy holds shards, the main process of every machine gets the weights, in CPU memory; other ranks
-        get nothing.
+        If the strategy holds shards, the main process of every machine gets the weights in CPU memory, and other ranks
+        get an empty dict.
         """
         return module.state_dict()
 
     def optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of a prepared optimizer, as torch's do. For shards, see :meth:`state_dict`."""
+        """Return the full state of a prepared optimizer, in torch's format. For shards, see :meth:`state_dict`."""
         return dict(optimizer.state_dict())
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -297,34 +300,40 @@ class Strategy(ABC):
         optimizer.load_state_dict(state)
 
     def save_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Write this rank's shards of all models and optimizers to ``folder``; False: save full states."""
+        """Write this rank's shards of all models and optimizers to ``folder``.
+
+        Return False if the caller must save full states instead.
+        """
         return False
 
     def shard_writer(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
     ) -> ShardWriter | None:
-        """Return a writer for this rank's shards as they are now; None: :meth:`save_shards` writes them.
+        """Return a writer for the present values of this rank's shards; None: call :meth:`save_shards` instead.
 
         Args:
-            models: prepared.
-            optimizers: prepared.
-            copy: returns a nested state in memory that training does not write to.
+            models: the prepared models.
+            optimizers: the prepared optimizers.
+            copy: copies a nested state into memory that training does not write to.
         """
         return None
 
     def load_shards(self, folder: Path, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> bool:
-        """Load what :meth:`save_shards` wrote on any number of ranks; False: ``folder`` has full states."""
+        """Load the shards that :meth:`save_shards` wrote on any number of ranks.
+
+        Return False if ``folder`` has full states instead.
+        """
         return False
 
 
 def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
-    """Report how much of a sharded model every rank holds, in one line. All ranks call it.
+    """Emit a note of how much of a sharded model every rank holds. All ranks call this.
 
     Args:
         name: name of the model's class.
         model_bytes: size of all sharded weights.
         own_bytes: size of this rank's shards.
-        rest: end of the line, with anything else of interest.
+        rest: the end of the note, with further information.
     """
     sizes = operations.gather_object([own_bytes])
     if operations.rank() == 0:

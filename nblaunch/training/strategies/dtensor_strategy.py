@@ -1,7 +1,7 @@
-"""What strategies have in common if their ranks hold shards of weights, as DTensors of any mesh.
+"""The common base of strategies with sharded weights, as DTensors over any mesh.
 
-This module computes the norm of all shards, converts shards to full states and back, and saves and loads states;
-``shard_files.py`` has their files. The caller decides when the files take their place in the folder.
+This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
+``shard_files.py`` reads and writes the files. The caller decides when the files take their place in the folder.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from nblaunch.weights.sharded import is_sharded
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
-_NO_DEADLINE = timedelta(days=365)  # for a rank whose disk is slow, as training waits for it without one
+_NO_DEADLINE = timedelta(days=365)  # training waits for a slow disk without a deadline, too
 
 
 class DTensorStrategy(Strategy):
-    """Clip, save and load models with DTensor parameters. ``setting`` names the user's setting in an error."""
+    """Clips, saves and loads models with DTensor parameters. ``setting`` names the user's setting in errors."""
 
     shard_files = "*/__{rank}_*.distcp"
 
     def __init__(self, process: JoinedProcess, setting: str) -> None:
         if not hasattr(torch.nn.utils, "get_total_norm"):
-            # Torch 2.6 brought it, along with fully_shard and checkpoints that one rank writes.
+            # torch 2.6 added it, together with fully_shard and checkpoints that a single rank writes.
             raise RuntimeError(
                 f"{setting} needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
             )
@@ -113,7 +113,7 @@ class DTensorStrategy(Strategy):
         return CopiedShards(models, optimizers, copy, self._saving_group)
 
     def load_shards(self, folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> bool:
-        if not any((folder / _MODEL.format(0)).glob("*")):  # or a whole one has replaced it
+        if not any((folder / _MODEL.format(0)).glob("*")):  # empty if full states replaced the shards
             return False
         is_alone = not self.holds_shards
         for index, model in enumerate(models):
@@ -125,11 +125,11 @@ class DTensorStrategy(Strategy):
 
 
 class _MixedGroups:
-    """Turns off ``foreach`` and ``fused`` during a step, for groups of both shards (DTensors) and full tensors.
+    """Turns off ``foreach`` and ``fused`` during a step, for groups that mix shards (DTensors) and full tensors.
 
-    torch cannot step a list of both at once, as it would by default on GPUs. Such groups occur in models that are
-    sharded in part, by tensor parallelism or with ``ignored_modules``. Hooks of the step do this, because a script may
-    replace parameters, add groups and load settings at any time before a step.
+    torch can't step such a mixed list at once, as it would by default on GPUs. Partly sharded models have mixed groups:
+    with tensor parallelism or ``ignored_modules``. Step hooks check the groups each time, because a script may replace
+    parameters, add groups and load settings at any time before a step.
     """
 
     def __init__(self) -> None:
@@ -153,9 +153,9 @@ class _MixedGroups:
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
-    The ranks exchange its plans in a separate process group: collectives in a thread interleave with the collectives
-    of training in a different order on every rank. (torch's ``async_save`` writes one state like this. Here one thread
-    writes several states, in an order that all ranks share.)
+    The ranks exchange their plans in a separate process group, because collectives in a thread interleave differently
+    with training's collectives on every rank. (torch's ``async_save`` writes one state like this. Here, one thread
+    writes several states in the same order on all ranks.)
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class CopiedShards(ShardWriter):
         copy: Callable[[Any], Any],
         group: Any,
     ) -> None:
-        self._group = group  # None: this process is alone
+        self._group = group  # None in a single process
         try:
             self._states: dict[str, dict[str, Any]] = copy(dict(_states(models, optimizers)))
         except Exception as error:
@@ -192,7 +192,7 @@ class CopiedShards(ShardWriter):
 
 
 def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each folder's name with the nested state for it."""
+    """Yield the name of each folder, with the nested state to save in it."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     for index, model in enumerate(models):
@@ -203,13 +203,13 @@ def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[
 
 
 def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bool = False) -> Any:
-    """Load this rank's shards of a module from ``folder``; with ``adapter_only``, of trained parameters alone."""
+    """Load this rank's shards of a module from ``folder``; with ``adapter_only``, only of trained parameters."""
     from torch.distributed.checkpoint import state_dict as states
 
     options = states.StateDictOptions(ignore_frozen_params=adapter_only)
     state: dict[str, Any] = {"model": states.get_model_state_dict(module, options=options)}
     frozen = quantised_entries(module, state["model"])
-    for name in frozen:  # their modules can't load them, and training has not changed them
+    for name in frozen:  # quantised modules can't load them, and training does not change them
         del state["model"][name]
     shard_files.read(state, folder, is_alone, owner=module)
     options.strict = not (frozen or adapter_only)
@@ -218,7 +218,7 @@ def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bo
 
 
 def optimizer_state(owner: nn.Module, inner: Any, options: Any = None) -> dict[str, Any]:
-    """Return an optimizer's state by parameter names; parameters that never had a gradient have no entry."""
+    """Return an optimizer's state, keyed by parameter names; parameters that never had a gradient have no entry."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     with _gradients(inner, are_there=True):
@@ -234,13 +234,13 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
     saved = {path[2] for path in paths if len(path) > 2 and path[1] == "state"}
     before = dict(inner.state)
     try:
-        state: Any = optimizer_state(owner, inner)  # to be read into
+        state: Any = optimizer_state(owner, inner)  # shard_files.read fills its tensors
         if not saved <= state["state"].keys():
             inner.state.clear()
             with _gradients(inner, are_there=False):
-                state = get_optimizer_state_dict(owner, inner)  # of every parameter
-        of_each = {name: values for name, values in state["state"].items() if name in saved}
-        whole = {"optimizer": {**state, "state": of_each}}
+                state = get_optimizer_state_dict(owner, inner)  # has every parameter
+        by_name = {name: values for name, values in state["state"].items() if name in saved}
+        whole = {"optimizer": {**state, "state": by_name}}
         shard_files.read(whole, folder, is_alone, owner=inner)
         with shard_files.loading(folder):
             load_by_names(owner, inner, whole["optimizer"])
@@ -251,7 +251,11 @@ def load_optimizer(owner: nn.Module, inner: Any, folder: Path, is_alone: bool) -
 
 
 def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
-    """Load a state by parameter names, sharded or full; raise ValueError if the optimizer's groups have other names."""
+    """Load a sharded or full state, keyed by parameter names.
+
+    Raises:
+        ValueError: the optimizer's groups have other parameters.
+    """
     groups_here = optimizer_state(owner, inner)["param_groups"]
     load_by_places(
         inner, in_own_order(state, [[{name} for name in group["params"]] for group in groups_here])
@@ -259,9 +263,10 @@ def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
 
 
 def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
-    """Return a state by parameter names, with the parameters in an optimizer's own order.
+    """Sort the parameters of a state by an optimizer's own order.
 
     Args:
+        state: keyed by parameter names.
         names_here: the possible names of each parameter, by groups; a parameter that layers share has several.
 
     Raises:
@@ -280,24 +285,24 @@ def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]
 
 
 def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a state, in shards or full, by the places of parameters in groups: torch numbers them, others name them."""
+    """Load a sharded or full state by the positions of parameters in groups; its keys may be numbers or names."""
     names, held = (
         [parameter for group in groups for parameter in group["params"]]
         for groups in (state["param_groups"], optimizer.param_groups)
     )
-    likes = dict(zip(names, held, strict=False))  # torch reports groups of other sizes
-    of_each = {
+    likes = dict(zip(names, held, strict=False))  # if group sizes differ, torch raises an error below
+    by_name = {
         name: dtensor.shard_state_dict(values, dict.fromkeys(values, likes.get(name)))
         for name, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": of_each})
+    optimizer.load_state_dict({**state, "state": by_name})
 
 
 @contextmanager
 def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
-    """Make torch find gradients in the block, or none.
+    """Set all gradients in the block, or none, and restore them afterwards.
 
-    If torch finds neither gradients nor a state, it makes a state for every parameter, by a step with zero gradients.
+    If torch finds neither gradients nor a state, it creates a state for every parameter by a step with zero gradients.
     """
     trained = [
         candidate
@@ -316,12 +321,12 @@ def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Return the user's own optimizer inside a prepared one."""
+    """Return the user's optimizer inside a prepared one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
-    """Return the module whose parameters the optimizer steps: a model, or several as one."""
+    """Return the module whose parameters the optimizer steps: one model, or a list of several."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [
         bare_module(model)

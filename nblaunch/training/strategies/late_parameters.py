@@ -1,4 +1,4 @@
-"""Parameters that are trained, or frozen, since ``prepare`` wrapped their model in DistributedDataParallel.
+"""Parameters that the user unfroze, added or froze after ``prepare`` wrapped the model in DistributedDataParallel.
 
 DDP averages only the gradients of parameters that required them when DDP was constructed. If a layer is unfrozen, added
 or replaced later, each rank keeps its own gradients for it. :class:`LateParameters` finds such parameters before a
@@ -24,7 +24,7 @@ _MAX_NAMES = 3
 
 
 class _Registrations:
-    """How often a parameter or a module was assigned to a module in this process, counted since the first watch."""
+    """Counts assignments of parameters and modules to modules in this process, from the first call of ``watch``."""
 
     count = 0
     is_watching = False
@@ -45,16 +45,16 @@ class LateParameters:
     """Find and average the late parameters of one DDP model.
 
     Args:
-        model: the DDP model, just constructed.
-        module: the user's own module inside it.
+        model: the DDP model, just after its construction.
+        module: the user's module inside it.
     """
 
     def __init__(self, model: DistributedDataParallel, module: torch.nn.Module) -> None:
         _Registrations.watch()
         named = dict(module.named_parameters())
-        ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # by the user
+        ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # set by the user
         covered = {name: parameter for name, parameter in named.items() if name not in ignored}
-        self._kept = list(named.values())  # alive, so that no other parameter gets the id of one of them
+        self._kept = list(named.values())  # keeps them alive: otherwise new parameters could get their ids
         self._covered = [parameter for parameter in covered.values() if parameter.requires_grad]
         self._frozen = [parameter for parameter in covered.values() if not parameter.requires_grad]
         self._not_late = {
@@ -73,13 +73,13 @@ class LateParameters:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         _Registrations.watch()
-        self._not_late = set(map(id, state["_not_late"]))  # parameters have other ids now
-        self._num_registrations = -1  # it may be another process, with a count of its own
+        self._not_late = set(map(id, state["_not_late"]))  # unpickled parameters have new ids
+        self._num_registrations = -1  # another process has its own count
 
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Find late parameters before a differentiated forward. A collective if there are new ones."""
+        """Find late parameters before a forward with gradients. A collective if there are new ones."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return  # a compiled wrapper traces its hooks once, with the parameters of then
+            return  # a compiled wrapper traces its hooks only once, with the parameters of that moment
         self._check_frozen(model)
         is_changed = self._num_registrations != _Registrations.count
         if not is_changed and True not in map(_is_trained, self._frozen):
@@ -98,13 +98,13 @@ class LateParameters:
         self._kept += late.values()
         for parameter in late.values():
             if id(parameter) not in before:
-                # Ranks may have initialised it with different numbers.
+                # Ranks may have initialised the parameter with different values.
                 operations.broadcast(parameter.detach())
         if late:
             _report(model, list(late))
 
     def _check_frozen(self, model: Any) -> None:
-        """Raise if the reducer would wait for gradients of parameters that were frozen later."""
+        """Raise RuntimeError if DDP's reducer would wait for gradients of parameters that were frozen later."""
         is_waited_for = model.require_backward_grad_sync and not (
             model.find_unused_parameters or model.static_graph
         )
@@ -125,16 +125,17 @@ class LateParameters:
         """Average the gradients of late parameters over ranks. A collective if there are any.
 
         Args:
-            is_joining: ranks at the end of their data answer for DDP's gradients.
+            is_joining: whether the loop runs in ``join_uneven_inputs``, where ranks without data join only DDP's
+                collectives.
 
         Raises:
-            RuntimeError: they do not answer for these.
+            RuntimeError: ``is_joining`` is set, and there are late parameters.
         """
         if is_joining and self.parameters:
             raise RuntimeError(
-                f"{len(self.parameters)} parameters are trained since prepare, and in join_uneven_inputs ranks at the "
-                "end of their data answer for the others alone. Unfreeze or add parameters before prepare, or train "
-                "with even_batches=True outside of join_uneven_inputs"
+                f"{len(self.parameters)} parameters were unfrozen or added after prepare. In join_uneven_inputs, "
+                "ranks at the end of their data can't take part in averaging these. Unfreeze or add parameters before "
+                "prepare, or train with even_batches=True outside of join_uneven_inputs"
             )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in self.parameters:
@@ -145,7 +146,7 @@ class LateParameters:
 
 @torch.no_grad()
 def _average(group: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients of one type and device, in one piece; a gradient that a rank lacks counts as zero."""
+    """Average gradients of one type and device in one collective; a gradient that a rank lacks counts as zero."""
     grads = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in group]
     has_grad = torch.tensor([float(parameter.grad is not None) for parameter in group])
     flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -163,8 +164,8 @@ def _average(group: Sequence[torch.nn.Parameter]) -> None:
 def _report(model: torch.nn.Module, names: Sequence[str]) -> None:
     if operations.rank() == 0:
         text = (
-            f"{_listing(names)} of the {type(model.module).__name__} is trainable since prepare; nblaunch averages "
-            "its gradients in addition to DistributedDataParallel"
+            f"{_listing(names)} of the {type(model.module).__name__} became trainable after prepare; nblaunch averages "
+            "its gradients, because DistributedDataParallel does not"
         )
         context.current().emit(Note.of_job(text))
 

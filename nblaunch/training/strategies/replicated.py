@@ -1,14 +1,14 @@
-"""Strategies for models that every rank has whole: the default.
+"""The default strategies: every rank holds the whole model.
 
 A plugin, a ``parallelism_config``, an earlier Accelerator of the process or the settings of the launch may choose
 another strategy (``Accelerator._choose_strategy``).
 
     DdpStrategy            torch's wrapper averages gradients during backward
-    ReduceAtStepStrategy   gradients are averaged where the optimizer steps, without a wrapper
-    SingleStrategy         a lone process
+    ReduceAtStepStrategy   the backend averages gradients when the optimizer steps, without a wrapper
+    SingleStrategy         a single process
 
-XLA averages gradients inside the graph of a step, which a wrapper that reacts in backward would break up. There, each
-rank keeps its own buffers, such as the statistics of batch normalisation; checkpoints save rank 0's.
+XLA averages gradients inside the graph of a step. A wrapper that reduces them in backward would split this graph. On
+XLA, each rank keeps its own buffers, such as the statistics of batch normalisation; checkpoints save rank 0's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nblaunch.weights.sharded import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):
-    """Leaves the model as it is, with rank 0's weights on every rank; the backend averages gradients at the step."""
+    """Gives every rank rank 0's weights, without a wrapper; the backend averages gradients at the step."""
 
     name = "reduce_at_step"
     unjoined = "on this device"
@@ -49,15 +49,15 @@ class ReduceAtStepStrategy(Strategy):
         )
 
     def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
-        """Take the checksums of the weights while they are on the host, then move the model."""
+        """Compute the checksums of the weights while they are on the host, then move the model."""
         self._checksums[model] = _checksums(model)
         super().place(model, process)
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Send rank 0's weights if other ranks' differ; workers that share the kernel's model have nothing to send.
+        """Broadcast those of rank 0's weights that differ from other ranks' weights.
 
-        Ranks compare checksums. The comparison must wait for the move: if workers build their models one after the
-        other, the next worker waits until this one's model has moved.
+        Ranks compare checksums, so workers that share the kernel's model send nothing. They compare only after the
+        move: workers that build their models one after the other start when the previous worker has moved its model.
         """
         checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])
@@ -73,19 +73,21 @@ class ReduceAtStepStrategy(Strategy):
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return parameters and buffers under each of their names, because XLA's move separates tied ones until it ends."""
+    """Return parameters and buffers, tied ones once per name, because XLA's move separates them until it ends."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return [tensor.detach() for tensors in named for _, tensor in tensors]
 
 
 def _checksums(model: torch.nn.Module) -> list[int | None]:
-    """Return the checksum of each tensor of a model; None for tensors on a device, which can't be compared."""
+    """Return a checksum for each tensor of a model; None for tensors on a device, which can't be compared."""
     return [checksum(tensor) if tensor.device.type == "cpu" else None for tensor in _tensors(model)]
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of the bytes of a CPU tensor; reading them copies no page."""
-    if hasattr(tensor, "__tensor_flatten__"):  # made of several, as torchao's quantised weights are
+    """Return a checksum of the bytes of a CPU tensor. Reading the bytes copies no memory page."""
+    if hasattr(
+        tensor, "__tensor_flatten__"
+    ):  # it consists of several tensors, like torchao's quantised weights
         names, _ = tensor.__tensor_flatten__()
         return hash(tuple(checksum(getattr(tensor, name)) for name in names))
     flat = tensor.contiguous().reshape(-1)
@@ -106,12 +108,12 @@ _HOOK_WRAPPERS: dict[str, Any] = {
 class DdpStrategy(Strategy):
     """Wraps models in :class:`torch.nn.parallel.DistributedDataParallel`, on CPU and GPU alike.
 
-    DDP's constructor overwrites every rank's weights and buffers with rank 0's. A forked worker no longer shares what
-    it overwrites with other processes. Frozen weights in host memory that are equal on all ranks are not overwritten,
-    and stay shared.
+    DDP's constructor overwrites every rank's weights and buffers with rank 0's, so forked workers stop sharing the
+    memory of these tensors. Frozen weights in host memory that are equal on all ranks are not overwritten, and stay
+    shared.
 
     Args:
-        handlers: the Accelerator's handlers, by type; later assignments by the user apply to models prepared later.
+        handlers: the Accelerator's handlers, by type. If the user replaces one, models prepared later use the new one.
     """
 
     name = "ddp"
@@ -145,7 +147,7 @@ class DdpStrategy(Strategy):
         devices = None if process.device.type == "cpu" else [process.device]
         # DDP's constructor is a collective: it compares and copies weights over ranks.
         with waiting(), warnings.catch_warnings(), _ignored_by_ddp(model, _common_frozen(model)):
-            # torch 2.13 deprecates broadcast_buffers, whose new names do not cover all that it does yet.
+            # torch 2.13 deprecates broadcast_buffers, but its replacements do not cover all uses yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(model, device_ids=devices, **options.to_kwargs())
         _register_comm_hook(ddp, options)
@@ -168,8 +170,7 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
-        # DDP decides at each forward whether the backward that follows reduces; this makes up for a forward that
-        # decided otherwise.
+        # DDP decides in each forward whether the following backward reduces gradients. Overrule that decision here.
         ddp = _own(model)
         if not isinstance(ddp, DistributedDataParallel):
             yield
@@ -204,7 +205,7 @@ class _Ending(Joinable):
     """Learns from ``Join`` whether this rank was among the last to reach the end of their data.
 
     Args:
-        other: with it in a ``Join``; has the same device and process group.
+        other: another member of the ``Join``, which determines device and process group.
     """
 
     def __init__(self, other: Joinable) -> None:
@@ -213,7 +214,7 @@ class _Ending(Joinable):
         self.is_last = True
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what ``Join`` calls at the end."""
+        """Return the hook that ``Join`` calls at the end."""
         return _EndingHook(self)
 
     @property
@@ -223,7 +224,7 @@ class _Ending(Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """The process group for them."""
+        """The process group for the collectives of ``Join``."""
         return self._other.join_process_group
 
 
@@ -232,21 +233,21 @@ class _EndingHook(JoinHook):
         self._ending = ending
 
     def main_hook(self) -> None:
-        """Answer for nothing."""
+        """Do nothing: there are no collectives to join."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Note the answer."""
+        """Record whether this rank was among the last."""
         self._ending.is_last = is_last_joiner
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights that DDP need not send: equal ones in host memory, and kinds that it can't.
+    """Return the names of frozen weights that DDP must not send: equal ones in host memory, and unsupported kinds.
 
-    A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the pages of a base model in
-    host memory would then each get a copy of it.
+    A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of a base model
+    would then each get a copy of it.
     """
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    # DDP can't send tensors that are made of several, as torchao's quantised weights are.
+    # DDP can't send tensors that consist of several, like torchao's quantised weights.
     composed = [name for name, parameter in frozen.items() if hasattr(parameter.data, "__tensor_flatten__")]
     sums = [
         (name, checksum(parameter.detach()))
@@ -262,7 +263,7 @@ def _common_frozen(model: torch.nn.Module) -> list[str]:
 def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Set ``_ddp_params_and_buffers_to_ignore`` of ``model`` while a DDP is constructed around it."""
     before = model.__dict__.get("_ddp_params_and_buffers_to_ignore")
-    # DDP looks for them here. DDP's own function for this would also mark the parameters permanently.
+    # DDP reads this attribute. DDP's function that sets it would also mark the parameters permanently.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
     try:
         yield
@@ -275,8 +276,8 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
 def _learns_graph(model: DistributedDataParallel) -> bool:
     """Return whether DDP learns a static graph in the next backward.
 
-    That backward must reduce, or the reducer stops with an internal assertion (torch 2.13). Averaging at one more
-    micro-step does not change the gradients.
+    That backward must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one
+    more micro-step does not change the gradients.
     """
     return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
@@ -297,12 +298,12 @@ def _register_comm_hook(model: DistributedDataParallel, options: DistributedData
 
 
 def _own(prepared: Any) -> Any:
-    """Return what communicates in a prepared object: inside a compiled model's wrapper, or a prepared optimizer's."""
+    """Return the object that communicates: the model inside a compiled one, or the optimizer in a prepared one."""
     return prepared.optimizer if isinstance(prepared, AcceleratedOptimizer) else models.uncompiled(prepared)
 
 
 class ReplicatedPlugin(StrategyPlugin):
-    """Build the strategy for replicas: a lone process, DistributedDataParallel, or averaging at the step."""
+    """Builds the strategy for replicas: a single process, DistributedDataParallel, or averaging at the step."""
 
     def __init__(self, handlers: Mapping[type, Any]) -> None:
         self._handlers = handlers
@@ -316,7 +317,7 @@ class ReplicatedPlugin(StrategyPlugin):
 
 
 class SingleStrategy(Strategy):
-    """Leaves the model of a lone process as it is."""
+    """Leaves the model of a single process unchanged."""
 
     name = "single"
 

@@ -1,14 +1,13 @@
 """Files of shards, which each rank writes and reads through torch.distributed.checkpoint.
 
-    pytorch_model_fsdp_0/    .metadata and a file of each rank: the weights of the first model
-    optimizer_0/             the same of the first optimizer
+    pytorch_model_fsdp_0/    the weights of the first model: .metadata, and one file per rank
+    optimizer_0/             the same for the first optimizer
 
-Names and contents are the same as Hugging Face Accelerate's, so that users can take their checkpoints over. Any
-number of ranks can load them; each rank reads what it needs.
+Names and contents are the same as in Hugging Face Accelerate's checkpoints, so users can keep theirs. Any number of
+ranks can load the files; each rank reads only what it needs.
 
 torch unpickles ``.metadata`` and all values that are not tensors, such as an optimizer's settings, without checking
-their contents. This module creates only the classes that such files need, so that reading them runs no code of their
-writer.
+their contents. This module creates only the classes that such files need, so a malicious file can't run code.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _METADATA = {
         "StorageMeta",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    # Of torch before 2.3.
+    # torch before 2.3
     "torch.distributed._shard.sharded_tensor.metadata": _SHARDED,
     "torch.distributed._shard.metadata": _SHARDED,
     "collections": ("OrderedDict",),
@@ -62,9 +61,9 @@ def write(state: dict[str, Any], folder: Path, is_alone: bool, group: Any = None
     """Write this rank's shards of one nested state into ``folder``.
 
     Args:
-        group: of all ranks; default: the process group.
+        group: process group of all ranks; default: the default process group.
     """
-    # Imported where it is used: most training never needs it.
+    # Imported here because most training never needs it.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -89,9 +88,8 @@ def read(
     from torch.distributed.checkpoint._nested_dict import set_element
 
     class Reader(dcp.FileSystemReader):
-        def read_metadata(
-            self,
-        ) -> Any:  # without ``kwargs``, with which torch would look for other files after an error
+        # Without ``kwargs`` in the signature: otherwise torch would look for other files after an error.
+        def read_metadata(self) -> Any:
             metadata = read_metadata(folder)
             if getattr(metadata, "storage_meta", None) is None:
                 metadata.storage_meta = dcp.metadata.StorageMeta()
@@ -110,11 +108,11 @@ def read(
 
 
 def read_metadata(folder: Path) -> Any:
-    """Return what the files of ``folder`` contain, and where.
+    """Return the metadata of a folder of shards: which tensors its files contain, and where.
 
     Raises:
         CheckpointError: the folder has no ``.metadata``.
-        UnpicklingError: it is damaged, or names classes that such a file does not need.
+        UnpicklingError: ``.metadata`` is damaged, or names classes that such a file does not need.
     """
     _check_metadata(folder)
     with (folder / ".metadata").open("rb") as file:
@@ -139,7 +137,7 @@ class _MetadataUnpickler(_PythonUnpickler):
         if is_dtype or global_name in _METADATA.get(module_name, ()):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(
-            f"it names {module_name}.{global_name}, which metadata of shards never needs"
+            f"it names {module_name}.{global_name}, which the metadata of shards never needs"
         )
 
     def load_build(self) -> None:
@@ -157,7 +155,7 @@ def _member(kind: object, name: str) -> Any:
 
 
 def _data(value: io.BytesIO, name: str, owner: object) -> Any:
-    """Return the object in ``value``, read without running code of its writer."""
+    """Unpickle ``value`` without running any code that it contains."""
     try:
         with trusting(trusted_types(owner)):
             return torch.load(value, weights_only=True)
@@ -173,7 +171,7 @@ def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
     """Raise CheckpointError for any error in a block that loads a file or folder of a checkpoint.
 
     Args:
-        problem: what may be wrong with it, as the end of a sentence.
+        problem: what may be wrong with the file, as the end of a sentence.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -186,12 +184,12 @@ def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
 
 
 def _expect_no_group() -> None:
-    """Silence torch's warning that a lone process has no process group, permanently: threads share the filters."""
+    """Permanently silence torch's warning that a single process has no group, as threads share warning filters."""
     warnings.filterwarnings("ignore", message=_DISABLED)
 
 
 def _errors_of_ranks(error: BaseException) -> str:
-    """Return what went wrong on which rank, as one line."""
+    """Describe the failure of each rank, in one line."""
     failures = getattr(error, "failures", None) or {None: (error, None)}
     lines = [
         (f"Rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {cause}"

@@ -1,7 +1,7 @@
-"""Tensor parallelism: every rank holds a shard of each layer, and all compute the same data together.
+"""Tensor parallelism: every rank holds a shard of each layer, and the ranks process the same data together.
 
-The model arrives sharded: torch's ``parallelize_module`` or transformers' ``tp_plan`` leave it with DTensors over the
-mesh's dimension ``tp``. This strategy only makes the ranks agree on weights.
+The user passes a sharded model: torch's ``parallelize_module`` or transformers' ``tp_plan`` created DTensors over the
+mesh's dimension ``tp``. This strategy only makes the weights equal on ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from nblaunch.weights.sharded import is_sharded_model
 
 
 class TensorParallelPlugin(StrategyPlugin):
-    """Choose tensor parallelism alone: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
+    """Chooses tensor parallelism: ``Accelerator(parallelism_config=ParallelismConfig(tp_size=...))``."""
 
     name = "tensor_parallel"
 
     def build(self, setup: TrainingSetup) -> Strategy:
-        assert setup.parallelism is not None  # for which it is chosen
+        assert setup.parallelism is not None  # tp_size in it chose this plugin
         return TensorParallelStrategy(setup.process, setup.parallelism)
 
 
 class TensorParallelStrategy(DTensorStrategy):
-    """Leave models as they were sharded."""
+    """Keeps models sharded as the user passed them."""
 
     name = TensorParallelPlugin.name
     holds_shards = True
@@ -47,7 +47,7 @@ class TensorParallelStrategy(DTensorStrategy):
 
 
 def warn_of_unsharded(model: nn.Module) -> None:
-    """Warn, on rank 0, of a model that is not sharded though ``tp_size`` asks for it."""
+    """Warn on rank 0 that a model is not sharded although ``tp_size`` is set."""
     if operations.rank() == 0:
         warn(
             f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks of a tensor "
