@@ -117,4 +117,6 @@ def _join_late() -> str:
 
 def test_ranks_that_join_can_not_answer_for_parameters_that_change_later() -> None:
     for message in ranks.run(_join_late, 2):
-        assert message.startswith("2 parameters were unfrozen or added after prepare. In join_uneven_inputs, ranks")
+        assert message.startswith(
+            "2 parameters were unfrozen or added after prepare. In join_uneven_inputs, ranks"
+        )
