@@ -1,10 +1,10 @@
-"""Models sharded over ranks with torch's ``fully_shard``; or over the devices of one process, by XLA's compiler.
+"""Models sharded over ranks with torch's ``fully_shard``, or over the devices of a single process by XLA's compiler.
 
-settings.py         what users set
-strategy.py         what ``prepare`` and the training loop call; the plugin, which builds it
-over_devices.py     the same for one process that drives several devices
-units.py            which modules are gathered as one, what they may return, recomputed activations; access to what
-                    torch does not make public about them
-weights.py          the sources that fill a rank's shards
-initialisation.py   how weights that no rank has are made, module by module
+settings.py         the user's settings
+strategy.py         the strategy, which ``prepare`` and the training loop call; its plugin
+over_devices.py     the strategy for a single process that drives several devices
+units.py            chooses the modules to gather as units; their outputs and recomputed activations; access to torch's
+                    private attributes
+weights.py          fills the shards: from the rank's own weights, or from rank 0
+initialisation.py   initialises weights that no rank has, module by module
 """

@@ -1,10 +1,10 @@
-"""Weights that no rank has: how a model on the meta device initialises one module, and which tensors it leaves out.
+"""Initialise the modules of a model on the meta device, and find tensors that stay without values.
 
-``weights.py`` goes through the modules, one after the other, so that no rank holds the whole model.
+``weights.py`` initialises one module after the other, so no rank ever holds the whole model.
 
-    StandIns        the model's tensors during that: only shapes, except in the current module
-    unwritten       memory for a module's tensors that shows which parts were not written
-    constructor     writes the tensors, as building the model on the CPU does
+    StandIns        the model's tensors meanwhile: only shapes, except in the current module
+    unwritten       creates tensors that show which elements were not written
+    constructor     writes the tensors as building the model on the CPU would
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _META = "meta"
 
 
 class StandIns:
-    """Replace all tensors of a model by tensors on the meta device, in a ``with`` block, with the same ties.
+    """Replaces all tensors of a model by meta tensors with the same ties, in a ``with`` block.
 
     The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
-    writes to their projections. Such writes to the meta device do nothing and cost nothing. Quantised weights that
-    have their values stay.
+    writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that have
+    values stay.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,7 +44,7 @@ class StandIns:
                         self._final[id(tensor)] = tensor
 
     def of(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the names of a module's own tensors, with the tensors that the model had before the block."""
+        """Return the tensors that ``module`` directly held before the block, with their names."""
         return self._own[module]
 
     def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class StandIns:
         self._put(id(tensor), other)
 
     def hide_again(self, module: nn.Module) -> None:
-        """Put the meta tensors back where the initialisation of ``module`` replaced them, in it and below."""
+        """Put meta tensors back into ``module`` and its submodules, where initialisation replaced them."""
         for part in module.modules():
             for name, tensor in self._own.get(part, ()):
                 current = getattr(part, name, None)
@@ -87,7 +87,7 @@ _UNWRITTEN_BYTE = 0xAA
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in CPU memory, of shape and dtype of ``like``, that shows where it has not been written to."""
+    """Return a CPU tensor with shape and dtype of ``like``, filled with a marker for unwritten elements."""
     if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, torch.nan, dtype=like.dtype)
     tensor = torch.empty(like.shape, dtype=like.dtype)
@@ -96,27 +96,28 @@ def unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Return whether any element is as :func:`unwritten` made it; for one-byte integers, whether all are."""
+    """Return whether any element has the marker of :func:`unwritten`; for one-byte integers, whether all have."""
     if not tensor.numel():
         return False
     num_bytes = tensor.element_size()
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool((tensor.float() if num_bytes == 1 else tensor).isnan().any())  # torch compares no float8
+        comparable = tensor.float() if num_bytes == 1 else tensor  # torch can't compare float8
+        return bool(comparable.isnan().any())
     is_blank = tensor.contiguous().reshape(-1).view(torch.uint8) == _UNWRITTEN_BYTE
-    if num_bytes == 1 and tensor.dtype != torch.bool:  # an element may well be of that value
+    if num_bytes == 1 and tensor.dtype != torch.bool:  # a written integer may equal the marker
         return bool(is_blank.all())
     return bool(is_blank.view(-1, num_bytes).all(dim=1).any())
 
 
 def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Return a function that makes one module's tensors as building the model on the CPU does, as far as is known.
+    """Return a function that initialises one module as building the model on the CPU would, if possible.
 
     The constructor of the module's class calls ``reset_parameters``. Models of transformers then apply their
-    ``_init_weights`` to each module that is in them but not in a nested model, inner modules first. That includes
-    containers, for which ``_init_weights`` may write to their contents. For other models, the outermost one's
-    ``_init_weights`` is called with the module alone.
+    ``_init_weights`` to each of their modules outside of nested models, inner modules first. This includes containers,
+    since ``_init_weights`` may write to their contents. For other models, the function calls only the outermost
+    model's ``_init_weights``, with the module.
     """
-    around: dict[str, list[nn.Module]] = {}  # name -> the module, and those that it is in, inner ones first
+    around: dict[str, list[nn.Module]] = {}  # name -> the module and its parents, innermost first
     for name, module in model.named_modules():
         around[name] = [module, *(around[name.rpartition(".")[0]] if name else ())]
     containers = {modules[0]: modules for modules in around.values()}
@@ -140,7 +141,7 @@ def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
 
 
 def _takes(method: Any, *args: Any) -> TypeGuard[Callable[..., Any]]:
-    """Return whether a method accepts these arguments; a method of that name may have another purpose."""
+    """Return whether a method accepts these arguments; a method of the same name may serve another purpose."""
     if not callable(method):
         return False
     try:

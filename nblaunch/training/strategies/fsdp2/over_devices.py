@@ -1,8 +1,8 @@
-"""Models sharded over the devices that one process drives as one (SPMD), by the device's compiler.
+"""Models that the compiler shards over all devices of a single process (SPMD).
 
 No ranks exchange data here: a tensor has its global shape, and an annotation says along which dimension the devices
 shard it. From the annotations of weights, gradients and optimizer state, the compiler derives where to gather weights
-and reduce gradients. So states are read and written in full, as without sharding.
+and reduce gradients. States are read and written in full, as without sharding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nblaunch.training.strategies.base import Strategy
 from nblaunch.training.strategies.fsdp2 import units
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
-# Fields that the compiler can't support: field -> what to do instead.
+# Settings that the compiler can't support, with what to do instead.
 _REFUSED = {
     "cpu_offload": "shards stay on the devices, so leave it out",
     "activation_checkpointing": "call torch_xla.utils.checkpoint.checkpoint in the model's forward instead",
@@ -35,7 +35,7 @@ _REFUSED = {
 
 
 class DeviceShardsStrategy(Strategy):
-    """Shard weights, gradients and optimizer state over the devices of this process."""
+    """Shards weights, gradients and optimizer state over the devices of this process."""
 
     name = "fsdp2 over devices"
 
@@ -64,7 +64,7 @@ class DeviceShardsStrategy(Strategy):
         ignored = units.ignored_parameters(inner, self._settings.ignored_modules)
         names = {id(weight) for weight in ignored}
         unsharded = {name for name, weight in inner.named_parameters() if id(weight) in names}
-        # Inner modules first, each sharded before the next is moved: the host never holds much of the model twice.
+        # Move and shard one module after the other, inner ones first, to keep the host's copy of each short-lived.
         for prefix, module in reversed(list(inner.named_modules())):
             module.to(process.device)
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -87,7 +87,7 @@ class DeviceShardsStrategy(Strategy):
         self._dimensions[parameter] = dimension
         self._backend.shard(parameter, dimension)
         if parameter.requires_grad:
-            # At every micro-step, because accumulated gradients are held between steps.
+            # Shard them in every micro-step, because accumulated gradients stay in memory between steps.
             parameter.register_post_accumulate_grad_hook(self._shard_gradient)
 
     def _shard_gradient(self, parameter: torch.Tensor) -> None:
@@ -95,18 +95,18 @@ class DeviceShardsStrategy(Strategy):
             self._backend.shard(parameter.grad, self._dimensions[parameter])
 
     def _send_parts(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Send weights that are about to be loaded to the devices in parts: ``copy_`` would send all to each device."""
+        """Shard weights over the devices before they are loaded: ``copy_`` would send all of them to each device."""
         for name, parameter in module.named_parameters(recurse=False):
-            given, dimension = state.get(prefix + name), self._dimensions.get(parameter)
-            if dimension is not None and isinstance(given, torch.Tensor) and given.shape == parameter.shape:
-                sent = given.to(parameter.device, parameter.dtype)
+            loaded, dimension = state.get(prefix + name), self._dimensions.get(parameter)
+            if dimension is not None and isinstance(loaded, torch.Tensor) and loaded.shape == parameter.shape:
+                sent = loaded.to(parameter.device, parameter.dtype)
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
     _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights/state_dicts.py asks
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Shard activations by rows, so that the compiler gathers weights rather than activations."""
+        """Shard activations by rows, to make the compiler gather weights rather than activations."""
         for tensor in tensors(output):
             is_new = tensor.grad_fn is not None and not tensor._is_view()
             if is_new and tensor.ndim and tensor.shape[0] % self._count == 0:
@@ -119,7 +119,7 @@ class DeviceShardsStrategy(Strategy):
         return None
 
     def _shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shard weights and their states after a write, in the graph that writes them."""
+        """Shard weights and their optimizer states after a step or a load, in the graph that writes them."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 dimension = self._dimensions.get(parameter)
@@ -136,10 +136,10 @@ class DeviceShardsStrategy(Strategy):
 
 
 def sharded_dimension(shape: torch.Size, count: int) -> int | None:
-    """Return the dimension along which devices shard a weight; None: it is too small, each device holds it whole.
+    """Return the dimension along which devices shard a weight; None for a small weight, which each device holds whole.
 
-    That is the longest dimension that the devices divide evenly, or else the longest. The compiler returns unevenly
-    divided tensors whole, unless it writes them over sharded ones, as a step does.
+    Choose the longest dimension that the devices divide evenly, or else the longest. The compiler returns unevenly
+    divided tensors whole, unless it overwrites sharded ones, as a step does.
     """
     candidates = [index for index, length in enumerate(shape) if length >= count > 1]
     return max(candidates, key=lambda index: (shape[index] % count == 0, shape[index]), default=None)

@@ -1,6 +1,6 @@
-"""How a model is sharded over ranks: :class:`ShardingSettings`, with Hugging Face Accelerate's fields.
+"""Settings for sharding a model over ranks: :class:`ShardingSettings`, with the fields of Hugging Face Accelerate.
 
-Plain data that checks itself. Nothing here touches a device.
+The dataclass checks its own values. Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = {
     "fp16": torch.float16,
 }
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-_TRUTH = {"true": True, "false": False}  # as files and environment variables spell it
+_TRUTH = {"true": True, "false": False}  # spellings in files and environment variables
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 # Fields of FSDP version 1 without a counterpart in torch's fully_shard.
 _OF_VERSION_1 = (
@@ -37,7 +37,7 @@ FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
-# Accelerate's lists of names. Other libraries check their own arguments against them and number them from 1.
+# The lists above are Accelerate's. Other libraries check their arguments against them, and number them from 1.
 _SHARDING_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
 
 
@@ -46,52 +46,52 @@ class ShardingSettings:
     """Sharding of models over ranks with torch's ``fully_shard`` (FSDP2): ``Accelerator(fsdp_plugin=...)``.
 
     If one process drives all XLA devices (``strategy="spmd"``), XLA's compiler shards models over these devices, and
-    checkpoints are as without sharding. Of the fields below, ``ignored_modules`` applies there. Fields that ask for
-    something the compiler can't do raise an error.
+    checkpoints are the same as without sharding. There, only ``ignored_modules`` has an effect; fields that the
+    compiler can't support raise an error.
 
-    Later Accelerators of the process that are given no strategy use the same plugin, except one that is given a
-    ``parallelism_config`` without shards.
+    Later Accelerators of the process use the same plugin, unless they get another strategy or a ``parallelism_config``
+    without shards.
 
     A plain ``torch.save(model.state_dict(), path)`` writes the shards of one rank only. Save full weights with
-    ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save what
-    the main process gets; ``accelerator.save`` refuses shards.
+    ``accelerator.save_model(model, folder)``, or call ``accelerator.get_state_dict(model)`` on all ranks and save the
+    dict on the main process. ``accelerator.save`` rejects shards.
 
     Args:
-        fsdp_version: 2, the only one here.
-        sharding_strategy: the older word for the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
+        fsdp_version: must be 2.
+        sharding_strategy: the older form of the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
             and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
-        reshard_after_forward: True (default): a layer's weights are freed after its forward, and gathered again for
-            backward. False: they stay until then, which costs memory and saves traffic. A number: they stay sharded
-            over so many ranks.
-        mixed_precision_policy: torch's ``MixedPrecisionPolicy``, its fields as a dict (dtypes may go by name), or
-            ``"bf16"``, ``"fp16"``, ``"fp32"`` for all. None: the Accelerator's ``mixed_precision`` for all, as with
-            Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more exactly, and
+        reshard_after_forward: True (default): free a layer's weights after its forward, and gather them again for
+            backward. False: keep them until then, which needs more memory and less communication. A number: keep them
+            sharded over this many ranks.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy``, a dict of its fields (dtypes may be names), or
+            ``"bf16"``, ``"fp16"`` or ``"fp32"`` for all of them. None: the Accelerator's ``mixed_precision`` for all,
+            as in Accelerate. ``{"param_dtype": "bf16", "reduce_dtype": "fp32"}`` reduces gradients more exactly, and
             returns outputs in fp32.
-        auto_wrap_policy: which modules are gathered as a unit: ``"transformer_based_wrap"`` (by class),
-            ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``,
-            also a policy from ``torch.distributed.fsdp.wrap``. None: as the two fields below say, else the classes
-            that the model itself names (``_no_split_modules``), else the members of its lists of equal blocks.
-        transformer_cls_names_to_wrap: classes or their names; each of their modules is a unit.
-        min_num_params: a module with at least this many elements is a unit of its own; 100 million by default.
+        auto_wrap_policy: chooses the modules to gather as units: ``"transformer_based_wrap"`` (by class),
+            ``"size_based_wrap"``, ``"no_wrap"`` (the model is one unit), or a function ``policy(module) -> bool``, such
+            as a policy from ``torch.distributed.fsdp.wrap``. None: the two fields below decide, else the model's
+            ``_no_split_modules``, else its lists of equal blocks.
+        transformer_cls_names_to_wrap: classes or their names; each module of these classes is a unit.
+        min_num_params: a module with at least this many elements is a unit; 100 million by default.
         cpu_offload: keep shards of weights, gradients and optimizer states in host memory; True, or torch's
             ``CPUOffloadPolicy``.
-        ignored_modules: modules, or a regular expression for their names, that are not sharded: every rank holds them
-            whole, and trains them by itself; a warning says so where they are not frozen.
-        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shard, to be loaded
-            on any number of ranks. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
-        activation_checkpointing: compute the activations of units anew in backward instead of keeping them.
-        activation_checkpointing_offload: keep the inputs of those units in host memory meanwhile.
-        cpu_ram_efficient_loading: weights that only rank 0 has (the others built the model on the meta device) are sent
-            to the others shard by shard. That is done in any case; False refuses such a model.
-        param_init_fn: makes the weights of one module that is on the meta device on every rank; it is called with each
-            module that has such weights or buffers of its own, in CPU memory. None: its ``reset_parameters``, then the
-            ``_init_weights`` of its model, where they have them. What is left without values is an error.
-        limit_all_gathers: accepted; version 2 never gathers further ahead than memory allows.
-        backward_prefetch, forward_prefetch, state_dict_config: of version 1; no effect, and a warning says so.
-        optim_state_dict_config, use_orig_params, sync_module_states: of version 1 as well, with the same warning.
+        ignored_modules: modules that are not sharded, or a regular expression for their names. Every rank holds and
+            trains these modules separately; nblaunch warns if they are not frozen.
+        state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shard, and any number of
+            ranks can load them. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
+        activation_checkpointing: recompute the activations of units in backward instead of keeping them.
+        activation_checkpointing_offload: keep the inputs of these units in host memory meanwhile.
+        cpu_ram_efficient_loading: if only rank 0 has weights, and other ranks built the model on the meta device, rank
+            0 sends them shard by shard. False: reject such a model instead.
+        param_init_fn: initialises a module that is on the meta device on every rank. It is called with each module that
+            directly holds such weights or buffers, in CPU memory. None: call the module's ``reset_parameters``, then
+            the model's ``_init_weights``, if they exist. Tensors that stay without values are an error.
+        limit_all_gathers: accepted without effect; version 2 never gathers further ahead than memory allows.
+        backward_prefetch, forward_prefetch, state_dict_config: fields of version 1, ignored with a warning.
+        optim_state_dict_config, use_orig_params, sync_module_states: fields of version 1, ignored with a warning.
 
     Raises:
-        ValueError: a field has no meaning in version 2, or an unknown value; says what to write instead.
+        ValueError: a field has no meaning in version 2, or an unknown value. The message says what to write instead.
     """
 
     fsdp_version: int = 2
@@ -126,7 +126,7 @@ class ShardingSettings:
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
         self.cpu_offload = _offload(self.cpu_offload)
         reshards = _TRUTH.get(str(self.reshard_after_forward).lower(), self.reshard_after_forward)
-        if isinstance(reshards, str):  # where version 1 has its strategies
+        if isinstance(reshards, str):  # version 1 passes its strategies here
             self.sharding_strategy, reshards = _sharding_name(reshards), None
         if reshards is None:
             reshards = _SHARDING.get(str(self.sharding_strategy), True)
@@ -154,7 +154,7 @@ class ShardingSettings:
                 )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Make ``save_state`` write states of this type from now on; None: of the default type."""
+        """Make ``save_state`` write states of this type from now on; None: the default type."""
         name = str(getattr(state_dict_type, "name", state_dict_type or "SHARDED_STATE_DICT")).upper()
         if name == "LOCAL_STATE_DICT":
             raise ValueError(
@@ -171,11 +171,11 @@ class ShardingSettings:
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-            buffer_autocast: of version 1; buffers keep their own precision.
-            override: also where a policy is set.
+            buffer_autocast: a field of version 1 without effect: buffers keep their own precision.
+            override: replace a policy that is set.
 
         Raises:
-            ValueError: an unknown precision.
+            ValueError: the precision is unknown.
         """
         check_choice("mixed_precision", mixed_precision, tuple(_DTYPES))
         if self.mixed_precision_policy is None or override:
@@ -206,7 +206,7 @@ class ShardingSettings:
         policy = self.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy):
             return policy
-        if isinstance(policy, MixedPrecision):  # of version 1, which reduces in param_dtype unless it is set
+        if isinstance(policy, MixedPrecision):  # version 1 reduces in param_dtype if reduce_dtype is None
             reduce_dtype = policy.reduce_dtype or policy.param_dtype
             return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=reduce_dtype)
         if isinstance(policy, str):
@@ -217,7 +217,7 @@ class ShardingSettings:
         if isinstance(policy, dict):
             fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
             for name in policy:
-                if name != "buffer_dtype":  # of version 1; buffers keep their own
+                if name != "buffer_dtype":  # a field of version 1: buffers keep their own dtype
                     check_choice("mixed_precision_policy field", name, fields)
             return MixedPrecisionPolicy(
                 **{name: _value(name, policy[name]) for name in fields if name in policy}
@@ -229,7 +229,7 @@ class ShardingSettings:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a field of a policy; dtypes may be given by name, as ``"bf16"`` or ``"bfloat16"``."""
+    """Return the value of a policy's field, converting names of dtypes such as ``"bf16"`` or ``"bfloat16"``."""
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
         return value
     dtypes = {**_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}}
@@ -239,7 +239,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _sharding_name(strategy: Any) -> str | None:
-    """Return the name of one of version 1's sharding strategies, given as a name, a number, or torch's enumeration."""
+    """Return the name of a sharding strategy of version 1, from its name, its number or torch's enum member."""
     if strategy is None:
         return None
     name = str(getattr(strategy, "name", strategy)).upper()
@@ -254,14 +254,14 @@ def _sharding_name(strategy: Any) -> str | None:
 
 
 def _offload(offload: Any) -> Any:
-    """Return ``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``, which is known by its fields."""
+    """Return ``cpu_offload`` as True, False or torch's ``CPUOffloadPolicy``."""
     if offload is None or offload in (True, False):
         return bool(offload)
     if isinstance(offload, str) and offload.lower() in _TRUTH:
         return _TRUTH[offload.lower()]
-    if hasattr(offload, "offload_params"):  # CPUOffload, of version 1
+    if hasattr(offload, "offload_params"):  # CPUOffload of version 1
         return bool(offload.offload_params)
-    if hasattr(offload, "pin_memory"):
+    if hasattr(offload, "pin_memory"):  # CPUOffloadPolicy
         return offload
     if type(offload).__name__ == "OffloadPolicy":
         return False
@@ -284,7 +284,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _class_names(names: Any) -> list[str] | None:
-    """Return names of classes, from a list of names or classes, or from names with commas in between."""
+    """Return names of classes, from a list of names or classes, or from names separated by commas."""
     if names is None:
         return None
     if isinstance(names, str):

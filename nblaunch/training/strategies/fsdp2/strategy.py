@@ -35,12 +35,12 @@ from nblaunch.weights.sharded import is_fsdp_module, is_sharded, is_sharded_mode
 
 
 class Fsdp2Strategy(DTensorStrategy):
-    """Apply torch's ``fully_shard`` over all ranks, or inside each machine. With one rank nothing is sharded.
+    """Applies torch's ``fully_shard`` over all ranks, or inside each machine. A single rank shards nothing.
 
     Args:
-        process: ranks and device of this process.
-        settings: what users set; read when a model is set up.
-        dtype: the dtype of gathered weights; None: their own.
+        process: the ranks and the device of this process.
+        settings: the user's settings, read when a model is set up.
+        dtype: the dtype of gathered weights; None: keep theirs.
         parallelism: how the ranks are divided; None: all ranks shard together, or the ranks of each machine.
     """
 
@@ -65,22 +65,22 @@ class Fsdp2Strategy(DTensorStrategy):
         self._settings = settings
         self._dtype = dtype
         self._parallelism = parallelism
-        settings.precision_policy(dtype)  # refuses what it does not know before any model is built
-        # Units gather their weights and cast their inputs. autocast would also compute losses and layer norms in fp32,
-        # which takes more memory and differs from Accelerate.
+        settings.precision_policy(dtype)  # raises on unknown values before any model is built
+        # Units cast their weights and inputs. autocast would also compute losses and layer norms in fp32, which takes
+        # more memory and differs from Accelerate.
         self.holds_shards = self.casts_models = process.topology.world_size > 1
 
     # --- preparing -----------------------------------------------------------------------------------------------
 
     def place(self, model: nn.Module, process: JoinedProcess) -> None:
-        """Leave a model that will be sharded on the host: its shards move."""
+        """Move a model that will not be sharded; otherwise only the shards move."""
         if not self.holds_shards:
             super().place(model, process)
 
     def setup_module(self, model: nn.Module, process: JoinedProcess) -> nn.Module:
         inner = bare_module(model)
         if is_fsdp_module(inner):
-            return model  # sharded already: by the user, or when it was prepared before
+            return model  # already sharded, by the user or an earlier prepare
         units = fsdp2_units.choose(
             inner,
             self._settings.auto_wrap_policy,
@@ -99,10 +99,10 @@ class Fsdp2Strategy(DTensorStrategy):
         return model
 
     def _shard(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        # Every step allocates and frees units. glibc would keep their memory: as much as the whole model, or more.
+        # Every step allocates and frees units. glibc would keep freed memory, up to the whole model's size or more.
         memory.tune_allocator()
         ignored = self._ignored_parameters(model)
-        name = type(model).__name__  # before fully_shard makes another class of it
+        name = type(model).__name__  # before fully_shard changes the class
         is_tp = self._parallelism is not None and self._parallelism.tp_enabled
         if is_tp and not is_sharded_model(model):
             warn_of_unsharded(model)
@@ -114,7 +114,7 @@ class Fsdp2Strategy(DTensorStrategy):
         for unit in units:
             fsdp2_units.gather_for_training(unit)
             fsdp2_units.refuse_copies(unit)
-        # Looked up by name, because other parameters may have replaced them.
+        # Look the parameters up again, because others may have replaced them.
         averaged = [weight for weight in map(model.get_parameter, whole) if weight.requires_grad]
         fsdp2_units.average_gradients(averaged, mesh, units)
         own_bytes = sum(
@@ -130,21 +130,21 @@ class Fsdp2Strategy(DTensorStrategy):
     def _whole_parameters(
         self, model: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter]
     ) -> list[str]:
-        """Return the names of parameters that every rank keeps whole, since they can't be sharded."""
+        """Return the names of parameters that can't be sharded, which every rank keeps whole."""
         odd = fsdp2_units.odd_weights(model, units, ignored, is_one_dtype=self._dtype is None)
         if self._dtype is not None:
             for parameter in odd:
-                if parameter.requires_grad and parameter.is_floating_point():  # as those that are sharded
+                if parameter.requires_grad and parameter.is_floating_point():  # like sharded ones
                     parameter.data = parameter.data.to(torch.float32)
         return [name for name, parameter in model.named_parameters() if parameter in odd]
 
     def _shard_whole(
         self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any
     ) -> int:
-        """Shard a model that is whole on the ranks, or on the meta device, from the inside out; return its size."""
+        """Shard a model that each rank holds whole or on the meta device; return its size in bytes."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
-        # Weights that compute in fewer bits are trained in fp32, however the model was loaded, or small steps are lost.
+        # Train weights that compute in 16 bits in fp32, even if they were loaded in 16: small steps would be lost.
         trained_dtype = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
         weights.move_to_meta()
@@ -158,7 +158,7 @@ class Fsdp2Strategy(DTensorStrategy):
     def _shard_further(
         self, model: nn.Module, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any
     ) -> int:
-        """Shard a model whose layers are sharded over other ranks already, so that no rank has it whole."""
+        """Shard a model that tensor parallelism has already sharded over other ranks; return its size in bytes."""
         assert self._parallelism is not None
         model.to(self._process.device)
         share_weights(model, self._parallelism)
@@ -173,7 +173,7 @@ class Fsdp2Strategy(DTensorStrategy):
         ignored = fsdp2_units.ignored_parameters(model, self._settings.ignored_modules)
         if self._process.topology.rank == 0:
             _warn_of_drift(model, ignored)
-        # A shard would be a plain tensor, without the data that its library keeps with it.
+        # A shard of a quantised weight would lose the data that its library stores with it.
         return ignored | {parameter for parameter in model.parameters() if is_quantised_weight(parameter)}
 
     def _apply_fully_shard(self, modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Any) -> None:
@@ -202,7 +202,7 @@ class Fsdp2Strategy(DTensorStrategy):
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         world: Any = dist.group.WORLD
         if self._settings.cpu_offload and dist.get_backend() == "nccl":
-            # Shards lie in host memory, where NCCL can't exchange results such as norms and full tensors.
+            # Shards are in host memory, where NCCL can't exchange results such as norms and full tensors.
             world = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return DeviceMesh.from_group(world, kind)
 
@@ -215,7 +215,7 @@ class Fsdp2Strategy(DTensorStrategy):
 
     @contextmanager
     def _reducing(self, model: nn.Module, reduces: bool) -> Iterator[None]:
-        """Set in the block whether ``backward`` reduces gradients, and restore the previous setting afterwards."""
+        """Set whether ``backward`` reduces gradients in the block, and restore the previous setting afterwards."""
         module: Any = models.uncompiled(model)
         if not is_fsdp_module(module):
             yield
@@ -241,9 +241,9 @@ class Fsdp2Strategy(DTensorStrategy):
 
 
 class FullyShardedDataParallelPlugin(ShardingSettings, StrategyPlugin):
-    """Sharding of models over ranks, by its settings."""
+    """The plugin for sharding over ranks, with its settings."""
 
-    __doc__ = ShardingSettings.__doc__  # the fields are what users ask help for
+    __doc__ = ShardingSettings.__doc__  # help() shows the fields
 
     name = Fsdp2Strategy.name
     is_kept = True
@@ -259,11 +259,11 @@ _WITHOUT_SHARDS = {
     "LBFGS": "joins all weights into one vector",
     "Rprop": "selects single elements",
 }
-"""Optimizers that torch 2.13 can't step on shards, by the names of their classes, and why."""
+"""Optimizers that torch 2.13 can't step on shards, by the names of their classes, with the reason."""
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raise ValueError for an optimizer that would stop with one of torch's errors about DTensors at its first step."""
+    """Raise ValueError for an optimizer whose first step would fail with torch's errors about DTensors."""
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _WITHOUT_SHARDS), None)
     if name is not None:
         raise ValueError(
@@ -274,7 +274,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Replace parameters that are trained in fewer bits by fp32 ones; ``FullWeights`` does so for whole models."""
+    """Convert trained 16-bit parameters to fp32. ``FullWeights`` does the same for models that are not sharded yet."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -287,7 +287,7 @@ def _train_in_fp32(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _warn_of_drift(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Warn of weights that will differ between ranks, because their gradients are not averaged."""
+    """Warn about weights that will diverge between ranks, because their gradients are not averaged."""
     names = [name for name, weight in model.named_parameters() if weight in ignored and weight.requires_grad]
     if names:
         warn(

@@ -1,15 +1,15 @@
-"""The units of a sharded model: modules gathered together before their forward, and freed together after it.
+"""The units of a sharded model. The weights of a unit are gathered before its forward, and freed together after it.
 
-model (what is left)     one unit for what belongs to no other: embedding, norm, head
-  layers.0 ... layers.N  a unit each: memory holds one of them at a time as a whole
+model (the rest)         one unit for the rest of the model: embedding, norm, head
+  layers.0 ... layers.N  one unit each: memory holds the full weights of only one at a time
 
-A unit returns no views. It returns separate tensors that show the same memory. Torch gathers a unit's weights for
-backward in a hook on the tensors that it returned. If such a tensor is a view, as a linear layer returns for batches of
-sequences, the user's next ``x += y`` loses the hook; and torch (from 2.12) warns at each such unit in any case.
+A unit never returns views, but separate tensors that use the same memory. torch gathers a unit's weights for backward
+in a hook on the tensors that it returned. A linear layer returns a view for batches of sequences, and the user's next
+``x += y`` would remove the hook from a view. torch (from 2.12) also warns of each such unit.
 
 A unit can recompute its activations in backward instead of keeping them.
 
-No other module looks inside ``fully_shard`` for what torch does not make public.
+Only this module uses private attributes of ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from nblaunch.training.collectives import nested
 from nblaunch.training.models import repeated_blocks
 
 MIN_NUM_PARAMS = 100_000_000
-"""The size from which torch's own size-based policy makes a module a unit."""
+"""Default minimum number of parameters in a unit, as in torch's size-based policy."""
 
-# Containers that are never called, and a layer of nn.MultiheadAttention whose weights are used without calling it.
+# Containers, and the layer in nn.MultiheadAttention that uses its weights without calling the layer.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
@@ -48,13 +48,13 @@ def choose(
     class_names: Sequence[str] | None = None,
     min_num_params: int | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """Return the units inside ``model``, innermost first, with their names; ``model`` itself is not among them.
+    """Return the units inside ``model``, innermost first, with their names. ``model`` itself is not in the list.
 
     Args:
-        model: as the user built it.
-        policy: ``auto_wrap_policy`` of the plugin, whose fields the next two are as well.
-        class_names: ``transformer_cls_names_to_wrap``.
-        min_num_params: of a unit.
+        model: the model as the user built it.
+        policy: the plugin's ``auto_wrap_policy``.
+        class_names: the plugin's ``transformer_cls_names_to_wrap``.
+        min_num_params: the plugin's ``min_num_params``.
     """
     is_unit = _rule(model, policy, class_names, min_num_params)
     chosen = [
@@ -68,10 +68,10 @@ def choose(
 def of_one_dtype_each(
     model: nn.Module, units: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[str, nn.Module]]:
-    """Return ``units`` and more inside them, innermost first, so that a unit's trained weights share one dtype.
+    """Divide ``units`` until the trained weights in each share one dtype. Return all units, innermost first.
 
-    A unit has the dtype of its own direct weights, or else the dtype of most weights inside. Modules in it whose own
-    weights have another dtype become units. :func:`odd_weights` returns the weights that can't be divided this way.
+    A unit has the dtype of its direct weights, or else of most weights inside. Inner modules become units if their
+    direct weights have another dtype. :func:`odd_weights` returns the weights that can't be divided this way.
     """
     chosen = list(units)
     while True:
@@ -97,14 +97,14 @@ def of_one_dtype_each(
 def odd_weights(
     model: nn.Module, units: Sequence[nn.Module], ignored: set[nn.Parameter], is_one_dtype: bool
 ) -> set[nn.Parameter]:
-    """Return the parameters that ``fully_shard`` rejects in a unit with others.
+    """Return the parameters that ``fully_shard`` rejects in a unit with other parameters.
 
-    These are numbers without dimensions, which can't be sharded, and with ``is_one_dtype`` also trained weights whose
-    dtype differs from most elements of their unit.
+    These are scalars, which can't be sharded. With ``is_one_dtype``, trained weights are included if their dtype
+    differs from most elements of their unit.
 
     Args:
-        model: as the user built it.
-        units: innermost first.
+        model: the model as the user built it.
+        units: the units, innermost first.
         ignored: parameters that are not sharded.
         is_one_dtype: whether trained weights keep their dtypes.
     """
@@ -141,7 +141,7 @@ def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | None) -> set[nn.Parameter]:
-    """Return the parameters of the modules that are not to be sharded."""
+    """Return the parameters of the modules that must not be sharded."""
     if ignored is None:
         return set()
     if isinstance(ignored, str):
@@ -188,7 +188,7 @@ def _of_classes(model: nn.Module, names: list[str], is_asked_for: bool) -> Calla
 
 
 def _classes_in(model: nn.Module) -> str:
-    """List the classes of modules with submodules or parameters, those that occur several times first."""
+    """List the classes of the model's modules that have parameters, the most frequent first."""
     counts = Counter(
         type(module).__name__
         for module in list(model.modules())[1:]
@@ -199,7 +199,7 @@ def _classes_in(model: nn.Module) -> str:
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
-    """Return a user's policy as a function of the module alone; torch.distributed.fsdp.wrap's take more arguments."""
+    """Return a user's policy as a function of only the module. torch.distributed.fsdp.wrap passes more arguments."""
     try:
         takes = inspect.signature(policy).parameters
     except (TypeError, ValueError):
@@ -212,7 +212,7 @@ def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
-    """Return the ids of the modules with at least so many elements that lie in no smaller unit."""
+    """Return the ids of modules with at least ``min_num_params`` elements outside of smaller units."""
     large: set[int] = set()
 
     def left_over(module: nn.Module) -> int:
@@ -228,7 +228,7 @@ def _large_modules(model: nn.Module, min_num_params: int) -> set[int]:
 
 
 def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out units that hold one of two tied weights: both weights belong to a unit around them."""
+    """Leave out units that hold only one of two tied weights. An enclosing unit holds both."""
     holders: dict[int, set[int]] = defaultdict(set)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -242,19 +242,19 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
     return kept
 
 
-# --- what they return -------------------------------------------------------------------------------------------------
+# --- outputs of units -------------------------------------------------------------------------------------------------
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Make ``module`` return no views. Call this before ``fully_shard``, so that its hooks run after this one."""
+    """Make ``module`` return no views. Call this before ``fully_shard``: its hooks must run after this one."""
     module.register_forward_hook(_without_views, with_kwargs=True)
 
 
-@torch.compiler.disable  # like torch's own hooks, which get this one's result next
+@torch.compiler.disable  # as for torch's own hooks, which get the result of this one
 def _without_views(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any | None:
-    # Containers of other kinds may not be the same, once rebuilt.
+    # Rebuilding containers of other types could change them.
     is_known = isinstance(output, (torch.Tensor, list, tuple, dict))
     if not is_known or not torch.is_grad_enabled():
         return None
@@ -262,7 +262,7 @@ def _without_views(
     views = [tensor for tensor in returned.values() if tensor.requires_grad and tensor._base is not None]
     if not views:
         return None
-    # Two tensors that share memory stay as they are: autograd knows what a write to one does to the other.
+    # Leave tensors that share memory unchanged: autograd tracks how a write to one changes the other.
     others = [leaf for leaf in nested.leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
     shown = [_memory(tensor) for tensor in (*returned.values(), *others)]
     copies: dict[int, torch.Tensor] = {
@@ -279,7 +279,7 @@ def _without_views(
 
 @functools.cache
 def _ignore_warning(unit: str) -> None:
-    """Silence torch's warning about views of such units, such as biases and masks that they pass on."""
+    """Silence torch's warning about views that a unit passes on, such as biases and masks."""
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({unit}\) returned a view", UserWarning)
 
 
@@ -288,7 +288,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AsOwnTensor(torch.autograd.Function):
-    """A view's memory as a separate tensor. A write to it also counts for what autograd has saved of the view."""
+    """Returns a separate tensor with a view's memory. Autograd notices writes to it if it has saved the view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
@@ -299,18 +299,18 @@ class _AsOwnTensor(torch.autograd.Function):
         return gradients[0]
 
 
-# --- activations computed anew ----------------------------------------------------------------------------------------
+# --- recomputed activations -------------------------------------------------------------------------------------------
 
-# transformers' names for the caches in which layers of generating models keep tokens.
+# transformers' argument names for the caches in which generating models keep tokens.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
 def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
     """Make ``module`` recompute its activations in backward, instead of keeping them.
 
-    This wraps the module's own ``forward``, inside the hooks that gather and free weights, so that the second run has
-    the weights gathered for backward. Empty caches of a generating model are left out, because the second run would
-    find them filled.
+    This wraps the module's ``forward`` inside the hooks that gather and free weights: the second forward uses the
+    weights gathered for backward. Empty caches of a generating model are left out, because the first forward would
+    fill them.
     """
     forward = module.forward
 
@@ -329,12 +329,12 @@ def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
 def _without_empty_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     caches = [name for name in _CACHES if kwargs.get(name) is not None]
     if not caches or any(_is_filled(kwargs[name]) for name in caches):
-        return kwargs  # with tokens that a user computes on: torch says where that can't be done twice
+        return kwargs  # the user continues from these tokens; torch raises an error if the caches can't be reused
     return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
 
 
 def _is_filled(cache: Any) -> bool:
-    """Return whether a cache of transformers, or of a user's own, has tokens."""
+    """Return whether a cache, from transformers or the user, has tokens."""
     length = getattr(cache, "get_seq_length", None)
     return bool(length()) if callable(length) else bool(cache)
 
@@ -351,7 +351,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def register_new_parameters(module: nn.Module) -> None:
-    """Register parameters that replaced the ones ``fully_shard`` made, so that torch goes on with them."""
+    """Make torch use the parameters that have replaced the ones created by ``fully_shard``."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
@@ -359,10 +359,10 @@ def register_new_parameters(module: nn.Module) -> None:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequence[nn.Module]) -> None:
-    """Average gradients of parameters that every rank has whole, whenever ``backward`` reduces gradients of ``units``.
+    """Average gradients of unsharded parameters whenever ``backward`` reduces gradients of ``units``.
 
-    This also averages gradients accumulated before. If those were averages, they are equal on all ranks and stay the
-    same.
+    This includes gradients accumulated earlier. If these were averaged before, they are equal on all ranks, and
+    averaging again does not change them.
     """
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
@@ -378,7 +378,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequ
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Make copying a sharded module raise an error that says what to do; torch's own error does not."""
+    """Make copying a sharded module raise an error that says what to do, which torch's own error does not."""
     type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
 
 
@@ -392,7 +392,7 @@ def _refuse_copy(module: nn.Module, memo: Any) -> Any:
 
 
 def is_reducing(module: nn.Module) -> bool:
-    """Return whether ``backward`` through a unit, and those inside it, reduces gradients: see ``no_sync``."""
+    """Return whether ``backward`` reduces gradients of a unit and all units inside it: see ``no_sync``."""
     return all(
         group.reduce_grads
         for unit in module.modules()
@@ -402,7 +402,7 @@ def is_reducing(module: nn.Module) -> bool:
 
 
 def gather_for_training(module: nn.Module) -> None:
-    """Make a unit gather its weights outside of ``torch.inference_mode``, whose tensors training can't use later."""
+    """Make a unit gather its weights outside of ``torch.inference_mode``: training can't use inference tensors."""
     for group in _groups(module):
         for name in ("unshard", "wait_for_unshard"):
             setattr(group, name, _outside_inference_mode(getattr(group, name)))

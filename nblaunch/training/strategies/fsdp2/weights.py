@@ -1,10 +1,10 @@
-"""Where the weights of a sharded model come from: each rank's own copy, rank 0, or nowhere yet (the meta device).
+"""The source of a sharded model's weights: each rank's own copy, rank 0, or none yet (the meta device).
 
-    before    every rank has the full model: the kernel's very pages after a fork, a copy, or nothing but shapes
-    shapes    its parameters are on the meta device, where applying ``fully_shard`` costs no memory
-    after     every rank has its shards, filled from what it had before, copying only the shard's bytes
+    before    every rank has the full model: the kernel's memory pages after a fork, a copy, or only shapes
+    shapes    the parameters are on the meta device, where applying ``fully_shard`` costs no memory
+    after     every rank has filled its shards from the full model, copying only the shards' bytes
 
-Ranks never send weights that all of them hold. Nothing here knows what a unit is.
+Ranks never send weights that all of them hold. This module does not depend on units.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _UNKNOWN = "unknown"
 
 
 class FullWeights:
-    """The full weights of a model while it is sharded, from which its shards are filled. Makes no full copy.
+    """Keeps a model's full weights during sharding, and fills the shards from them without another full copy.
 
-    A collective: ranks compare where each tensor is, and send what only rank 0 has.
+    A collective: ranks compare where each tensor is, and rank 0 sends what only it has.
 
     Args:
-        model: as the user built it.
+        model: the model as the user built it.
         ignored: parameters that are not sharded; replacing one of them also replaces it in this set.
-        device: this rank's device, for tensors that are not sharded or are sent; :meth:`fill_shards` gets the device
+        device: this rank's device, for unsharded tensors and for communication; :meth:`fill_shards` takes the device
             of the shards.
-        may_be_sent: whether rank 0 may send weights that only it has to the others.
+        may_be_sent: whether rank 0 may send weights that only it has to other ranks.
         trained_dtype: the dtype of the shards of trained weights; None: as in the model.
     """
 
@@ -56,7 +56,7 @@ class FullWeights:
         self._device = device
         self._ignored = ignored
         self._trained_dtype = trained_dtype
-        # Before fully_shard makes other classes of them.
+        # Take the names before fully_shard changes the classes.
         self._class_names = {name: type(module).__name__ for name, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {name: parameter for name, parameter in named if parameter not in ignored}
@@ -66,7 +66,7 @@ class FullWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards of all ranks, tied parameters counted once."""
+        """Size of all ranks' shards in bytes, counting tied parameters once."""
         unique = {id(parameter): parameter for parameter in self._parameters.values()}
         return sum(parameter.numel() * self._shard_dtype(parameter).itemsize for parameter in unique.values())
 
@@ -75,9 +75,9 @@ class FullWeights:
         return self._trained_dtype if is_trained and self._trained_dtype is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
-        """Replace the parameters to be sharded by parameters on the meta device, tied as before.
+        """Replace the parameters to be sharded by meta tensors with the same ties, and move the rest to the device.
 
-        This moves buffers and ignored parameters, which every rank holds in full, to the device.
+        The rest are buffers and ignored parameters, which every rank holds in full.
         """
         empty: dict[int, nn.Parameter] = {}
         for name, old in self._parameters.items():
@@ -94,10 +94,10 @@ class FullWeights:
     def _place_full(self, name: str, tensor: torch.Tensor) -> None:
         """Move a tensor that every rank holds in full to the device, and make it equal to rank 0's."""
         if isinstance(tensor, nn.Parameter) and is_quantised_weight(tensor):
-            if tensor.device != self._device:  # by its own method, which also moves the data it keeps with it
+            if tensor.device != self._device:  # its own to() also moves the data stored with it
                 self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return
-        # If only rank 0 has it, the others allocate memory for what rank 0 sends.
+        # If only rank 0 has the tensor, other ranks allocate memory to receive it.
         if tensor.is_meta:
             moved = torch.empty_like(tensor, device=self._device, requires_grad=False)
         else:
@@ -106,7 +106,7 @@ class FullWeights:
             moved = operations.broadcast(moved.clone())
         if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             tensor.data = moved
-        elif isinstance(tensor, nn.Parameter):  # which can't be given memory: another one takes its place
+        elif isinstance(tensor, nn.Parameter):  # a meta parameter can't get memory, so replace it
             self._replace(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad))
         else:
             self._put(tensor, moved)
@@ -118,16 +118,16 @@ class FullWeights:
         self._ignored.add(new)
 
     def _put(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Put ``new`` wherever the model has ``old``, which may have several names."""
+        """Put ``new`` wherever the model has ``old``, under each of its names."""
         for module in self._model.modules():
             for held in (module._parameters, module._buffers):
                 for name in [name for name, tensor in held.items() if tensor is old]:
                     held[name] = new  # type: ignore[assignment]
 
     def fill_shards(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Give memory on ``device`` to the shards that the model has on the meta device, and fill them.
+        """Replace the model's meta shards by shards on ``device``, and fill them.
 
-        ``initialise`` makes a module's weights if no rank has them yet; None: the module initialises itself.
+        ``initialise`` initialises the weights of a module that no rank has yet; None: the module initialises itself.
         """
         made: dict[int, nn.Parameter] = {}
         for name, source in self._parameters.items():
@@ -145,14 +145,13 @@ class FullWeights:
     def _shard_of(
         self, name: str, source: torch.Tensor, meta_shard: Any, device: torch.device
     ) -> torch.Tensor:
-        """Return a shard of a weight, filled unless there is nothing to fill it from.
+        """Return a shard of a weight, filled if any rank has the weight.
 
-        On the CPU, memory that this process shares with the kernel is not even copied: the shard is a view of the
-        kernel's pages. The system copies a page when training first writes to it, and never copies pages of frozen
-        weights.
+        On the CPU, memory that this process shares with the kernel is not copied: the shard is a view of the kernel's
+        pages. The system copies a page when training first writes to it, and never copies pages of frozen weights.
         """
         is_own = self._origins[name] == "own" and source.is_contiguous() and source.dtype == meta_shard.dtype
-        # A write to memory from share_memory() is a write for all processes.
+        # Writes to memory from share_memory() are visible in all processes, so that memory must be copied.
         if device.type == "cpu" and is_own and not source.is_shared():
             held = dtensor.slice_for(meta_shard, source.detach())
             if held.is_contiguous() and memory.is_shared(held.data_ptr(), held.numel() * held.element_size()):
@@ -163,7 +162,7 @@ class FullWeights:
         return held
 
     def _full(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor: this rank's own, or rank 0's, one at a time."""
+        """Return the full tensor, from this rank or from rank 0."""
         if self._origins[name] == "own":
             return source.detach()
         is_sender = dist.get_rank() == 0
@@ -175,7 +174,7 @@ class FullWeights:
         return full
 
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Make weights module by module, the same on all ranks, so that no rank ever holds more than one as a whole."""
+        """Initialise weights alike on all ranks, module by module: a rank holds only one full module at a time."""
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
         make = initialise or constructor(self._model)
         made: set[int] = set()
@@ -188,7 +187,7 @@ class FullWeights:
                 left = self._initialise_one(module, missing, make, stand_ins) if missing else set()
                 made |= {id(tensors[name]) for name in missing - left}
                 unmade |= {prefix + name: id(tensors[name]) for name in tensors if name in left}
-        # Any module of a parameter with several names may make it.
+        # Any module that shares a tied parameter may initialise it.
         names = [name for name, tensor in unmade.items() if tensor not in made]
         if names:
             raise ValueError(self._describe_unmade(names, initialise is not None))
@@ -196,10 +195,10 @@ class FullWeights:
     def _initialise_one(
         self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: StandIns
     ) -> set[str]:
-        """Make ``make`` write the full tensors ``names`` of a module; return the names that it leaves unwritten.
+        """Have ``make`` write the full tensors ``names`` of a module; return the names that stay unwritten.
 
-        The module's other tensors have their values already. ``make`` gets copies of them, or blank tensors in place
-        of shards; its writes to these are dropped.
+        The module's other tensors already have values. ``make`` gets copies of these, or blank tensors in place of
+        shards, and its writes to them are dropped.
         """
         tensors = dict(stand_ins.of(module))
         for name, tensor in tensors.items():
@@ -211,19 +210,22 @@ class FullWeights:
         stand_ins.hide_again(module)
         left = set()
         for name, value in made.items():
-            # A tensor that replaced it, as ``to_empty`` does, may hold anything.
+            # A tensor that replaced the blank one, as ``to_empty`` does, may hold any values.
             if value.data_ptr() == blank[name] and is_unwritten(value.detach()):
                 left.add(name)
             elif is_sharded(tensors[name]):
                 with torch.no_grad():
                     dtensor.local(tensors[name]).copy_(dtensor.slice_for(tensors[name], value.detach()))
-            else:  # ignored, or a buffer: every rank holds all of it
+            else:  # every rank holds ignored parameters and buffers in full
                 value.data = value.data.to(self._device)
                 stand_ins.replace(tensors[name], value)
         return left
 
     def _describe_unmade(self, unmade: Sequence[str], is_given: bool) -> str:
-        """Return the error for tensors that have no values after initialisation, by param_init_fn if it was given."""
+        """Return the error message for tensors that initialisation left without values.
+
+        ``is_given``: the user passed param_init_fn.
+        """
         owners = {name: self._class_names[name.rpartition(".")[0]] for name in unmade}
         listed = formatting.first([f"{name} ({owner})" for name, owner in owners.items()], 8)
         model = f"the {self._class_names['']} is on the meta device"
@@ -240,7 +242,7 @@ class FullWeights:
 
 
 def _origins(model_name: str, tensors: dict[str, torch.Tensor], may_be_sent: bool) -> dict[str, str]:
-    """Return where a rank gets each tensor from: "own", "rank 0" or "nowhere". All ranks compare in one message."""
+    """Return the source of each tensor: "own", "rank 0" or "nowhere". All ranks compare theirs in one collective."""
     mine = [(name, tuple(tensor.shape), _fingerprint(tensor)) for name, tensor in tensors.items()]
     everyones = operations.gather_object([mine])
     shapes = [[(name, shape) for name, shape, _ in model_print] for model_print in everyones]
