@@ -1,10 +1,10 @@
-"""Checkpoints of DeepSpeed's engines inside a checkpoint folder: written by all ranks, loaded by any number of them.
+"""States of DeepSpeed's engines in a checkpoint folder. All ranks write them; any number of ranks can load them.
 
-    pytorch_model/     the first engine, in DeepSpeed's own layout and with its script zero_to_fp32.py
-    pytorch_model_1/   the second; a model without an engine is pytorch_model_1.bin
+    pytorch_model/     the first engine, in DeepSpeed's layout, with its script zero_to_fp32.py
+    pytorch_model_1/   the second engine; a model without an engine is pytorch_model_1.bin
 
-Every rank writes its own files. The caller moves them to their place, and so decides when they count. DeepSpeed reads
-its files with pickle: load a checkpoint only from a source whose code you would run.
+Every rank writes its own files. The caller moves them to their final place, which makes the checkpoint valid.
+DeepSpeed unpickles its files: load a checkpoint only from a source that you trust to run code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.weights.state_dicts import versions_of, with_versions
 
 _NAME = "pytorch_model"
 OWN_FILES = f"{_NAME}*/*zero_pp_rank_{{rank}}_mp_rank_*.pt"
-"""Pattern of the files that each rank writes for itself."""
+"""Pattern of the files that rank ``{rank}`` writes."""
 _UNIVERSAL = "universal"
 
 
@@ -75,7 +75,7 @@ def _load_engine(engine: Any, folder: Path, tag: str, process: JoinedProcess) ->
             "DeepSpeed, or with fewer models"
         )
     _check_stage(engine, folder / tag)
-    # Each rank has written one file of optimizer states. With stage 0 no rank has: every rank holds all states.
+    # Each rank wrote one file of optimizer states. With stage 0 there are none, because every rank holds all states.
     world_size = len(list((folder / tag).glob("*_optim_states.pt")))
     if world_size in (0, process.topology.world_size):
         _load_as_it_is(engine, folder, tag)
@@ -114,9 +114,9 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
-    """Make a folder with the checkpoint in the layout that any number of ranks can load; remove it after the block.
+    """Convert a checkpoint to the layout that any number of ranks can load; remove the converted one after the block.
 
-    The folder lies beside the checkpoint, because all machines must see it. One rank converts, in its own process.
+    It is created beside the checkpoint, because all machines must see it. Rank 0 converts it in its own process.
     """
     universal = folder.with_name(f".{folder.name}.{tag}.{_UNIVERSAL}")
     problem: str | None = None
@@ -130,14 +130,14 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
                 f"checkpoint {folder} can't be loaded on {process.topology.world_size} processes. {problem}"
             )
         yield universal
-        barrier(process.device)  # no rank reads it any more; a rank that failed does not wait
+        barrier(process.device)  # until all ranks have read it; a rank that failed does not wait
     finally:
         if process.topology.rank == 0:
             shutil.rmtree(universal, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> str | None:
-    """Convert with DeepSpeed's own script, without its processes and prints; returns what went wrong."""
+    """Convert with DeepSpeed's script, without its processes and prints; return the error, or None."""
     script: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     options = argparse.Namespace(
         input_folder=str(source),
@@ -161,14 +161,14 @@ def _convert(source: Path, target: Path) -> str | None:
 
 
 def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
-    """Return the state dict of a module, in memory of its own on the CPU. All ranks must call it.
+    """Return a copy of a module's full state dict in CPU memory. All ranks must call this.
 
-    A rank that does not ``keep`` the weights only contributes its shards, and gets an empty dict.
+    A rank without ``keep`` only contributes its shards, and gets an empty dict.
     """
     if not keep and not library.sharded_parameters(module):
         return {}
     state = module.state_dict(keep_vars=True)
-    # Two names of one parameter remain two names of one tensor.
+    # Tied parameters stay tied in the copy.
     tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
     copies = {key: _copy(value, keep) for key, value in tensors.items()}
     full = {name: copies.get(id(value), value) for name, value in state.items()}
@@ -176,7 +176,8 @@ def full_state_dict(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 
 
 def _copy(value: torch.Tensor, keep: bool) -> torch.Tensor:
-    # Stages 1 and 2 make all parameters views of one buffer, which torch.save would write once per parameter.
+    # In stages 1 and 2, all parameters are views of one buffer. Without a copy, torch.save would write the buffer once
+    # per parameter.
     if not hasattr(value, "ds_id"):
         return value.detach().to("cpu", copy=True) if keep else value
     zero: Any = importlib.import_module("deepspeed.runtime.zero")

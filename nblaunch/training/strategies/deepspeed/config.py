@@ -1,8 +1,8 @@
-"""The configuration that DeepSpeed's engine is built with: read, "auto" values filled in, contradictions refused.
+"""DeepSpeed's configuration: read it, fill in "auto" values, reject contradictions.
 
-Arithmetic on dicts: nothing here imports DeepSpeed, touches a device or communicates.
+Nothing here imports DeepSpeed, touches a device or communicates.
 
-:class:`HfDeepSpeedConfig` is the view that transformers and TRL have of the configuration.
+transformers and TRL see the configuration as an :class:`HfDeepSpeedConfig`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class DummyScheduler(SchedulerPlaceholder):
     """A placeholder for the scheduler that DeepSpeed's configuration describes; ``prepare`` returns the real one.
 
     Args:
-        optimizer: the ``DummyOptim`` or optimizer that it goes with.
-        total_num_steps: steps of one process that trains alone; fills in ``scheduler.params.total_num_steps``.
+        optimizer: the ``DummyOptim`` or optimizer that it schedules.
+        total_num_steps: number of steps for a single process; fills in ``scheduler.params.total_num_steps``.
         warmup_num_steps: fills in ``scheduler.params.warmup_num_steps``.
-        lr_scheduler_callable: makes a scheduler from the real optimizer, instead of the configuration.
+        lr_scheduler_callable: creates a scheduler from the real optimizer, instead of the configuration.
         **kwargs: fill in ``scheduler.params`` by name.
     """
 
@@ -81,11 +81,11 @@ class DummyScheduler(SchedulerPlaceholder):
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What determines an engine's configuration: model, optimizer, scheduler and batch sizes, not yet prepared."""
+    """The objects and settings that determine an engine's configuration. The objects are not prepared yet."""
 
-    model: Any = None  # torch's
-    optimizer: Any = None  # torch's, or a DummyOptim
-    scheduler: Any = None  # torch's, or a DummyScheduler
+    model: Any = None
+    optimizer: Any = None  # a torch optimizer, or a DummyOptim
+    scheduler: Any = None  # a torch scheduler, or a DummyScheduler
     batch_sizes: Sequence[int | None] = ()  # one per loader; None if it has no known batch size
     world_size: int = 1
     num_steps: int = 1  # micro-steps per optimizer step
@@ -99,7 +99,8 @@ def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]
     """Return the plugin's configuration with its "auto" values filled in, for an engine of the ``prepared`` objects.
 
     Raises:
-        ValueError: it contradicts the prepared objects, or the value for an "auto" is not known; names the keys.
+        ValueError: the configuration contradicts the objects, or no object determines an "auto" value. The message
+            names the keys.
     """
     config = copy.deepcopy(dict(given))
     for kind in ("fp16", "bf16"):
@@ -107,7 +108,7 @@ def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]
         set_or_check(config, f"{kind}.enabled", prepared.precision == kind, asked)
     _complete_batches(config, prepared)
     if get(config, "gradient_clipping") == AUTO:
-        put(config, "gradient_clipping", 0.0)  # none, until clip_grad_norm_ asks for it
+        put(config, "gradient_clipping", 0.0)  # no clipping until clip_grad_norm_ sets a norm
     _complete_buckets(config, prepared.model)
     _complete_optimizer(config, prepared)
     _complete_scheduler(config, prepared)
@@ -179,7 +180,7 @@ def num_elements_of(parameter: Any) -> int:
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
-    """Return the width of a Hugging Face model from its configuration; None if that does not say."""
+    """Return the hidden size of a Hugging Face model from its configuration; None if it has none."""
     described: Any = getattr(model, "config", None)
     for settings in (described, getattr(described, "text_config", None)):
         sizes: Any = getattr(settings, "hidden_size", None) or getattr(settings, "hidden_sizes", None)
@@ -210,13 +211,13 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
                 f"the DeepSpeed configuration has 'optimizer' ({described.get('type')}), but prepare got a "
                 f"{type(optimizer).__name__}; remove one of them, or pass a DummyOptim to prepare"
             )
-        # Any torch optimizer works, even with offloading; DeepSpeed's own would have to be compiled first.
+        # Any torch optimizer works, even with offloading. DeepSpeed's own optimizer would have to be compiled first.
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
-    """Return whether DeepSpeed's own Adam, which it compiles at the first use, is unavailable here or gains nothing."""
+    """Return whether to use torch's Adam: DeepSpeed's needs a compiler at its first use, and gains nothing on CPUs."""
     if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
         return False
     if device_type == "cpu":
@@ -263,7 +264,7 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
 
 
 def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any]) -> None:
-    """Fill in ``section.params``. A missing value gets the default of the optimizer or scheduler."""
+    """Fill in "auto" values of ``section.params``. Without a value, remove the key to get the class's default."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
         if name in given:
@@ -272,7 +273,7 @@ def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any])
             del get(config, key.rpartition(".")[0])[name]
 
 
-# --- nested dicts, with keys as "zero_optimization.stage" -------------------------------------------------------------
+# --- nested dicts, with keys such as "zero_optimization.stage" --------------------------------------------------------
 
 
 def read_config(source: Any) -> dict[str, Any]:
@@ -306,14 +307,14 @@ def _text_of(source: str | Path) -> str:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     with suppress(binascii.Error, UnicodeError):
-        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")  # as launchers pass it
+        text = base64.urlsafe_b64decode(str(source)).decode("utf-8")  # the form that launchers pass
         if text.startswith("{"):
             return text
     raise ValueError(f"there is no DeepSpeed configuration {str(path.absolute())!r}")
 
 
 def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the value of a key; ``default`` if it, or any dict on the way to it, is missing."""
+    """Return the value of a key; ``default`` if the key or a parent dict is missing."""
     value: Any = config
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -323,7 +324,7 @@ def get(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key; create missing dicts on the way to it."""
+    """Set a key; create missing parent dicts."""
     *way, name = key.split(".")
     for step in way:
         inner = config.get(step)
@@ -334,7 +335,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set a key that is missing or "auto"; raise ValueError where it has another value than ``source`` gives it."""
+    """Set a key that is missing or "auto"; raise ValueError if it has another value than ``value`` from ``source``."""
     there = get(config, key)
     if there is None or there == AUTO:
         put(config, key, value)
@@ -355,14 +356,14 @@ def autos(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 class HfDeepSpeedConfig:
-    """A configuration with questions about it, which other libraries subclass.
+    """A configuration with methods to query it. Other libraries subclass it.
 
     Args:
         config_file_or_dict: a dict, the path of a JSON file, or JSON text, also in base64.
 
     Raises:
         ValueError: the file does not exist, or does not hold a JSON object.
-        TypeError: the argument is none of these.
+        TypeError: the argument has another type.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -370,7 +371,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Look up the stage, and whether states or weights are offloaded from the devices."""
+        """Store the stage, and whether states or weights are offloaded from the devices."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = (
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
@@ -380,14 +381,14 @@ class HfDeepSpeedConfig:
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that holds the last part of a key such as ``"zero_optimization.stage"``, and that part.
 
-        Returns None instead of the dict if a dict on the way is missing.
+        The dict is None if a parent is missing.
         """
         way, _, name = ds_key_long.rpartition(".")
         node = get(self.config, way) if way else self.config
         return (node if isinstance(node, dict) else None), name
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of a key; ``default`` where it is missing."""
+        """Return the value of a key; ``default`` if it is missing."""
         return get(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
@@ -403,11 +404,11 @@ class HfDeepSpeedConfig:
             raise ValueError(f"the DeepSpeed configuration has no {ds_key_long!r}: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Return whether a key is set, and to something true."""
+        """Return whether a key is set to a true value."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Return whether a key is set, and to something false."""
+        """Return whether a key is set to a false value."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
@@ -416,9 +417,9 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether weights are sharded, too."""
+        """Return whether weights are also sharded."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Return whether states or weights lie in host memory or on disk."""
+        """Return whether states or weights are in host memory or on disk."""
         return self._offload

@@ -1,8 +1,8 @@
 """The parts of a DeepSpeed engine that the user's loop uses: optimizer and scheduler, clipping, and 16-bit weights.
 
-In one call the engine clips, steps, clears gradients and advances its own schedule; ``optimizer.step()`` makes that
-call. The engine holds gradients in shards, so computing their norm is a collective. ``clip_grad_norm_`` only sets the
-limit, which the engine applies when it steps.
+In one call, the engine clips, steps, clears gradients and advances its schedule; ``optimizer.step()`` makes that call.
+The engine holds gradients in shards, so computing their norm is a collective. ``clip_grad_norm_`` only sets the limit,
+which the engine applies when it steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nblaunch.training.precision import AutocastForward, Precision, restore_forw
 
 
 class EnginePrecision(Precision):
-    """The rest of mixed precision for an engine, which itself scales losses and keeps fp32 copies of 16-bit weights."""
+    """Converts inputs and outputs for an engine, which scales losses and keeps fp32 copies of weights itself."""
 
     def __init__(self, other: Precision) -> None:
         super().__init__(other._backend, {})
         self.name = other.name
 
     def prepare_forward(self, model: torch.nn.Module) -> None:
-        """Let ``model`` take fp32 batches and give fp32 outputs, as it does with autocast."""
+        """Make ``model`` accept fp32 batches and return fp32 outputs, as with autocast."""
         restore_forward(model)
         if self.name != "no":
             wrapped = CastForward(model, self)
@@ -35,9 +35,9 @@ class EnginePrecision(Precision):
 
 
 class CastForward(AutocastForward):
-    """Call a model's ``forward`` on inputs in the number format of its weights, with outputs in fp32.
+    """Calls a model's ``forward`` with floating-point inputs in the dtype of its weights, and returns fp32 outputs.
 
-    Floating-point inputs only: an engine's weights are in 16 bits, and most layers take no mixture.
+    An engine's weights are in 16 bits, and most layers do not accept mixed dtypes.
     """
 
     def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
@@ -80,12 +80,12 @@ def set_max_norm(engine: Any, max_norm: float) -> None:
     """Make the next step clip to ``max_norm``; 0: do not clip."""
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = max_norm
-    elif max_norm and max_norm != engine.gradient_clipping():  # plain fp32, where gradients lie on every rank
+    elif max_norm and max_norm != engine.gradient_clipping():  # plain fp32: every rank holds all gradients
         torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
 
 
 def total_norm(engine: Any) -> torch.Tensor:
-    """Return the norm of all gradients, in true size. All ranks must call it, between backward and step."""
+    """Return the norm of all unscaled gradients. All ranks must call this between backward and step."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
         norms = [optimizer.scaled_global_norm()]
@@ -94,10 +94,10 @@ def total_norm(engine: Any) -> torch.Tensor:
     else:
         gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
         if not gradients:
-            return last_total_norm(engine)  # bf16 with fp32 gradients: measured in the step
+            return last_total_norm(engine)  # bf16 with fp32 gradients: the step computes the norm
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     groups = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norms])
-    if bool((groups < 0).any()):  # the engine's sign of an overflow
+    if bool((groups < 0).any()):  # the engine signals an overflow this way
         return torch.tensor(float("inf"))
     return torch.linalg.vector_norm(groups) / float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
 
@@ -110,8 +110,8 @@ def last_total_norm(engine: Any) -> torch.Tensor:
 class EngineOptimizer(AcceleratedOptimizer):
     """A prepared optimizer that an engine steps. Its ``param_groups`` and state cover this rank's shard.
 
-    The ``step`` that it is given steps the engine, and returns whether the engine skipped the step because gradients
-    overflowed.
+    Args:
+        step: steps the engine; returns whether the engine skipped the step because gradients overflowed.
     """
 
     def __init__(

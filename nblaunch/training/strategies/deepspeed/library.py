@@ -1,7 +1,6 @@
-"""DeepSpeed itself: import it when it is chosen, on the right device, and limit it to what this job needs.
+"""Import DeepSpeed when a job uses it, set it up for this process's device, and turn off what the job does not need.
 
-This module imports it; ``checkpoint.py`` imports two of its submodules as well. Nothing here decides how to train a
-model.
+``checkpoint.py`` also imports two of its submodules. Nothing here decides how to train a model.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from nblaunch.training.models import add_wrapper
 
 DEVICES = ("cpu", "cuda")
 OLDEST = "0.19.2"
-"""The oldest DeepSpeed that trains as one process does, accumulation included, in every stage."""
+"""The oldest version that trains like a single process in every stage, including gradient accumulation."""
 
-# Warnings of DeepSpeed about states that are intended here.
+# DeepSpeed's warnings about intended settings.
 _EXPECTED = (
     "MPU is not provided, setting tp size to 1",  # there is no tensor parallelism
-    "**** You are using ZeRO with an untested optimizer",  # any optimizer of torch is taken on purpose
+    "**** You are using ZeRO with an untested optimizer",  # nblaunch accepts any torch optimizer
 )
 
-# DeepSpeed (0.19) calls collectives by names that torch 2.13 renamed, at every step; can go when it has followed.
+# In every step, DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates. Remove once it uses new names.
 _DEPRECATED = re.compile(
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", re.IGNORECASE
 )
 
-# The process group that DeepSpeed took over last, and the process in which it did.
+# The process group that DeepSpeed uses, and the process that set it.
 _group: Any = None
 _owner_pid = 0
 _inherited: list[Any] = []
 
 
 def check_installed() -> None:
-    """Raise ImportError where DeepSpeed is not installed. Imports nothing."""
+    """Raise ImportError if DeepSpeed is not installed. Imports nothing."""
     if not is_installed("deepspeed"):
         raise ImportError(
             "DeepSpeedPlugin needs DeepSpeed, which is not installed: pip install deepspeed (without a compiler: "
@@ -58,10 +57,10 @@ def check_installed() -> None:
 
 
 def load(process: JoinedProcess) -> Any:
-    """Import ``deepspeed`` and make it compute on this process's kind of device, in this process's group."""
-    with suppress(importlib.metadata.PackageNotFoundError):  # sources on the path, without a version
+    """Import ``deepspeed``, and make it use this process's device type and process group."""
+    with suppress(importlib.metadata.PackageNotFoundError):  # a source folder on the path has no version
         version = importlib.metadata.version("deepspeed")
-        if TorchVersion(version) < OLDEST:  # it would train wrong silently
+        if TorchVersion(version) < OLDEST:  # it would silently train wrong
             raise ImportError(
                 f"DeepSpeed {version} is too old: stage 2 accumulates gradients wrongly in 0.17 and fails in 0.18; "
                 f"{OLDEST} or newer is needed: pip install -U deepspeed"
@@ -71,24 +70,24 @@ def load(process: JoinedProcess) -> Any:
         raise ValueError(
             f"DeepSpeed is used on {' and '.join(DEVICES)}, but this process uses {process.backend.name}"
         )
-    # DeepSpeed would take a GPU wherever it sees one. It also needs the rank in the environment.
+    # DeepSpeed would use any GPU that it sees. It also reads the local rank from the environment.
     env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(process.topology.local_rank)})
     quieten()
     library: Any = importlib.import_module("deepspeed")
     chosen: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
     if library.get_accelerator().device_name().partition(":")[0] != kind:
-        chosen.ds_accelerator = None  # imported before, in the kernel, where it chose for itself
+        chosen.ds_accelerator = None  # drop the choice that it made when the kernel imported it
         library.get_accelerator()
-    # DeepSpeed's all-reduce through shared memory, which only its inference uses: each rank would call a compiler for
-    # half a minute as soon as there is a process group.
+    # Turn off DeepSpeed's shared-memory all-reduce, which only inference uses: each rank would compile it for half a
+    # minute once there is a process group.
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    # Every stage of ZeRO asks whether its optimizer is Muon, whose module (0.19) decorates functions with
-    # ``torch.compile``: that imports the compiler, in each worker for 1 s of processor time (2 to 4 s on busy cores)
-    # and 45 MB, with warnings of torch's own.
+    # Every stage of ZeRO checks whether its optimizer is Muon. Muon's module (0.19) decorates functions with
+    # ``torch.compile``, which imports the compiler: 1 s of processor time per worker (2 to 4 s on busy cores), 45 MB,
+    # and warnings from torch.
     with suppress(ImportError), _compiling_later():
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     add_wrapper(library.DeepSpeedEngine)
-    # DeepSpeed needs a group in a lone process, too.
+    # DeepSpeed needs a process group even in a single process.
     if process.topology.world_size == 1 and not is_distributed():
         dist.init_process_group(process.backend.dist_backend, store=dist.HashStore(), rank=0, world_size=1)
     _take_over_group()
@@ -96,8 +95,8 @@ def load(process: JoinedProcess) -> Any:
 
 
 def quieten() -> None:
-    """Silence warnings that are about DeepSpeed's own code, for the rest of this process. Called at every step."""
-    # Not again where it is known: Python then forgets what it has shown, and the user's own would appear at every step.
+    """Silence warnings about DeepSpeed's own code for the rest of this process. Called in every step."""
+    # Add the filter only once: adding one makes Python forget which warnings it has shown, and repeat the user's.
     if ("ignore", _DEPRECATED, FutureWarning, None, 0) not in warnings.filters:
         warnings.filterwarnings("ignore", message=_DEPRECATED.pattern, category=FutureWarning)
     logger = logging.getLogger("DeepSpeed")
@@ -112,8 +111,8 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 def _take_over_group() -> None:
     """Make DeepSpeed use this process's process group, and forget the group of an earlier launch.
 
-    A group that this process inherited in a fork is kept, unused: destroying it would wait for threads that a fork
-    does not copy.
+    A group inherited through a fork is kept without being used: destroying it would wait for threads that a fork does
+    not copy.
     """
     global _group, _owner_pid
     comm: Any = importlib.import_module("deepspeed.comm.comm")
@@ -154,5 +153,5 @@ def is_engine(model: Any) -> bool:
 
 
 def sharded_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters of which this rank holds a shard, as stage 3 makes them."""
+    """Return the parameters that stage 3 has sharded."""
     return [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]

@@ -1,6 +1,7 @@
-"""Settings of DeepSpeed: :class:`DeepSpeedSettings`.
+"""Settings for DeepSpeed: :class:`DeepSpeedSettings`.
 
-Plain data that checks itself. Nothing here imports DeepSpeed or touches a device. ``config`` fills in "auto" values.
+The dataclass checks its own values. Nothing here imports DeepSpeed or touches a device. ``config`` fills in "auto"
+values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from nblaunch.training.strategies.deepspeed.config import AUTO, HfDeepSpeedConfi
 
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _ZERO = "zero_optimization"
-# Fields that are keys of DeepSpeed's configuration, too.
+# Fields that correspond to keys of DeepSpeed's configuration.
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -34,7 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "zero_stage": 2,
     "offload_optimizer_device": "none",
     "offload_param_device": "none",
-    "zero3_save_16bit_model": True,  # DeepSpeed's own default is False, with which a model can't be saved
+    "zero3_save_16bit_model": True,  # DeepSpeed's default is False, which makes saving a model impossible
 }
 
 
@@ -42,38 +43,39 @@ _DEFAULTS: dict[str, Any] = {
 class DeepSpeedSettings:
     """Training with DeepSpeed's engine: ``Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))``.
 
-    Needs ``pip install deepspeed``. Pass one of DeepSpeed's own configurations, or let the fields below make one. If
-    both set the same value differently, the plugin raises an error. ``deepspeed_config`` is the result. ``prepare``
-    fills in values that are "auto", from the objects it is given.
+    Needs ``pip install deepspeed``. Pass a DeepSpeed configuration, or set the fields below. If both set the same value
+    differently, the plugin raises an error. ``deepspeed_config`` is the combined configuration. ``prepare`` fills in
+    "auto" values from the objects that it prepares.
 
-    With stage 3, the tensors of ``model.state_dict()`` are empty, as the ranks keep shards elsewhere. Take full weights
-    from ``accelerator.get_state_dict(model)``, called on all ranks, or save them with ``accelerator.save_model``.
+    With stage 3, the tensors of ``model.state_dict()`` are empty, because the ranks keep the shards elsewhere. Call
+    ``accelerator.get_state_dict(model)`` on all ranks to get full weights, or save them with
+    ``accelerator.save_model``.
 
     Args:
         hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
-            ``.config``, each of which is copied; or an ``HfDeepSpeedConfig``, as transformers makes it, whose dict is
-            used itself, so that what a ``Trainer`` writes into it later on counts. Becomes one in any case.
+            ``.config``. The plugin copies it into an ``HfDeepSpeedConfig``. An ``HfDeepSpeedConfig``, such as
+            transformers creates, is not copied: later changes by a ``Trainer`` take effect.
         gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
-        gradient_clipping: largest norm of the gradients of a step; None: what ``clip_grad_norm_`` is called with, and
-            no clipping where it is not called.
-        zero_stage: what is sharded over ranks: 0 nothing, 1 optimizer states, 2 gradients, too (the default),
-            3 weights, too.
+        gradient_clipping: maximum norm of a step's gradients; None: the ``max_norm`` passed to ``clip_grad_norm_``, or
+            no clipping if that is not called.
+        zero_stage: what ranks shard: 0: nothing; 1: optimizer states; 2: also gradients (the default); 3: also
+            weights.
         is_train_batch_min: with several loaders, train on the one with the smallest batches. False: the largest.
-        offload_optimizer_device: where optimizer states lie: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
-        offload_param_device: where weights lie, with stage 3: the same.
+        offload_optimizer_device: where to keep optimizer states: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
+        offload_param_device: where to keep weights with stage 3; same values.
         offload_optimizer_nvme_path: folder for ``"nvme"``.
         offload_param_nvme_path: folder for ``"nvme"``.
         zero3_init_flag: not supported; build the model in ``with deepspeed.zero.Init():`` instead.
-        zero3_save_16bit_model: with stage 3, ``get_state_dict`` and ``save_model`` put weights together (the default).
-        transformer_moe_cls_names: names of layer classes, separated by commas, that stage 3 gathers as one, as
-            mixtures of experts need.
+        zero3_save_16bit_model: with stage 3, ``get_state_dict`` and ``save_model`` gather full weights (the default).
+        transformer_moe_cls_names: class names, separated by commas, of layers that stage 3 gathers as a whole, such as
+            mixtures of experts.
         enable_msamp: not supported.
         msamp_opt_level: not supported.
 
     Raises:
-        ValueError: a field has an invalid value, or contradicts the configuration; names its key.
-        TypeError: the configuration is of none of these kinds.
-        NotImplementedError: a field that is not supported was set.
+        ValueError: a field has an invalid value, or contradicts the configuration. The message names its key.
+        TypeError: the configuration has an unsupported type.
+        NotImplementedError: an unsupported field was set.
     """
 
     hf_ds_config: Any = None
@@ -151,7 +153,7 @@ class DeepSpeedSettings:
             )
 
     def precision_name(self, asked: str | None, backend: Backend) -> str | None:
-        """Return what models compute in: see ``StrategyPlugin``."""
+        """Return the precision that models compute in: see ``StrategyPlugin``."""
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
@@ -174,7 +176,7 @@ class DeepSpeedSettings:
         return asked
 
     def accumulation_settings(self, asked: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
-        """Return how gradients are accumulated: see ``StrategyPlugin``."""
+        """Return the accumulation settings: see ``StrategyPlugin``."""
         if asked.divide_by_actual:
             raise ValueError(
                 "divide_by_actual=True can't be used with DeepSpeed, whose engine keeps the gradients of a window. "
@@ -193,7 +195,7 @@ class DeepSpeedSettings:
         return dataclasses.replace(asked, num_steps=steps)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value of a key of the configuration, as ``"zero_optimization.stage"``."""
+        """Return the value of a key of the configuration, such as ``"zero_optimization.stage"``."""
         return get(self.deepspeed_config, ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
@@ -201,13 +203,13 @@ class DeepSpeedSettings:
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write a precision into the configuration, where that leaves it open.
+        """Write a precision into the configuration, unless it already sets one.
 
         Args:
-            mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or ``"fp8"``, beside which DeepSpeed computes in bf16.
+            mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or ``"fp8"``, for which DeepSpeed uses bf16.
 
         Raises:
-            ValueError: an unknown precision, or the configuration has the other 16-bit format enabled.
+            ValueError: the precision is unknown, or the configuration enables the other 16-bit format.
         """
         check_choice("mixed_precision", mixed_precision, ("no", "fp16", "bf16", "fp8"))
         asked = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
@@ -224,9 +226,9 @@ class DeepSpeedSettings:
                 put(self.deepspeed_config, f"{name}.enabled", name == asked)
 
     def set_deepspeed_weakref(self) -> None:
-        """Show transformers this configuration: with stage 3 its ``from_pretrained`` then shards models as it loads.
+        """Pass this configuration to transformers: with stage 3, ``from_pretrained`` then shards models while loading.
 
-        transformers keeps a weak reference, the plugin the object itself, in ``dschf``.
+        transformers keeps only a weak reference, so the plugin keeps the object in ``dschf``.
 
         Raises:
             ImportError: transformers or DeepSpeed is not installed.
@@ -235,7 +237,7 @@ class DeepSpeedSettings:
 
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-            if config.get(key, AUTO) == AUTO:  # what builds models has no use for them, but checks them
+            if config.get(key, AUTO) == AUTO:  # building a model does not use these values, but checks them
                 config[key] = 1
         if config.get("train_batch_size") == AUTO:
             del config["train_batch_size"]
@@ -243,18 +245,18 @@ class DeepSpeedSettings:
         self.dschf = HfDeepSpeedConfig(config)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Return whether models are sharded while they are built: never by this plugin."""
+        """Return False: this plugin never shards models while they are built."""
         return False
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedSettings:
-    """Return the plugin that DeepSpeed trains with; if there are several, the selected one.
+    """Return the selected DeepSpeed plugin.
 
     Args:
         state: an ``AcceleratorState``, or an Accelerator.
 
     Raises:
-        ValueError: DeepSpeed does not train here.
+        ValueError: the job does not use DeepSpeed.
     """
     plugin = state.deepspeed_plugin
     if plugin is None:

@@ -2,8 +2,8 @@
 
     stage 1: optimizer states   stage 2: and gradients   stage 3: and weights      are sharded
 
-The engine accumulates, clips, scales losses, steps and clears gradients. The user keeps their own loop: the strategy
-passes each of its calls to the engine, at the point where the loop makes it.
+The engine accumulates, clips, scales losses, steps and clears gradients. Users keep their own loops: the strategy
+passes each call on to the engine.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 
 
 class DeepSpeedStrategy(Strategy):
-    """Trains with one engine per Accelerator, made of the model and the optimizer of one call of ``prepare``.
+    """Trains with one engine per Accelerator, built from the model and the optimizer in one call of ``prepare``.
 
-    A model without an optimizer is only evaluated. Stage 3 shards it all the same; stages 1 and 2 only move it to its
-    device. With several plugins, the one selected when a model is set up describes the engine.
+    A model without an optimizer is only evaluated: stage 3 shards it, stages 1 and 2 only move it to its device. If
+    there are several plugins, the one selected when a model is set up configures its engine.
     """
 
     name = "deepspeed"
@@ -62,7 +62,7 @@ class DeepSpeedStrategy(Strategy):
     def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
         reason = setup.process.backend.precision_refusal(setup.precision.name)
-        if reason is not None:  # the engine, too, takes formats by name
+        if reason is not None:  # the device can't compute in it, with or without an engine
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
@@ -99,7 +99,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def place(self, model: torch.nn.Module, process: JoinedProcess) -> None:
-        """Move a model that no engine will hold; an engine moves its model itself."""
+        """Move a model that will have no engine. An engine moves its model itself."""
         if not self._needs_engine():
             super().place(model, process)
 
@@ -117,7 +117,7 @@ class DeepSpeedStrategy(Strategy):
         library = deepspeed_library.load(process)
         config = deepspeed_config.complete(settings.deepspeed_config, self._inputs(model, process))
         _gather_as_one(library, model, settings.transformer_moe_cls_names)
-        with waiting():  # it compares and copies weights over ranks
+        with waiting():  # the engine compares and copies weights over ranks
             engine, *_ = library.initialize(config=dict(config), model=model, **self._engine_arguments())
         _report(engine, type(model).__name__, process)
         if optimizer is not None:
@@ -139,7 +139,7 @@ class DeepSpeedStrategy(Strategy):
         return model
 
     def _needs_engine(self) -> bool:
-        """Return whether a model is set up in an engine: if it is trained, and in stage 3 also to evaluate it."""
+        """Return whether a model needs an engine: to train it, or in stage 3 also to evaluate it."""
         return self._given.optimizer is not None or self._plugins.active.zero_stage == 3
 
     def _inputs(self, model: torch.nn.Module, process: JoinedProcess) -> EngineInputs:
@@ -155,7 +155,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _engine_arguments(self) -> dict[str, Any]:
-        """Return the engine's arguments other than model and configuration."""
+        """Return the engine's optimizer and scheduler arguments."""
         arguments: dict[str, Any] = {}
         optimizer, scheduler = self._given.optimizer, self._given.scheduler
         if isinstance(optimizer, DummyOptim):
@@ -195,7 +195,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        # The engine expects more micro-steps meanwhile: its own ``no_sync`` refuses stages 2 and 3.
+        # Make the engine expect more micro-steps: its own ``no_sync`` does not support stages 2 and 3.
         before, self._is_unsynced = self._is_unsynced, True
         try:
             yield
@@ -219,8 +219,8 @@ class DeepSpeedStrategy(Strategy):
         deepspeed_library.quieten()
         self._is_step_due = self._is_boundary
         self.engine.set_gradient_accumulation_boundary(self._is_boundary)
-        # As for DeepSpeed's engine: with ``scale_wrt_gas=False``, the loop has divided the loss itself. Divided here,
-        # because the last window of an epoch may be shorter than those that the engine knows.
+        # As in DeepSpeed, ``scale_wrt_gas=False`` means that the loop has divided the loss itself. Divide it here,
+        # because the last window of an epoch may be shorter than the engine's setting.
         part = loss / divisor if options.get("scale_wrt_gas", True) else loss
         self.engine.backward(part, **{**options, "scale_wrt_gas": False})
 
@@ -268,9 +268,9 @@ class DeepSpeedStrategy(Strategy):
 
 
 class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
-    """Training with DeepSpeed's engine, by its settings."""
+    """The plugin for DeepSpeed, with its settings."""
 
-    __doc__ = DeepSpeedSettings.__doc__  # the fields are what users ask help for
+    __doc__ = DeepSpeedSettings.__doc__  # help() shows the fields
 
     name = DeepSpeedStrategy.name
 
@@ -285,7 +285,7 @@ class DeepSpeedPlugin(DeepSpeedSettings, StrategyPlugin):
 
 @dataclass
 class DeepSpeedPlugins(StrategyPlugin):
-    """The plugins of a process by name, one of them selected: the one that ``prepare`` uses."""
+    """The DeepSpeed plugins of a process, by name. ``prepare`` uses the selected one."""
 
     name = DeepSpeedStrategy.name
     is_kept = True
@@ -305,7 +305,7 @@ class DeepSpeedPlugins(StrategyPlugin):
 
     @property
     def active(self) -> DeepSpeedSettings:
-        """The selected one."""
+        """The selected plugin."""
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
     def get(self, name: str) -> DeepSpeedSettings:
@@ -317,7 +317,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         return self.by_name[name]
 
     def select(self, name: str) -> None:
-        """Use this one from now on."""
+        """Use the plugin ``name`` from now on."""
         chosen = self.get(name)
         for plugin in self.by_name.values():
             plugin.selected = plugin is chosen
@@ -333,11 +333,11 @@ class DeepSpeedPlugins(StrategyPlugin):
 
 
 def _check_group(process: JoinedProcess) -> None:
-    """Reject ranks on GPUs that communicate over gloo: DeepSpeed would make them wait for each other forever."""
+    """Reject GPU ranks that communicate over gloo: with DeepSpeed, they would wait for each other forever."""
     size = process.topology.world_size
     if process.device.type != "cpu" and size > 1 and is_distributed() and dist.get_backend() == "gloo":
         raise ValueError(
-            f"DeepSpeed needs ranks that communicate by {process.backend.dist_backend}, but these {size} ranks use "
+            f"DeepSpeed needs ranks that communicate over {process.backend.dist_backend}, but these {size} ranks use "
             "gloo, because they share GPUs or MIG instances, or because gloo was requested. Launch at most one "
             "process per GPU, or try backend='cpu'"
         )
@@ -349,7 +349,7 @@ def _batch_size(loader: DataLoader) -> int | None:
 
 
 def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None) -> None:
-    """Make stage 3 gather some layers as a whole, such as layers whose submodules are used by turns."""
+    """Make stage 3 gather layers of these classes as a whole, such as layers that use only some of their submodules."""
     if not class_names:
         return
     names = {name.strip() for name in class_names.split(",")}
@@ -363,7 +363,7 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
 
 
 def _report(engine: Any, name: str, process: JoinedProcess) -> None:
-    """Report how a model of class ``name`` is sharded, if several ranks hold shards. All ranks call it."""
+    """Emit a note of how a model of class ``name`` is sharded, if several ranks hold shards. All ranks call this."""
     stage, num_ranks = int(engine.zero_optimization_stage()), process.topology.world_size
     if not stage or num_ranks == 1:
         return
