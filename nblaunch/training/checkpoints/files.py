@@ -1,20 +1,20 @@
-"""What lies in a checkpoint folder: names, the manifest, and whether it is whole; files of single states.
+"""The contents of a checkpoint folder: file names, the manifest, a check for damage; files of single states.
 
-Users of Hugging Face Accelerate know these names:
+File names are the same as in Hugging Face Accelerate:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
-    random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second of a kind has _1 in its name
+    random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second file of a kind has _1 in its name
     custom_checkpoint_<i>_rank<rank>.pkl, if a rank's state of a registered object differs from rank 0's
 
-If ranks hold shards of models, weights and optimizers lie in folders instead, with one file per rank:
-``pytorch_model_fsdp_0`` and ``optimizer_0`` for FSDP2.
+If ranks hold shards of models, there are folders instead, with one file per rank: for FSDP2, ``pytorch_model_fsdp_0``
+has the weights, and ``optimizer_0`` the optimizer.
 
-``nblaunch_checkpoint.json`` lists every file with its size and a checksum, so that nblaunch finds an incomplete folder
-or changed bytes before it loads anything. Checkpoints of other tools with the same file names have no such list;
-nblaunch reads them on trust.
+``nblaunch_checkpoint.json`` lists every file with its size and a checksum. With this manifest, nblaunch detects an
+incomplete folder or changed bytes before it loads anything. Checkpoints of other tools have the same file names but no
+manifest, and nblaunch loads them unchecked.
 
-The checksum is CRC-32, which finds every flipped bit but does not protect against a forger. No other checksum in the
-standard library is faster (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
+The checksum is CRC-32, which detects every flipped bit but does not protect against forgery. It is the fastest checksum
+in the standard library (measured: 1.1 GB/s; Adler-32 0.8, BLAKE2b 0.7).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import safe_save
 from nblaunch.training.trusted_types import trusted_types, trusting
 
-# Names that scripts written for Hugging Face Accelerate look for. ``{suffix}`` stands for a part of a model, or a rank.
+# Names that scripts for Hugging Face Accelerate use. ``{suffix}`` is the number of a shard, or a rank.
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"
@@ -64,7 +64,7 @@ SCHEDULER = f"{SCHEDULER_NAME}.bin"
 _VERSION = 2
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _MAX_NAMED = 8  # files in one message
-_BLOCK_BYTES = 2**22  # read at once: fits the caches, and lets other threads run meanwhile
+_BLOCK_BYTES = 2**22  # one read: fits into the CPU's caches, and lets other threads run in between
 _NUM_READERS = 8  # threads that read files at the same time
 
 
@@ -75,7 +75,7 @@ def numbered(name: str, index: int) -> str:
 
 
 def custom(index: int, rank: int = 0) -> str:
-    """Return the name of the file of the n-th registered object, or of a rank's own state of it."""
+    """Return the name of the file for the n-th registered object; for ranks above 0, of the rank's own state."""
     return f"custom_checkpoint_{index}.pkl" if rank == 0 else f"custom_checkpoint_{index}_rank{rank}.pkl"
 
 
@@ -85,7 +85,7 @@ def random_states(rank: int) -> str:
 
 
 def loader_state(index: int, rank: int) -> str:
-    """Return the name of the file with a rank's state of the n-th loader that knows its position."""
+    """Return the name of the file with a rank's state of the n-th stateful loader."""
     name = numbered(LOADER, index)
     return name if rank == 0 else f"{name.removesuffix('.bin')}_rank{rank}.bin"
 
@@ -108,16 +108,16 @@ def in_order(checkpoints: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: the file ``nblaunch_checkpoint.json`` in its folder.
+    """The manifest of a checkpoint: ``nblaunch_checkpoint.json`` in its folder.
 
     Args:
-        world_size: ranks of the job that wrote it.
-        models: how many files of weights; 0 if a hook saved models in its own way.
-        optimizers, schedulers, loaders, custom: how many of each; ``custom`` counts registered objects.
-        sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty if they are whole.
-        files: size in bytes of every file, by its path in the folder.
+        world_size: number of ranks in the job that wrote it.
+        models: number of files of weights; 0 if a hook saved the models.
+        optimizers, schedulers, loaders, custom: number of each; ``custom`` counts registered objects.
+        sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty for full states.
+        files: size of every file in bytes, by its path in the folder.
         checksums: checksum of every file, by its path in the folder.
-        places: which tensors in files of registered objects ranks held in shards, see ``registered.py``.
+        places: the tensors of registered objects that ranks held in shards, see ``registered.py``.
     """
 
     world_size: int
@@ -132,9 +132,9 @@ class Manifest:
     places: dict[str, dict[str, list[int | None]]] = field(default_factory=dict)
 
     def write(self, folder: Path, checksums_so_far: Mapping[str, str] | None = None) -> Manifest:
-        """Write the manifest, last of all files of ``folder``; return it with their sizes and checksums.
+        """Write the manifest as the last file of ``folder``; return it with sizes and checksums of the files.
 
-        Checksums that are ``known`` are not computed again.
+        Checksums in ``checksums_so_far`` are not computed again.
         """
         files = safe_save.files_below(folder)
         sums = {name: value for name, value in (checksums_so_far or {}).items() if name in files}
@@ -147,7 +147,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint; None if it has none, as checkpoints of other tools."""
+    """Return the manifest of a checkpoint; None if it has none, because another tool wrote it."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return checksums of files of ``folder``, with their kind: ``crc32:1a2b3c4d``. Threads read several at a time."""
+    """Return checksums of files in ``folder``, such as ``crc32:1a2b3c4d``. Several threads read the files."""
     sums: dict[str, str] = {}
     errors: list[OSError] = []
     left = deque(names)
@@ -179,7 +179,7 @@ def checksums(folder: Path, names: Collection[str]) -> dict[str, str]:
             while left:
                 name = left.popleft()
                 sums[name] = _checksum_of_file(folder / name)
-        except IndexError:  # another thread has taken the last one
+        except IndexError:  # another thread has taken the last file
             return
         except OSError as error:
             errors.append(error)
@@ -204,9 +204,9 @@ def _checksum_of_file(path: Path) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
-    """Raise CheckpointError, naming the files, if any are missing or differ from what was written.
+    """Raise CheckpointError, naming the files, if files are missing or have changed.
 
-    Every rank looks at all sizes, and reads a share of the files.
+    Every rank checks all sizes, and the contents of a share of the files.
     """
     sizes = safe_save.files_below(folder)
     wrong = []
@@ -253,7 +253,7 @@ def latest(checkpoints: Path) -> Path:
 
 
 def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> Path:
-    """Return the file with the weights of the n-th model; prefer a file in the manifest to one that is older."""
+    """Return the file with the weights of the n-th model; prefer a file in the manifest to a leftover one."""
     candidates = [numbered(name, index) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, FSDP_WEIGHTS)]
     if manifest is not None:
         candidates.sort(key=lambda name: name not in manifest.files)
@@ -266,7 +266,7 @@ def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> 
 
 
 def write_object(state: Any, path: Path) -> None:
-    """Write a state dict, or the bytes of one."""
+    """Write a state dict, or its bytes."""
     with path.open("wb") as file:
         if isinstance(state, bytes):
             file.write(state)
@@ -282,7 +282,7 @@ def read_object(
     Args:
         path: the file.
         map_location: where tensors go.
-        weights_only: False: do what the file says, which can execute any code.
+        weights_only: False: unpickle any object, which can execute code in the file.
         owner: the registered object that the state belongs to, if any; see ``trusted_types.py``.
         **options: other arguments of ``torch.load``.
     """
@@ -297,8 +297,8 @@ def read_object(
 
 
 def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
-    """Return the error for a damaged file, or with ``advice`` for one with objects that only code can make."""
-    # torch's message starts with alternatives, such as weights_only=False.
+    """Return the error for a damaged file. ``advice`` follows if the file may have objects of untrusted classes."""
+    # torch's message starts with suggestions such as weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
     if isinstance(error, pickle.UnpicklingError):
         return CheckpointError(

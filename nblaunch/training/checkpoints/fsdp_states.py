@@ -1,7 +1,7 @@
-"""Sharded states outside of ``save_state``: for trainers that write models and optimizers one by one, and merging them.
+"""Save models and optimizers of FSDP one by one, as trainers do, and merge shards of weights.
 
 If the plugin's ``state_dict_type`` is ``"FULL_STATE_DICT"``, the main process writes one file of full tensors.
-Otherwise each rank writes its shards into a folder. Names are as in Hugging Face Accelerate.
+Otherwise each rank writes its shards into a folder. Names are the same as in Hugging Face Accelerate.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def save_fsdp_model(
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         output_dir: the folder; created if it does not exist.
-        model_index: part of the name, for the second model and later ones.
-        adapter_only: write only the parameters that are trained.
+        model_index: the model's number, for the file's name.
+        adapter_only: write only trained parameters.
         use_dcp: True: torch.distributed.checkpoint writes shards, which any number of ranks can load.
 
     Raises:
@@ -69,10 +69,10 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load what :func:`save_fsdp_model` wrote, with the same arguments. All ranks call it.
+    """Load weights that :func:`save_fsdp_model` wrote, with the same arguments. All ranks call this.
 
     Raises:
-        CheckpointError: the files are missing, damaged, or of another model.
+        CheckpointError: the files are missing or damaged, or belong to another model.
     """
     _check_dcp(use_dcp)
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
@@ -94,7 +94,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a prepared optimizer below ``output_dir``; otherwise as :func:`save_fsdp_model`."""
+    """Write the state of a prepared optimizer below ``output_dir``. See :func:`save_fsdp_model`."""
     _check_dcp(use_dcp)
     module, inner = bare_module(model), inner_optimizer(optimizer)
     state = dtensor_strategy.optimizer_state(module, inner, options=_options(fsdp_plugin))
@@ -111,10 +111,10 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what :func:`save_fsdp_optimizer` wrote. All ranks call it.
+    """Load a state that :func:`save_fsdp_optimizer` wrote. All ranks call this.
 
     Raises:
-        CheckpointError: the files are missing, damaged, or of another optimizer.
+        CheckpointError: the files are missing or damaged, or belong to another optimizer.
     """
     _check_dcp(use_dcp)
     module, inner = bare_module(model), inner_optimizer(optimizer)
@@ -133,17 +133,17 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Merge the shards of a model in a checkpoint into files that need no nblaunch. One process is enough.
+    """Merge the shards of a model in a checkpoint into files that any tool can read. Call it in one process.
 
     Args:
-        checkpoint_dir: the folder with ``.metadata`` and the files of the ranks, as ``pytorch_model_fsdp_0``.
-        output_path: the folder for ``model.safetensors``, or for its shards and their index; created if missing.
-        safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
-        remove_checkpoint_dir: remove the shards once the full model is written.
+        checkpoint_dir: the folder with ``.metadata`` and the ranks' files, such as ``pytorch_model_fsdp_0``.
+        output_path: the folder for ``model.safetensors``, or for several files and their index; created if missing.
+        safe_serialization: write safetensors files; False: torch's format, in ``pytorch_model.bin``.
+        remove_checkpoint_dir: remove the shards after the full model is written.
 
     Raises:
         CheckpointError: the folder holds no shards, or damaged ones.
-        ValueError: the folder is to be removed, but the model would be written into it.
+        ValueError: ``remove_checkpoint_dir`` would remove the merged model.
     """
     from torch.distributed import checkpoint as dcp
 

@@ -1,11 +1,11 @@
-"""The work behind ``load_state``, which changes nothing until it knows that the checkpoint is whole and fits.
+"""The implementation of ``load_state``, which changes nothing until it knows that the checkpoint is intact and fits.
 
-is it whole? ── read all but weights ── does it fit?
+is it intact? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
 Shards, and weights that are loaded after hooks, can be checked only while they are loaded. For other weights,
-``load_state`` checks names and shapes beforehand, not values. On another number of ranks, random states stay as they
-are, and loaders continue after the samples that were seen.
+``load_state`` checks names and shapes beforehand, not values. On another number of ranks, random states stay unchanged,
+and loaders continue after the samples that were seen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_state(
     map_location: str | None = None,
     strict: bool = True,
 ) -> None:
-    """Load a checkpoint, once ``saver`` has written the last one; see ``Accelerator.load_state``."""
+    """Load a checkpoint after ``saver`` has written the last one; see ``Accelerator.load_state``."""
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
             f"Unsupported optimizer map location passed: map_location={map_location!r}; valid are None, 'cpu' and "
@@ -68,7 +68,7 @@ def load_state(
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Return ``work()``; if it fails on any rank, raise on every rank, so that no rank goes on alone."""
+    """Return ``work()``; if it fails on any rank, raise on every rank."""
     error: Exception | None = None
     value = None
     try:
@@ -93,16 +93,16 @@ def _find(live: CheckpointedObjects, input_dir: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"checkpoint {folder.absolute()} does not exist")
     if live.rank == 0:
-        # Finish the commit of a process that was killed while it overwrote this very checkpoint.
+        # Finish the commit of a process that was killed while it overwrote this checkpoint.
         safe_save.finish_commit(folder)
     return folder
 
 
 def _common(folder: Path) -> Path:
-    """Return ``folder``, or the main process's folder if only that has a checkpoint.
+    """Return ``folder``, or the main process's folder if only that one has a checkpoint.
 
-    Ranks may name different folders, as in scripts that save to ``tempfile.mkdtemp()``; ``save_state`` has written all
-    files to the main process's folder.
+    Ranks may pass different folders, for example from ``tempfile.mkdtemp()``; ``save_state`` wrote all files to the
+    main process's folder.
     """
     (main,) = operations.broadcast_object_list([str(folder)])
     if not (folder / files.MANIFEST).is_file() and (Path(main) / files.MANIFEST).is_file():
@@ -110,11 +110,11 @@ def _common(folder: Path) -> Path:
     return folder
 
 
-# --- is it whole? -----------------------------------------------------------------------------------------------------
+# --- is it intact? ----------------------------------------------------------------------------------------------------
 
 
 def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
-    """Return the manifest of a whole checkpoint that this job can load; None if it is another tool's."""
+    """Return the manifest of a checkpoint after checking that it is intact; None if another tool wrote it."""
     manifest = files.read_manifest(folder)
     if manifest is None:
         count = len(list(folder.glob("custom_checkpoint_*.pkl")))
@@ -131,7 +131,7 @@ def _checked(live: CheckpointedObjects, folder: Path) -> Manifest | None:
         if here > saved:
             raise CheckpointError(f"checkpoint {folder} has {saved} {kind}, but {here} are prepared")
     _check_custom(folder, manifest.custom, len(live.registered))
-    # Each rank reads a share of the files; then all ranks find the files in the file system's cache.
+    # Each rank reads a share of the files, which puts all files into the file system's cache.
     files.check_files(folder, manifest, live.rank, live.world_size)
     return manifest
 
@@ -148,12 +148,12 @@ def _check_custom(folder: Path, saved: int, here: int) -> None:
 
 
 class _Checkpoint:
-    """A checkpoint on its way into the live objects.
+    """A checkpoint that is being loaded into the live objects.
 
     Args:
         live: the live objects.
         folder: the checkpoint's folder.
-        manifest: the checkpoint's manifest; None if it is another tool's.
+        manifest: the checkpoint's manifest; None if another tool wrote it.
         reading: arguments of ``torch.load``.
     """
 
@@ -166,17 +166,20 @@ class _Checkpoint:
         self.is_sharded = manifest is not None and bool(manifest.sharded_by)
         self.is_of_this_size = manifest is None or manifest.world_size == live.world_size
         self._reading = reading
-        # For all states but the optimizers', which may go elsewhere: generators take their states only from the CPU.
+        # For all states except optimizers': generators, for example, accept states only from the CPU.
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
-        """Return the optimizers' states, and functions that load the other states but weights; raise on a misfit.
+        """Return the optimizers' states, and functions that load all other states except weights.
 
-        If the strategy reads the optimizers with the weights, the list of their states is empty.
+        If the strategy reads the optimizers with the weights, the list of states is empty.
+
+        Raises:
+            CheckpointError: a state or the weights do not fit.
         """
         optimizers = [] if self.is_sharded else list(self._read_optimizers())
         loads = list(self._read_others())
-        if not self.live.load_hooks:  # a hook may take models over, and load them in its own way
+        if not self.live.load_hooks:  # a hook may load models in its own way
             self._check_weights(self.live.preparer.models, strict)
         return optimizers, loads
 
@@ -184,7 +187,7 @@ class _Checkpoint:
         for index, optimizer in enumerate(self.live.preparer.optimizers):
             path = self.folder / files.numbered(files.OPTIMIZER, index)
             if self.manifest is None and not path.is_file():
-                return  # another tool's strategy may have put it elsewhere
+                return  # another tool may have stored it elsewhere
             state = files.read_object(path, **self._reading)
             if not self.live.strategy.holds_shards:
                 _check_optimizer(optimizer, state, path)
@@ -193,17 +196,18 @@ class _Checkpoint:
     def _check_weights(self, models: Sequence[torch.nn.Module], strict: bool) -> None:
         """Raise CheckpointError if a file of weights is missing or does not fit its model."""
         if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
-            return  # the strategy looks for its shards
+            return  # the strategy checks its shards itself
         for index, model in enumerate(models):
             check_weights(model, files.weights_file(self.folder, index, self.manifest), strict)
 
     def load_models(self, device: Any, strict: bool) -> bool:
-        """Load weights; return whether the strategy loaded them, and the optimizers with them."""
+        """Load weights; return whether the strategy loaded both weights and optimizers."""
         live = self.live
         is_loaded = live.strategy.load_shards(
             self.folder, list(live.preparer.models), live.preparer.optimizers
         )
-        models = [] if is_loaded else live.models_for_hooks()  # what is left, as with Accelerate
+        # Hooks remove models from the list, as in Accelerate.
+        models = [] if is_loaded else live.models_for_hooks()
         hooks = list(live.load_hooks.values())
         for hook in hooks:
             hook(models, str(self.folder))
@@ -216,10 +220,10 @@ class _Checkpoint:
             load_weights(model, model_files.read_weights(path, device), path, strict)
         return False
 
-    # --- all else ------------------------------------------------------------------------------------------------
+    # --- other states --------------------------------------------------------------------------------------------
 
     def _read_others(self) -> Iterator[Callable[[], object]]:
-        """Read the states of schedulers, loaders, scaler, registered objects and generators; yield what loads them."""
+        """Read the states of schedulers, loaders, scaler, registered objects and generators; yield their loaders."""
         live, folder = self.live, self.folder
         for index, scheduler in enumerate(live.preparer.schedulers):
             saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **self._on_cpu)
@@ -233,7 +237,7 @@ class _Checkpoint:
         for index, entry in enumerate(live.registered):
             saved = states.read(entry, index)
             yield partial(registered.load, entry.obj, saved, states.places(index), live.preparer.models)
-        # Last, because loading may draw random numbers.
+        # Random states come last, because loading the others may draw random numbers.
         yield self._read_random_states()
 
     def _read_loader(self, index: int, loader: PreparedLoader) -> Callable[[], object]:
@@ -287,7 +291,7 @@ class _Checkpoint:
         return load
 
     def _of_this_rank(self, name_of: Callable[[int], str]) -> tuple[Path, int] | None:
-        """Return the file that this rank has written, or else rank 0's, with the rank; None if neither exists."""
+        """Return this rank's file, or else rank 0's, with the rank; None if neither exists."""
         candidates = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
         return next((candidate for candidate in candidates if candidate[0].is_file()), None)
 
@@ -296,7 +300,7 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
     """Raise CheckpointError if a state's groups of parameters differ from the optimizer's."""
     saved, groups_here = state.get("param_groups"), getattr(optimizer, "param_groups", None)
     if not isinstance(saved, list) or not isinstance(groups_here, list):
-        return  # its strategy knows what it is
+        return  # another format, which the strategy understands
     sizes = [[len(group.get("params", ())) for group in groups] for groups in (saved, groups_here)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
@@ -306,9 +310,9 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
 
 
 def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module], path: Path) -> Any:
-    """Return a state; if it is by parameter names, put them in the optimizer's order, in which it is loaded.
+    """Sort the parameters of a state into the optimizer's order, if its keys are names.
 
-    A state of FSDP version 1 of Hugging Face Accelerate is in the order of its flat parameters.
+    Hugging Face Accelerate's FSDP version 1 stores parameters in the order of its flat parameters.
     """
     saved = state.get("param_groups")
     if not isinstance(saved, list) or not any(

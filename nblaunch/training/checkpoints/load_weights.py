@@ -1,11 +1,11 @@
 """Load weights from disk into a module: :func:`load_weights`, after :func:`check_weights`. If the module's tensor
 
-has memory        the module copies into it, by its own ``load_state_dict``
-is on meta        the file's tensor replaces it, converted and placed if need be; nothing is copied twice
+has memory        the module's ``load_state_dict`` copies the file's tensor into it
+is on meta        the file's tensor, converted and moved if necessary, replaces it without a second copy
 is quantised      it is only compared: it is frozen, and its module may be unable to load it
 
-:func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models under the names that scripts
-for Hugging Face Accelerate call. Device maps that cut a model into pieces need an installed Accelerate.
+:func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models, and have the names that
+Hugging Face Accelerate gave them. Device maps that split a model need an installed Accelerate.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OF_ACCELERATE = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
     "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0",
 )  # fmt: skip
-"""Arguments for a model that is cut into pieces."""
+"""Arguments for a model that is split over devices."""
 _OF_ITS_LOADING = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments of load_checkpoint_in_model alone; with the first, Accelerate loads any model."""
+"""Arguments of only load_checkpoint_in_model; with the first one, Accelerate loads any model."""
 _MAX_NAMED = 8  # names in one message
-_MAX_NAMES_SHOWN = 3  # of a file, and of a model, that have none in common
+_MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -61,29 +61,28 @@ def load_checkpoint_in_model(
     strict: bool = False,
     **others: Any,
 ) -> None:
-    """Load into ``model`` what :meth:`Accelerator.save_model` wrote.
+    """Load weights that :meth:`Accelerator.save_model` wrote into ``model``.
 
-    On the CPU, tensors without memory (``init_empty_weights``) are not copied unless they are converted. They lie on
-    the pages of the file, which the system reads when they are used. A program that writes to the file itself meanwhile
-    would change them; if nblaunch saves to the same path, it makes a new file.
+    On the CPU, tensors without memory (``init_empty_weights``) are mapped to the file instead of copied, unless they
+    are converted. The system reads the file as they are used. A program that overwrites the file's contents would
+    change these tensors; nblaunch never does, because it creates a new file when it saves to the same path.
 
     Args:
         model: a module, wrapped or not, filled in place.
         checkpoint: a file of weights, an index, or a folder with one of them.
-        device_map: None, or ``{"": device}``: where tensors without memory go. An installed Accelerate handles any
-            other map, with the arguments that belong to it.
+        device_map: None, or ``{"": device}``, where tensors without memory go. Any other map needs an installed
+            Accelerate, which gets all arguments.
         offload_folder: Accelerate's argument for a map with ``"disk"``.
-        dtype: the dtype for floating point tensors without memory; None: as the model says.
-        strict: raise if names of the files and the model differ.
-        **others: Accelerate's other arguments, without effect on a model that stays whole. The exception is
-            ``keep_in_fp32_modules``: with it, an installed Accelerate loads such a model, too, if any tensor of it has
-            no memory yet.
+        dtype: the dtype for floating point tensors without memory; None: keep the model's.
+        strict: raise an error if names in the files and the model differ.
+        **others: Accelerate's other arguments. They have no effect on a model that is not split, except
+            ``keep_in_fp32_modules``: with it, an installed Accelerate loads the model if a tensor has no memory yet.
 
     Raises:
-        CheckpointError: there are no weights, they are damaged, or they don't fit.
-        ImportError: it needs Accelerate, which is not installed.
-        TypeError: an unknown argument.
-        ValueError: ``dtype`` is not the name of one.
+        CheckpointError: the weights are missing or damaged, or don't fit.
+        ImportError: Accelerate is needed, but not installed.
+        TypeError: an argument is unknown.
+        ValueError: ``dtype`` is not a floating point type.
     """
     target = _dtype(dtype)
     is_mixed = bool(others.get("keep_in_fp32_modules"))
@@ -109,29 +108,29 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     **others: Any,
 ) -> torch.nn.Module:
-    """Load weights into ``model``, which may come from ``init_empty_weights``, and put it on its devices.
+    """Load weights into ``model``, which may come from ``init_empty_weights``, and move it to its devices.
 
     Args:
         model: a module, filled in place.
         checkpoint: a file of weights, an index, or a folder with one of them.
-        device_map: None: the model stays where it is; ``{"": device}``: it goes there as a whole. Any other map, such
-            as ``"auto"``, cuts it into pieces: an installed Accelerate does that.
+        device_map: None: the model stays where it is; ``{"": device}``: the whole model goes there. Any other map, such
+            as ``"auto"``, splits the model and needs an installed Accelerate.
         max_memory: Accelerate's argument for ``device_map="auto"``.
         no_split_module_classes: Accelerate's argument for ``device_map="auto"``.
-        dtype: convert floating point weights of the files to this type, as ``torch.bfloat16`` or ``"bfloat16"``.
-            Tensors that only the model has, such as a buffer that is not saved, keep their own.
-        strict: raise if names of the file and the model differ.
-        **others: as for :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``:
-            Accelerate's function of this name does not take them either.
+        dtype: convert floating point weights in the files to this type, such as ``torch.bfloat16`` or ``"bfloat16"``.
+            Tensors that only the model has, such as a buffer that is not saved, keep their dtypes.
+        strict: raise an error if names in the file and the model differ.
+        **others: as for :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``,
+            which Accelerate's function of this name does not take either.
 
     Returns:
         ``model``.
 
     Raises:
-        CheckpointError: there are no weights, they are damaged, or they don't fit.
-        ImportError: it needs Accelerate, which is not installed.
-        TypeError: an unknown argument.
-        ValueError: ``dtype`` is not the name of one.
+        CheckpointError: the weights are missing or damaged, or don't fit.
+        ImportError: Accelerate is needed, but not installed.
+        TypeError: an argument is unknown.
+        ValueError: ``dtype`` is not a floating point type.
     """
     target = _dtype(dtype)
     _check_arguments("load_checkpoint_and_dispatch", others, _OF_ACCELERATE)
@@ -178,7 +177,7 @@ def _check_arguments(function: str, given: Collection[str], valid: Collection[st
 
 
 def _is_cut(device_map: Mapping[str, Any] | str | None) -> bool:
-    """Return whether a device map needs Accelerate: it cuts the model into pieces, or puts it on disk."""
+    """Return whether a device map needs Accelerate, because it splits the model or offloads it to disk."""
     if device_map is None:
         return False
     return isinstance(device_map, str) or set(device_map) != {""} or device_map[""] == "disk"
@@ -197,13 +196,13 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     """Raise CheckpointError if shapes in a file of weights, or names if ``strict``, differ from the model's.
 
-    Modules with a loading method of their own are not checked.
+    Modules that override the loading method are not checked.
     """
     module = plain_module(model)
     state = module.state_dict()
     saved = _in_own_names(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
-    held = {views.get(name) for name in saved} - {None}  # files may leave out what is tied to these
+    held = {views.get(name) for name in saved} - {None}  # files may leave out other names of these
     frozen = quantised_entries(module, state).keys()
     special = tuple(special_prefixes(module))
     wrong = [
@@ -235,12 +234,12 @@ def load_weights(
     """Load a state dict into the module inside ``model``.
 
     Args:
-        model: wrapped or not.
-        weights: the weights of all files, since a module's own loading must see all of its names at once.
+        model: the module, wrapped or not.
+        weights: the weights from all files, because a module's loading method must see all of its names at once.
         source: file or index, for messages.
-        strict: names of the files and of the module must be the same.
+        strict: raise an error if names in the files and the module differ.
         device: where tensors on the meta device go; None: the CPU.
-        dtype: the dtype for floating point tensors on the meta device; None: as the module says.
+        dtype: the dtype for floating point tensors on the meta device; None: keep the module's.
     """
     module = plain_module(model)
     give_own_memory(module)
@@ -254,7 +253,7 @@ def load_weights(
         outcome = module.load_state_dict(with_versions(shards, versions_of(rest)), strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{source} does not fit the model. {error}") from error
-    if outcome is None:  # a method of the user's own may return nothing
+    if outcome is None:  # a user's method may return nothing
         return
     if weights and not done and len(outcome.unexpected_keys) == len(rest):
         raise CheckpointError(_describe_strangers(module, source, list(rest), list(state)))
@@ -269,14 +268,14 @@ def load_weights(
 def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``saved`` under the module's own names.
 
-    Files may contain parts that wrappers add to names: ``_orig_mod`` of torch.compile and the like anywhere, or the
-    ``module.`` of a parallel wrapper in front of all names.
+    Names in files may contain parts that wrappers add: anywhere, such as ``_orig_mod`` from torch.compile, or in front
+    of all names, such as ``module.`` from a parallel wrapper.
     """
     names = {name: name if name in current else plain_name(name) for name in saved}
     is_known = bool(current.keys() & set(names.values()))
     front = "module." if not is_known and all(name.startswith("module.") for name in names.values()) else ""
     names = {name: plain.removeprefix(front) for name, plain in names.items()}
-    count = Counter(names.values())  # if two names would become one, both stay
+    count = Counter(names.values())  # keep two names unchanged that would become the same
     renamed = {plain if count[plain] == 1 else name: saved[name] for name, plain in names.items()}
     paths = {
         path: plain_name(f"{path}.").removeprefix(front).removesuffix(".")
@@ -287,7 +286,7 @@ def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[
 
 
 def _describe_strangers(module: nn.Module, source: Path, saved: list[str], current: list[str]) -> str:
-    """Return the error for a file that shares no name with the module."""
+    """Return the error message for a file that shares no name with the module."""
     text = (
         f"{source} has no weights of the {type(module).__name__}: no name matches. The file has "
         f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(current, _MAX_NAMES_SHOWN)}"
@@ -303,7 +302,7 @@ def _describe_strangers(module: nn.Module, source: Path, saved: list[str], curre
 
 
 def _add_twins(weights: dict[str, Any], current: Mapping[str, Any]) -> None:
-    """Add names that are tied to one in the files, which libraries write once."""
+    """Add the other names of tied tensors, which libraries write only once."""
     held = {
         view_of(current[name])[0]: name for name in weights if isinstance(current.get(name), torch.Tensor)
     }
@@ -320,7 +319,7 @@ def _drop_quantised(
     entries = quantised_entries(module, current)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
-        # The values that libraries keep with quantised weights may differ in their last digits.
+        # The values that libraries store beside quantised weights may differ in their last digits.
         if not is_weight or not isinstance(saved, torch.Tensor):
             continue
         held = current[name]
@@ -336,9 +335,9 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Replace tensors on the meta device by those in ``weights``; remove these from it and return their names."""
+    """Replace tensors on the meta device by tensors from ``weights``; remove these from it and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
-    made: dict[int, torch.Tensor] = {}  # by the id of what was on the meta device, which tied names share
+    made: dict[int, torch.Tensor] = {}  # id of the meta tensor, which tied names share -> its replacement
     addresses: set[int] = set()
     for name, owner, bare in tensors:
         saved = weights.get(name)
@@ -351,7 +350,7 @@ def _fill_bare(
             else saved.to(device, to)
         )
         if filled.numel() and filled.data_ptr() in addresses:
-            filled = filled.clone()  # one tensor under two names of the files, and two in the module
+            filled = filled.clone()  # the files share it under two names, but the module has two tensors
         addresses.add(filled.data_ptr())
         is_parameter = isinstance(bare, torch.nn.Parameter)
         made[id(bare)] = torch.nn.Parameter(filled, bare.requires_grad) if is_parameter else filled
@@ -368,7 +367,7 @@ def _fill_bare(
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Yield every parameter and buffer, under each of its names, with the module that has it."""
+    """Yield every parameter and buffer, once per name, with the module that holds it."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for held in (owner._parameters, owner._buffers):
             for name, tensor in held.items():
@@ -377,5 +376,5 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, to
 
 
 def _loads_itself(owner: torch.nn.Module) -> bool:
-    """Return whether a module fills its tensors in its own way, for which they need memory."""
+    """Return whether a module overrides the loading method, which needs tensors with memory."""
     return type(owner)._load_from_state_dict is not torch.nn.Module._load_from_state_dict

@@ -1,8 +1,8 @@
-"""Weights as files: one, or several with an index, in safetensors' format or torch's.
+"""Files of weights: one file, or several with an index, in safetensors' or torch's format.
 
-safetensors files hold tensors and nothing else: reading one executes nothing, and other libraries read it. Tensors
-that share memory are written once, with the names of the others in the file's header. Callers decide where files lie,
-except that :func:`files_of` knows the folders that :func:`save_sharded` writes.
+safetensors files hold only tensors: reading one executes no code, and other libraries can read it. Tensors that share
+memory are written once, and the file's header lists their other names. Callers choose the paths; :func:`files_of` knows
+the folders that :func:`save_sharded` writes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from nblaunch.training.joining import current_topology
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.weights.state_dicts import versions_of, with_versions
 
-_VERSIONS = "nblaunch.versions"  # in the header of a safetensors file: the versions of modules, as JSON
+_VERSIONS = "nblaunch.versions"  # header entry of a safetensors file with the versions of modules, as JSON
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what identifies a tensor's memory, and the storage that contains it; None and 0 if it has no memory. For a
-    sharded tensor, this describes the rank's own shard.
+    """Return a key that identifies a tensor's view of memory, and the address of its storage.
+
+    Return None and 0 if the tensor has no memory. For a sharded tensor, both describe the rank's own shard.
     """
     tensor = dtensor.local(tensor)
     if hasattr(tensor, "__tensor_flatten__") or torch.nn.parameter.is_lazy(tensor):
@@ -54,18 +55,18 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save with ``torch.save`` on the main process, without an Accelerator; the others do nothing.
+    """Save with ``torch.save`` on the main process, without an Accelerator; other ranks do nothing.
 
-    If saving to a path fails, the file that was there stays.
+    If saving to a path fails, an existing file stays unchanged.
 
     Args:
-        obj: what to save.
-        f: a path, or a binary file that is open.
-        save_on_each_node: on the main process of each machine.
-        safe_serialization: safetensors' format, for a dict of tensors.
+        obj: the object to save.
+        f: a path, or an open binary file.
+        save_on_each_node: save on the main process of each machine.
+        safe_serialization: use safetensors' format, for a dict of tensors.
 
     Raises:
-        CheckpointError: ``obj`` has weights of which this rank holds only a shard.
+        CheckpointError: ``obj`` has sharded weights.
     """
     topology = current_topology()
     is_writer = (topology.local_rank if save_on_each_node else topology.rank) == 0
@@ -77,8 +78,8 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
-            f"save was given {formatting.count(count, 'tensor')} of which each rank holds only a shard, so it "
-            "would write the shard of the main process. Save full weights with accelerator.save_model(model, "
+            f"save got {formatting.count(count, 'sharded tensor')}, and would write only the main process's "
+            "shards. Save full weights with accelerator.save_model(model, "
             "folder), or with accelerator.save(accelerator.get_state_dict(model), path), on all ranks; "
             "accelerator.save_state also saves optimizers"
         )
@@ -94,7 +95,7 @@ def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> 
 
 def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bool = True) -> None:
     """Write a state dict to one file, in safetensors' format or in torch's."""
-    from safetensors.torch import save_file  # imported here: training does without it
+    from safetensors.torch import save_file  # imported here because most training does not need it
 
     if not safe_serialization:
         with path.open("wb") as file:
@@ -108,7 +109,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors with separate memory, and a mapping from each other name to the tensor that it shares."""
+    """Return the tensors with separate memory, and a mapping from every other name to the tensor with that memory."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -147,7 +148,7 @@ def save_sharded(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Write a state dict to ``folder`` as one file, or as several of limited size and an index.
+    """Write a state dict to ``folder`` as one file, or as several files of limited size with an index.
 
     Earlier weights in the folder are removed; other files stay. See ``Accelerator.save_model``.
     """
@@ -177,9 +178,9 @@ def save_sharded(
 
 
 def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Return ``weights`` in order, cut so that no part is larger than ``limit`` bytes if possible.
+    """Divide ``weights``, in order, into parts of at most ``limit`` bytes, if single tensors are not larger.
 
-    Names that share memory stay together, so that the memory is written once.
+    Names that share memory stay in one part, to write the memory only once.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
@@ -202,7 +203,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
-    """Return the index in the form that Hugging Face's libraries read."""
+    """Return the index in the format of Hugging Face's libraries."""
     total = sum(_num_bytes(value) for shard in shards for value in shard.values())
     files = {name: file for file, shard in zip(names, shards, strict=False) for name in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
@@ -212,10 +213,10 @@ def _index(names: list[str], shards: list[dict[str, Any]]) -> str:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Load what :func:`save` wrote, with a ``torch.load`` that executes nothing in the file.
+    """Load a file that :func:`save` wrote, with ``torch.load``, without executing code in it.
 
     Args:
-        f: a path, or a binary file that is open.
+        f: a path, or an open binary file.
         map_location: the device to read tensors to; None: the device that they were saved from.
         **kwargs: further arguments of :func:`torch.load`; ``weights_only=False`` for files that you trust.
     """
@@ -223,9 +224,9 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Return the state dict in a file, names of shared tensors included.
+    """Return the state dict in a file, including all names of shared tensors.
 
-    On the CPU, tensors lie on the pages of the file. The system reads a page when it is used, and copies it on a write.
+    On the CPU, tensors are mapped to the file. The system reads a page at its first use, and copies it on a write.
     """
     try:
         if path.suffix == ".safetensors":
@@ -235,7 +236,7 @@ def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, An
         return with_versions(weights, versions_of(weights))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except Exception as error:  # torch's, pickle's, the system's; TypeError if it is not a dict
+    except Exception as error:  # from torch, pickle or the system; TypeError if the content is not a dict
         raise unreadable(path, error) from error
 
 

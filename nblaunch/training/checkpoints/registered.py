@@ -1,10 +1,10 @@
-"""States of registered objects in a checkpoint, such as an average of weights or a buffer of samples.
+"""States of registered objects in a checkpoint, such as averaged weights or a buffer of samples.
 
-    custom_checkpoint_<i>.pkl            rank 0's state; a tensor that ranks hold in shards is written in full
-    custom_checkpoint_<i>_rank<r>.pkl    the state of a rank that differs from rank 0's, without the shards
+    custom_checkpoint_<i>.pkl            rank 0's state, with sharded tensors in full
+    custom_checkpoint_<i>_rank<r>.pkl    rank r's state without shards, if it differs from rank 0's
 
 Ranks compare their states when they save together. Any number of ranks can load a state that is the same on all ranks,
-or one in shards. States that differ belong to their ranks, and need the same number of ranks.
+or that is sharded. States that differ belong to their ranks: loading them needs the same number of ranks.
 
 Ranks do not compare the buffers of a module: replicas keep their own statistics of batch normalisation, and
 checkpoints hold rank 0's, as for prepared models.
@@ -35,7 +35,7 @@ from nblaunch.weights.sharded import is_sharded
 from nblaunch.weights.state_dicts import versions_of, with_versions
 
 Places = dict[str, list[int | None]]
-"""Position of a leaf in a nested state -> the dimension that each dimension of the mesh shards; None: none."""
+"""Position of a leaf in a nested state -> for each mesh dimension, the tensor dimension that it shards, or None."""
 
 
 @dataclass(eq=False)
@@ -43,8 +43,8 @@ class Registered:
     """An object that checkpoints include.
 
     Args:
-        obj: has ``state_dict`` and ``load_state_dict``.
-        per_rank: whether each rank has a state of its own; None: it has one if the states differ.
+        obj: an object with ``state_dict`` and ``load_state_dict``.
+        per_rank: whether to save each rank's state separately; None: if the states differ.
     """
 
     obj: Any
@@ -56,8 +56,8 @@ class Captured:
     """The states that this rank writes.
 
     Args:
-        objects: bytes, by file name.
-        places: places of the leaves that ranks hold in shards, by the name of rank 0's file.
+        objects: file contents, by file name.
+        places: places of sharded leaves, by the name of rank 0's file.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -83,10 +83,10 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
         side: this rank's side of the round in which ranks save together; None: this process saves alone.
 
     Raises:
-        CheckpointError: a state can't be written so that it can be read again. Raised on all ranks.
+        CheckpointError: a state can't be saved completely. Raised on all ranks.
     """
     captured = Captured()
-    if isinstance(side, Participant) and not side.compares:  # rank 0 has none
+    if isinstance(side, Participant) and not side.compares:  # rank 0 has no registered objects
         return captured
     states = [entry.obj.state_dict() for entry in registered]
     can_gather = side is not None and side.is_complete
@@ -104,7 +104,7 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
             captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
-            # Converted to bytes at once: the contents of a user's object are unknown, and can't be copied safely.
+            # Convert it to bytes at once, because a user's object may hold anything, and can't be copied safely.
             captured.objects[name] = as_bytes(state)
         elif _is_own(entry, looks[index], main[index : index + 1]):
             captured.objects[files.custom(index, rank)] = as_bytes(state)
@@ -112,7 +112,7 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
 
 
 def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequence[str]:
-    """Return how rank 0's states look; raise on all ranks if shards don't fit together."""
+    """Return the fingerprints of rank 0's states; raise CheckpointError on all ranks if shards don't match."""
     if isinstance(side, Participant):
         return side.compare_states(looks)
     shapes_here = [_shapes(look) for look in looks]
@@ -120,7 +120,7 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
         shapes = [_shapes(look) for look in theirs]
         if shapes_here != shapes and any(shapes_here + shapes):
             raise CheckpointError(
-                f"the registered objects hold shards of other tensors on rank {rank} than on rank 0: "
+                f"the registered objects on rank {rank} and rank 0 hold shards of different tensors: "
                 f"{shapes!r:.200} and {shapes_here!r:.200}. Register the same objects, in the same order, on all ranks"
             )
     side.publish_states(looks)
@@ -128,7 +128,7 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
 
 
 def _is_own(entry: Registered, look: str, main: Sequence[str]) -> bool:
-    """Return whether this rank writes its own state beside rank 0's, if there is one, which looks like ``main``."""
+    """Return whether this rank writes its own state, given the fingerprint of rank 0's state, if it has one."""
     return entry.per_rank is not False and (bool(entry.per_rank) or [look] != list(main))
 
 
@@ -146,7 +146,7 @@ def _like(state: Any, mapped: Any) -> Any:
 
 
 def _look(obj: Any, state: Any) -> str:
-    """Return what ranks compare of a state: a checksum without its shards, and the shapes of their full tensors.
+    """Return a state's fingerprint, which ranks compare: a checksum without shards, and the full shapes of shards.
 
     Raises:
         CheckpointError: shards are hidden in objects, where they can't be gathered.
@@ -173,19 +173,19 @@ def _summed_up(state: Any) -> tuple[int, int]:
     """Return a checksum of a state without its shards, and the number of shards."""
     try:
         return _Sum(is_by_value=True).of(state)
-    except (ValueError, RecursionError):  # it contains itself
+    except (ValueError, RecursionError):  # the state contains itself
         return _Sum(is_by_value=False).of(state)
 
 
 class _Sum(pickle.Pickler):
-    """Checksum a pickle without keeping it.
+    """Computes the checksum of a pickle without storing the pickle.
 
     Args:
-        is_by_value: equal objects count as equal whether or not they are one object.
+        is_by_value: ignore whether equal parts are the same object.
     """
 
     def __init__(self, is_by_value: bool) -> None:
-        super().__init__(self, protocol=4)  # the only file method it needs is write
+        super().__init__(self, protocol=4)  # this object serves as the file: the pickler calls only write
         self.fast = is_by_value
         self._value = 0
         self._shards: set[int] = set()
@@ -199,7 +199,7 @@ class _Sum(pickle.Pickler):
         return len(data)
 
     def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, (set, frozenset)):  # their order differs between processes
+        if isinstance(obj, (set, frozenset)):  # their iteration order differs between processes
             return "set", sorted(_summed_up(item) for item in obj)
         if not isinstance(obj, torch.Tensor):
             return None
@@ -212,7 +212,7 @@ class _Sum(pickle.Pickler):
 def _checksum(tensor: torch.Tensor) -> int:
     try:
         return checksum(tensor.cpu())
-    except (RuntimeError, TypeError, NotImplementedError):  # of another layout, as a sparse one
+    except (RuntimeError, TypeError, NotImplementedError):  # a sparse tensor or another layout
         return zlib.crc32(as_bytes(tensor))
 
 
@@ -220,11 +220,11 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 class SavedStates:
-    """States of registered objects in the folder of a checkpoint.
+    """Reads states of registered objects from a checkpoint's folder.
 
     Args:
         folder: the checkpoint's folder.
-        manifest: the checkpoint's manifest; None if it is another tool's.
+        manifest: the checkpoint's manifest; None if another tool wrote it.
         rank: this process's rank.
         world_size: this job's number of ranks.
         reading: arguments of ``torch.load``.
@@ -240,13 +240,13 @@ class SavedStates:
         self._reading = reading
 
     def read(self, entry: Registered, index: int) -> Any:
-        """Return this rank's state of the n-th registered object, its tensors in full.
+        """Return this rank's state of the n-th registered object, with full tensors.
 
         Raises:
-            CheckpointError: the file is damaged, or has states of other ranks than there are.
+            CheckpointError: the file is damaged, or another number of ranks wrote different states.
         """
         name, places = files.custom(index), self.places(index)
-        # For tensors that ranks hold in shards, each rank reads only its own part from the pages of the file.
+        # Map the file if tensors are sharded: each rank then reads only its own part.
         mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
         state = files.read_object(self._folder / name, owner=entry.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):
@@ -262,7 +262,7 @@ class SavedStates:
         return _with_shards(rest, state, places)
 
     def places(self, index: int) -> Places:
-        """Return which leaves of the n-th object's state ranks held in shards."""
+        """Return the places of sharded leaves in the n-th object's state."""
         return self._manifest.places.get(files.custom(index), {}) if self._manifest is not None else {}
 
     def _own_file(self, entry: Registered, index: int) -> str | None:
@@ -284,7 +284,7 @@ class SavedStates:
 
 
 def _with_shards(rest: Any, main: Any, places: Places) -> Any:
-    """Return a rank's own state with rank 0's tensors in the places of shards."""
+    """Return a rank's own state, with rank 0's full tensors instead of shards."""
     if not places:
         return rest
     full = list(nested.leaves(main))
@@ -298,19 +298,19 @@ def _with_shards(rest: Any, main: Any, places: Places) -> Any:
 
 
 def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> None:
-    """Load a state of full tensors into an object; where it holds shards, it gets this rank's.
+    """Load a state with full tensors into an object, sharding tensors that the object holds in shards.
 
     Args:
-        obj: the object; its own state shows which tensors it holds in shards.
-        state: the state as it was read.
-        places: places of the leaves that ranks held in shards, for tensors that the object does not have yet.
-        models: the prepared models, whose shards lie on the mesh of such leaves.
+        obj: the object; its own state shows which tensors are sharded.
+        state: the state from the checkpoint.
+        places: places of sharded leaves, for tensors that the object does not have yet.
+        models: the prepared models, whose shards determine the mesh for such leaves.
     """
     shards = [parameter for model in models for parameter in model.parameters() if is_sharded(parameter)]
     if not shards and not places:
         obj.load_state_dict(state)
         return
-    if isinstance(obj, torch.optim.Optimizer):  # whose own state may be empty before its first step
+    if isinstance(obj, torch.optim.Optimizer):  # its own state may be empty before the first step
         load_by_places(obj, state)
         return
     counterparts = _counterparts(state, obj.state_dict())
@@ -328,7 +328,7 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
 
 
 def _counterparts(state: Any, other: Any) -> Iterator[Any]:
-    """Yield, for each leaf of ``state`` in order, the leaf in the same place of ``other``; None if it has none."""
+    """Yield, for each leaf of ``state``, the leaf in the same place of ``other``; None if there is none."""
     if isinstance(state, (list, tuple)):
         others = (
             other if isinstance(other, (list, tuple)) and len(other) == len(state) else [None] * len(state)

@@ -1,15 +1,15 @@
 """Atomic writes of files and folders: a crash at any moment leaves the old ones or the new ones, never a mixture.
 
-Everything is written to a separate place, forced to disk, and moved into place by a rename, which is atomic in the file
-system:
+All files are first written to another path and forced to disk. Then a rename, which is atomic in the file system, moves
+them into place:
 
     a file             .name.partial ──────────── rename ──> name
     a new folder       .name.partial/ ─────────── rename ──> name/
     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 
-The last row is a journal: once ``.committed`` exists, the new files count, and :func:`finish_commit` moves the
-remaining ones up. Files of an existing folder that are not replaced stay as they are. One process writes; callers
-decide which one, and what it writes.
+The last row is a journal: once ``.committed`` exists, the new files are valid, and :func:`finish_commit` moves the
+remaining ones up. Files of an existing folder that are not replaced stay unchanged. Only one process writes; callers
+choose it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno
 
 
 class Staging:
-    """A folder in the making: files are written to ``folder``, and finally go to ``target``.
+    """A temporary ``folder``, in which callers write files that :meth:`commit` moves to ``target``.
 
     ``folder`` exists from :meth:`create` to :meth:`commit`.
     """
@@ -41,17 +41,17 @@ class Staging:
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is a file; a folder is needed")
         self.target = target
-        # Inside an existing folder, because that may be the root of a file system of its own.
+        # Inside an existing target, because the target may be a mount point.
         self.folder = target / _PARTIAL if target.is_dir() else target.with_name(f".{target.name}{_PARTIAL}")
 
     def create(self) -> None:
-        """Make the folder, empty; remove anything that a killed process has left there."""
+        """Create the empty folder; remove anything that a killed process left there."""
         finish_commit(self.target)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
     def commit(self, obsolete: Iterable[str] = ()) -> None:
-        """Put the files in their place, and remove the ``obsolete`` files of an existing target."""
+        """Move the files into place, and remove the ``obsolete`` files of an existing target."""
         (self.folder / _OBSOLETE).write_text(json.dumps(sorted(obsolete)))
         for path in self.folder.rglob("*"):
             sync_folder(path) if path.is_dir() else sync_file(path)
@@ -66,7 +66,7 @@ class Staging:
             sync_folder(self.target.parent)
 
     def discard(self) -> None:
-        """Remove what was written. Does nothing after :meth:`commit`."""
+        """Remove the folder with all files in it. Does nothing after :meth:`commit`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -75,7 +75,7 @@ def finish_commit(target: Path) -> None:
     committed = target / _COMMITTED
     if not committed.is_dir():
         return
-    with suppress(FileNotFoundError):  # it is removed last, so without it all else is done
+    with suppress(FileNotFoundError):  # this list is removed last: without it, the commit is complete
         for name in json.loads((committed / _OBSOLETE).read_text()):
             with suppress(FileNotFoundError):
                 (target / name).unlink()
@@ -84,14 +84,14 @@ def finish_commit(target: Path) -> None:
         if path.is_dir():
             place.mkdir(exist_ok=True)
         elif path.name != _OBSOLETE:
-            with suppress(FileNotFoundError):  # another rank does the same
+            with suppress(FileNotFoundError):  # another rank may have moved it
                 os.replace(path, place)
     sync_folder(target)
     shutil.rmtree(committed, ignore_errors=True)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder if there is none; raise ValueError if ``path`` is a file."""
+    """Create a folder if it does not exist; raise ValueError if ``path`` is a file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -99,7 +99,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace ``path`` by what ``write(other_path)`` writes, or leave it as it was if that fails."""
+    """Replace ``path`` by the file that ``write(other_path)`` writes; leave it unchanged if that fails."""
     aside = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         write(aside)
@@ -112,7 +112,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that must never be visible half removed: rename it first."""
+    """Remove a folder; rename it first, to never show it half removed."""
     doomed = path.with_name(f".{path.name}{_DOOMED}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
@@ -120,10 +120,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove folders from ``folder`` that killed processes have left half written or half removed.
-
-    Removes only folders whose name ``is_ours`` accepts.
-    """
+    """Remove incomplete folders that killed processes left in ``folder``, if ``is_ours`` accepts their names."""
     for path in folder.glob(".*"):
         name, dot, suffix = path.name[1:].rpartition(".")
         if dot + suffix in (_PARTIAL, _DOOMED) and is_ours(name) and not path.is_symlink() and path.is_dir():
@@ -131,7 +128,7 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def files_below(folder: Path) -> dict[str, int]:
-    """Return every file of a folder and its subfolders, by its path relative to it, with its size in bytes."""
+    """Return the size in bytes of every file in a folder and its subfolders, by its relative path."""
     return {
         str(path.relative_to(folder)): path.stat().st_size
         for path in sorted(folder.rglob("*"))

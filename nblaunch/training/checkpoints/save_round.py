@@ -1,21 +1,21 @@
-"""Rounds in which ranks save together: a collective without a deadline, through the store of their process group.
+"""Save rounds: a collective without a deadline, through the process group's store, in which ranks save together.
 
-    rank 0    opens a round ── who comes? ── decides: who is present, which folder ── writes ──> reports ── outcome
-    others    where they are: in save_state, or in which collective      ──> write their own files, report ──> outcome
+    rank 0    opens a round ── who comes? ── fixes present ranks and folder ── writes ──> collects reports ── outcome
+    others    answer: in save_state, or in another collective ── write their own files, report ──> outcome
 
 Before the ranks write, they compare the states of registered objects, if rank 0 has any.
 
 Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
-has not: it waits there for rank 0, so it can't come to this round. This is how nblaunch recognises ``if
-accelerator.is_main_process: save_state()`` without a clock. A rank that has left the process group has passed as well.
-torch's process groups keep the counts (the sequence numbers of its flight recorder), so these cover collectives of
-wrappers such as DistributedDataParallel as well as collectives that scripts call themselves. They also count
+has not begun: it waits there for rank 0, so it can't come to this round. This is how nblaunch recognises ``if
+accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group has also passed.
+torch's process groups count their collectives (the sequence numbers of its flight recorder). The counts include
+collectives of wrappers such as DistributedDataParallel, and collectives that scripts call themselves. They also include
 point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
-``main_process_only=True`` to save on rank 0 alone.
+``main_process_only=True`` to save only on rank 0.
 
-In every rank but the first, a thread answers rank 0 while the rank itself waits in a collective. Until rank 0 rings for
-its rank, the thread waits inside the store, and costs nothing. Messages are JSON of a fixed shape: any process that
-reaches the store may write there, so their values are never executed.
+On every other rank, a thread answers rank 0 even while the rank waits in a collective. Until rank 0 rings, the thread
+waits inside the store and uses no processor time. Messages are JSON with a fixed schema and are never executed, because
+any process that can reach the store may write to it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from nblaunch.training.joining import is_distributed, waiting
 from nblaunch.wire import schema
 
 _PREFIX = "nblaunch/saves"
-_BUSY_S = (0.001, 0.05)  # first and longest pause between looks at the store during a wait
-_IDLE_S = 0.2  # pause between looks otherwise, if a thread can't wait inside the store
-_RING_S = timedelta(days=7)  # limit of one wait for a ring; poll(2) counts milliseconds in an int
-_STOP_S = 5.0  # limit for the last message of a process that ends
+_BUSY_S = (0.001, 0.05)  # first and longest pause between reads of the store during a round
+_IDLE_S = 0.2  # pause between reads otherwise, if a thread can't wait inside the store
+_RING_S = timedelta(days=7)  # timeout of one wait for a ring; poll(2) counts milliseconds in an int
+_STOP_S = 5.0  # timeout for the last message of a process that exits
 _LEFT = "checkpoint {} was not saved; nothing was changed. Rank {} left while it was saving"
 
 T = TypeVar("T")
@@ -55,30 +55,30 @@ Message = TypeVar("Message", "Round", "Whereabouts", "States", "Report", "SaveOu
 
 @dataclass(frozen=True)
 class Round:
-    """One save, as rank 0 announces it."""
+    """One save. Rank 0 announces it."""
 
     number: int  # counts the saves of the process group, from 1
-    is_decided: bool = False  # the ranks that take part are fixed
+    is_decided: bool = False  # whether ``present`` is final
     present: tuple[int, ...] = ()  # the other ranks that take part
-    folder: str = ""  # where they write; empty if the save has failed, see its SaveOutcome
+    folder: str = ""  # where ranks write; empty if the save has failed, see its SaveOutcome
     target: str = ""  # the checkpoint's final folder
     iteration: int = 0  # the number in its automatic name
-    compares: bool = False  # the ranks compare States
+    compares: bool = False  # whether the ranks compare States
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is."""
+    """A rank's answer to rank 0: where it is."""
 
     number: int  # the round that this answers
-    is_present: bool  # it has come to ``save_state``
-    has_left: bool  # it has left the process group, or its process ends
-    collectives: dict[str, int]  # how many it has begun, by process group
+    is_present: bool  # the rank has come to ``save_state``
+    has_left: bool  # the rank has left the process group, or its process exits
+    collectives: dict[str, int]  # number of collectives that it has begun, by process group
 
 
 @dataclass(frozen=True)
 class States:
-    """How a rank's states of registered objects look, one text each; rank 0 posts its own once it has all others'."""
+    """Fingerprints of a rank's registered objects. Rank 0 posts its own after it has received all others."""
 
     number: int
     texts: tuple[str, ...] = ()
@@ -86,45 +86,45 @@ class States:
 
 @dataclass(frozen=True)
 class Report:
-    """How far a rank is with a round that it is present in: its files are written, or it has failed."""
+    """A present rank's report: it has written its files, or failed."""
 
     number: int
     problem: str = ""
-    is_through: bool = False  # it no longer waits for the outcome
-    checksums: dict[str, str] = field(default_factory=dict)  # of its files, by name
+    is_through: bool = False  # the rank no longer waits for the outcome
+    checksums: dict[str, str] = field(default_factory=dict)  # checksums of its files, by name
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a round ended; an empty ``error_type``: the checkpoint is written."""
+    """The outcome of a round; an empty ``error_type`` means that the checkpoint is written."""
 
     error_type: str = ""
     error: str = ""
 
     def check(self) -> None:
-        """Raise the error that rank 0 raised: a ValueError for a mistake of the caller, else a CheckpointError."""
+        """Raise the error that rank 0 raised: ValueError for a wrong argument, CheckpointError otherwise."""
         if self.error_type:
             raise (ValueError if self.error_type == "ValueError" else CheckpointError)(self.error)
 
 
 class _Mail:
-    """This module's messages in a store, over a separate connection if the store can provide one.
+    """Posts and reads messages in a store, over a separate connection if possible.
 
     Args:
         store: the process group's store.
-        is_shared: use the connection of the process group instead.
+        is_shared: use the process group's own connection instead.
 
-    ``can_wait``: a thread may wait for a ring, since no other thread needs the connection meanwhile.
+    ``can_wait``: whether a thread may wait for a ring, because no other thread uses the connection.
     """
 
     def __init__(self, store: Any, *, is_shared: bool = False) -> None:
-        # Other threads may wait inside the store for what only rank 0 can do, and hold a shared connection (NCCL's
-        # start does). Stores of torch 2.5 to 2.7 have no clone.
+        # Other threads may block a shared connection while they wait for rank 0, as NCCL does when it starts. Stores
+        # of torch 2.5 to 2.7 have no clone.
         self.can_wait = not is_shared and hasattr(store, "clone")
         self._store = dist.PrefixStore(_PREFIX, store.clone() if self.can_wait else store)
 
     def ring(self, ranks: Iterable[int]) -> None:
-        """Wake the threads of ``ranks`` that wait for a ring, to read what was posted before."""
+        """Wake the threads of ``ranks`` that wait for a ring, to make them read new messages."""
         try:
             for rank in ranks:
                 self._store.set(f"bell/{rank}", "")
@@ -132,7 +132,7 @@ class _Mail:
             raise _lost(error) from error
 
     def wait_for_ring(self, rank: int) -> None:
-        """Wait until a rank rings for ``rank``; return at once if one has rung since the last wait."""
+        """Wait until another rank rings for ``rank``; return at once if it has rung since the last wait."""
         key = f"bell/{rank}"
         try:
             self._store.wait([key], _RING_S)
@@ -158,8 +158,8 @@ class _Mail:
             return schema.load(kind, text)
         except ValueError as error:
             raise CheckpointError(
-                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank has written. Does "
-                "another program use this job's address?"
+                f"the job's store holds {len(text)} bytes under {_PREFIX}/{key} that no rank wrote. Does another "
+                "program use this job's address?"
             ) from error
 
 
@@ -171,7 +171,7 @@ def _lost(error: RuntimeError) -> CheckpointError:
 
 
 def _wait_for(look: Callable[[], T | None]) -> T:
-    """Call ``look`` until it finds something, and return that. Pauses between calls, so that an interrupt is raised."""
+    """Call ``look`` until it returns a value other than None, and return that. An interrupt can end the wait."""
     pause_s = _BUSY_S[0]
     while (value := look()) is None:
         time.sleep(pause_s)
@@ -180,19 +180,19 @@ def _wait_for(look: Callable[[], T | None]) -> T:
 
 
 class _Side:
-    """What both sides have: the process group that they belong to, and the backend that counts its collectives."""
+    """The common part of both sides: the process group, and the backend, which counts collectives."""
 
     def __init__(self, backend: Backend) -> None:
         self._group = weakref.ref(dist.group.WORLD)
         self._backend = backend
 
     def is_current(self) -> bool:
-        """Return whether this process is still in that group."""
+        """Return whether this process is still in the process group."""
         return is_distributed() and self._group() is dist.group.WORLD
 
 
 def _default_store() -> Any:
-    # It has no public name; torch's own modules get it this way, since 1.13 at least.
+    # There is no public function; torch's own modules have used this one since 1.13.
     return dist.distributed_c10d._get_default_store()
 
 
@@ -200,12 +200,15 @@ _side: Any = None
 
 
 def side_of(backend: Backend, rank: int) -> Any:
-    """Return this rank's side of the rounds of the process group, made at the first call; a Coordinator on rank 0."""
+    """Return this rank's side of the save rounds: a Coordinator on rank 0, otherwise a Participant.
+
+    The first call for a process group creates it.
+    """
     global _side
     if _side is None or not _side.is_current():
         before, _side = _side, Coordinator(backend) if rank == 0 else Participant(backend, rank)
         if isinstance(before, Participant):
-            before.leave()  # its thread may wait for a ring of the group that has gone
+            before.leave()  # its thread may still wait for a ring in the previous group
     return _side
 
 
@@ -213,7 +216,7 @@ def side_of(backend: Backend, rank: int) -> Any:
 
 
 class Coordinator(_Side):
-    """Rank 0's side of all rounds, one after the other. ``present`` lists the other ranks in the current round."""
+    """Rank 0's side of the save rounds. ``present`` lists the other ranks in the current round."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
@@ -225,8 +228,8 @@ class Coordinator(_Side):
         self.present: list[int] = []
 
     def open(self) -> list[int]:
-        """Open a round, wait until each of the other ranks is present or has passed, and return those that passed."""
-        # It may live in this process, and would end with the group.
+        """Open a round, wait until every other rank has come or passed, and return the ranks that passed."""
+        # Hold the store: it may live in this process, and would end with the group.
         self._held = _default_store()
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
@@ -241,7 +244,7 @@ class Coordinator(_Side):
         return [rank for rank in others if not has_come[rank]]
 
     def _has_come(self, rank: int, begun: Mapping[str, int]) -> bool | None:
-        """Return True if a rank is present, False if it has passed, None while it may still come."""
+        """Return True if a rank is present, False if it has passed, and None while it may still come."""
         whereabouts = self._mail.read(f"rank/{rank}", Whereabouts)
         if whereabouts is not None and whereabouts.has_left:
             return False
@@ -253,21 +256,21 @@ class Coordinator(_Side):
         return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
-        """Let the present ranks write to ``folder``; with ``compares``, after they have compared states."""
+        """Make the present ranks write to ``folder``; with ``compares``, after comparing states."""
         self._is_decided, self._target = True, target
         round = Round(self._number, True, tuple(self.present), folder, target, iteration, compares)
         self._mail.post("round", round)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks are present, so that they can gather."""
+        """Whether all ranks are present, which lets them call collectives."""
         return len(self.present) == dist.get_world_size() - 1
 
     def states_of_others(self) -> dict[int, tuple[str, ...]]:
-        """Wait for the States of the present ranks, and return them by rank.
+        """Wait for the States of the present ranks, and return their texts by rank.
 
         Raises:
-            CheckpointError: a rank has failed before it could post them.
+            CheckpointError: a rank failed before it posted its states.
         """
         with waiting():
             return {rank: _wait_for(partial(self._states_of, rank)) for rank in self.present}
@@ -282,7 +285,7 @@ class Coordinator(_Side):
         return None
 
     def publish_states(self, texts: Sequence[str]) -> None:
-        """Publish rank 0's states to the other ranks."""
+        """Post rank 0's states for the other ranks."""
         self._mail.post("states/0", States(self._number, tuple(texts)))
 
     def wait_for_reports(self) -> dict[str, str]:
@@ -307,14 +310,14 @@ class Coordinator(_Side):
         return Report(self._number, _LEFT.format(self._target, rank)) if has_left else None
 
     def announce(self, outcome: SaveOutcome) -> None:
-        """Publish the outcome."""
+        """Post the outcome for the other ranks."""
         self._mail.post(f"outcome/{self._number}", outcome)
         if not self._is_decided:
             self._is_decided = True
             self._mail.post("round", Round(self._number, True, tuple(self.present)))
 
     def wait_until_known(self) -> None:
-        """Wait until the present ranks have the outcome: the store may be this process's own, and end with it."""
+        """Wait until the present ranks have read the outcome: the store may live in this process, and end with it."""
         for rank in self.present:
             _wait_for(partial(self._is_through, rank))
         self._held = None
@@ -327,29 +330,29 @@ class Coordinator(_Side):
         return True if has_left or is_through else None
 
 
-# --- the others -------------------------------------------------------------------------------------------------------
+# --- other ranks ------------------------------------------------------------------------------------------------------
 
 
 class Participant(_Side):
-    """Another rank's side, with the thread that answers rank 0; the thread ends with the process group."""
+    """Another rank's side, with a thread that answers rank 0 until the process group ends."""
 
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
         self._store = _default_store()
-        self._thread_mail = _Mail(self._store)  # where the thread waits
-        # Held to answer that this rank is present, and to take the round that it is present for.
+        self._thread_mail = _Mail(self._store)  # the thread waits in this one
+        # Guards the answer that this rank is present, and taking the round for which it is.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
-        self.is_complete = False  # all ranks are present in the round that was taken last
-        self.compares = False  # the ranks compare states
+        self.is_complete = False  # whether all ranks are present in the last round
+        self.compares = False  # whether the ranks compare states in it
         self._is_stopping = False
-        self._problem: CheckpointError | None = None  # the error that has ended the thread
+        self._problem: CheckpointError | None = None  # the error that ended the thread
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._answer_rank_0, name="nblaunch-saves", daemon=True)
         self._thread.start()
-        # Not atexit, which a process of multiprocessing leaves out. It does nothing in forked children.
+        # multiprocessing's processes skip atexit, but run finalizers. Forked children of this process skip them.
         self._finalizer = Finalize(None, self.leave, exitpriority=10)
 
     @cached_property
@@ -357,7 +360,7 @@ class Participant(_Side):
         return _Mail(self._store)
 
     def arrive(self) -> Round:
-        """Come to a round, and wait until rank 0 has decided on it."""
+        """Wait until rank 0 has started a round with this rank, and return it."""
         self._is_present = True
         self._wake.set()
         try:
@@ -367,7 +370,7 @@ class Participant(_Side):
             self._is_present = False
 
     def _take_round(self) -> Round | None:
-        """Return the round that this rank takes part in, once it is decided."""
+        """Return the new round if it is decided and this rank takes part in it; None otherwise."""
         with self._lock:
             newest = self._mail.read("round", Round)
             if newest is not None and newest.is_decided and newest.number > self._num_taken:
@@ -383,7 +386,7 @@ class Participant(_Side):
         return None
 
     def compare_states(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Send this rank's states to rank 0, and return rank 0's.
+        """Send this rank's states to rank 0, and return rank 0's states.
 
         Raises:
             CheckpointError: rank 0 has given up.
@@ -404,22 +407,22 @@ class Participant(_Side):
         self._mail.post(f"report/{self._rank}", Report(number, problem, bool(problem), dict(checksums or {})))
 
     def outcome(self, number: int) -> SaveOutcome:
-        """Wait for round ``number``, in which this rank was present, to end, and return its outcome."""
+        """Wait until round ``number``, in which this rank was present, has ended; return its outcome."""
         try:
             return _wait_for(partial(self._mail.read, f"outcome/{number}", SaveOutcome))
         finally:
             self._mail.post(f"report/{self._rank}", Report(number, is_through=True))
 
     def failure_of(self, number: int) -> str | None:
-        """Return why rank 0 has given up round ``number``; None if it has not, so far."""
+        """Return why rank 0 has given up round ``number``; None if it has not."""
         outcome = self._mail.read(f"outcome/{number}", SaveOutcome)
         return outcome.error if outcome is not None and outcome.error_type else None
 
     def leave(self) -> None:
-        """Report to rank 0 that this rank will come to no more rounds."""
+        """Report to rank 0 that this rank will not come to further rounds."""
         self._is_stopping = True
         self._wake.set()
-        # In another thread, so that the process can end even if the connection is held.
+        # Ring in another thread: the process must be able to exit even if the connection is blocked.
         threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True).start()
         self._thread.join(_STOP_S)
 
@@ -439,13 +442,13 @@ class Participant(_Side):
                 self._wake.clear()
                 pause_s = min(2 * pause_s, _BUSY_S[1]) if is_busy and not is_woken else _BUSY_S[0]
         except CheckpointError as error:
-            self._problem = error  # raised where this rank comes to a round
+            self._problem = error  # arrive() raises it
         finally:
             with suppress(CheckpointError):  # the store may have gone with its host
                 self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
-        """Post where this rank is, if rank 0 asks; return whether it asks, or may do so at any moment."""
+        """Post where this rank is if rank 0 asks; return whether rank 0 asks, or is about to."""
         collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
         with self._lock:
             asked = self._thread_mail.read("round", Round)
@@ -457,12 +460,12 @@ class Participant(_Side):
 
 
 def _collectives_begun(backend: Backend) -> dict[str, int]:
-    """Return how many collectives this rank has begun in each process group that rank 0 is in.
+    """Return how many collectives this rank has begun in each of its process groups that include rank 0.
 
     The backend counts collectives that a device runs outside of torch's process groups.
     """
     counts = {"device": backend.num_own_collectives}
-    # Neither the list of groups nor their counts have public names; torch's flight recorder reads them this way.
+    # torch has no public functions for the groups and their counts. Its flight recorder reads them like this.
     groups: Collection[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
     for group, name in groups:
         try:
@@ -471,6 +474,6 @@ def _collectives_begun(backend: Backend) -> dict[str, int]:
             for device in sorted(str(kind) for kind in group._device_types):
                 part = group._get_backend(torch.device(device))
                 counts[f"{name}/{device}"] = part._get_sequence_number_for_group()
-        except (RuntimeError, KeyError):  # it counts nothing, or has just been destroyed
+        except (RuntimeError, KeyError):  # the group does not count, or has just been destroyed
             continue
     return counts

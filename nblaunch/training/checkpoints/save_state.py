@@ -1,11 +1,11 @@
-"""The work behind ``save_state``: ranks meet, and the main process writes a temporary folder and then renames it.
+"""The implementation of ``save_state``: ranks meet, write to a temporary folder, and the main process renames it.
 
-    all ranks     meet; the main process makes the folder
-    all ranks     call the save hooks, and collect what is their own: random states, positions of stateful loaders,
-                  shards of weights and optimizers where the strategy has them ─┐ Snapshot ── written aside, committed
-    main process  collects full weights and optimizers, and all other states ───┘             by a rename
+    all ranks     meet; the main process creates the folder
+    all ranks     call the save hooks, and collect their own states: random states, positions of stateful loaders,
+                  shards of weights and optimizers if the strategy has them ────┐ Snapshot ── written to the folder,
+    main process  collects full weights and optimizers, and all other states ───┘             committed by a rename
 
-``safe_save`` makes files safe; ``save_round`` lets ranks meet.
+``safe_save`` replaces files and folders atomically. ``save_round`` makes the ranks meet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:
-    """Save checkpoints, one after the other. From the start, a thread on each rank but the first answers rank 0."""
+    """Saves checkpoints, one at a time. A thread on every other rank answers rank 0's messages from the start."""
 
     def __init__(self, live: CheckpointedObjects) -> None:
         self._live = live
@@ -39,7 +39,7 @@ class Saver:
         self._thread_error: BaseException | None = None
         self._copies = CpuCopies()
         self._is_warned = False
-        self._side_of_round()  # from now on, rank 0 can ask where this rank is
+        self._side_of_round()  # starts the thread that answers rank 0
 
     def save(
         self, output_dir: Any, safe_serialization: bool, asynchronous: bool, main_process_only: bool
@@ -80,14 +80,14 @@ class Saver:
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raise the error if it could not be written."""
         if self._thread is not None:
-            self._thread.join()  # an interrupt here leaves it to the next call
+            self._thread.join()  # after an interrupt here, the next call joins it
             self._thread = None
         error, self._thread_error = self._thread_error, None
         if error is not None:
             raise error
 
     def _side_of_round(self) -> Any:
-        """Return this rank's side of the save rounds, a Coordinator on rank 0; None for a lone process."""
+        """Return this rank's side of the save rounds, on rank 0 a Coordinator; None in a single process."""
         if self._live.world_size == 1 or not is_distributed():
             return None
         return side_of(self._live.shared.process.backend, self._live.rank)
@@ -121,7 +121,7 @@ class Saver:
             write()
 
     def _judge_absence(self, passed: Sequence[int]) -> None:
-        """Raise if missing ranks hold shards of the state; else warn that their random states are not saved."""
+        """Raise CheckpointError if missing ranks hold shards; otherwise warn that their random states are not saved."""
         if not passed:
             return
         is_alone = len(passed) == self._live.world_size - 1
@@ -168,7 +168,7 @@ class Saver:
             snapshot.write(staging.folder)
             checksums: dict[str, str] = {}
             if coordinator is not None:
-                with nullcontext() if asynchronous else waiting():  # where a thread waits, this rank trains
+                with nullcontext() if asynchronous else waiting():  # a thread waits while the rank trains
                     checksums = coordinator.wait_for_reports()
             manifest = snapshot.manifest.write(staging.folder, checksums)
             staging.commit(before.files.keys() - manifest.files.keys() if before is not None else ())
@@ -186,7 +186,7 @@ class Saver:
         limit = self._project.total_limit
         if not self._project.automatic_checkpoint_naming or limit is None:
             return
-        # Only folders that save_state itself made here: a link or another folder of that name may be anything.
+        # Remove only folders that save_state created. A link or another folder of that name may hold anything.
         others = [
             path
             for path in files.in_order(newest.parent)
@@ -195,13 +195,13 @@ class Saver:
         for path in others[: max(0, len(others) + 1 - limit)]:
             try:
                 safe_save.remove_folder(path)
-            except OSError as error:  # no reason to end a training: the new checkpoint is complete
+            except OSError as error:  # training can continue: the new checkpoint is complete
                 warn(f"total_limit={limit}, but the older checkpoint {path} could not be removed: {error}")
 
-    # --- the others ----------------------------------------------------------------------------------------------
+    # --- other ranks ---------------------------------------------------------------------------------------------
 
     def _save_as_other(self, safe: bool, asynchronous: bool) -> Path:
-        """Write this rank's files to the folder that rank 0 chose; return where the checkpoint will be."""
+        """Write this rank's files to the folder that rank 0 chose; return the checkpoint's final path."""
         participant: Participant | None = self._side_of_round()
         if participant is None:
             raise CheckpointError(
@@ -218,7 +218,7 @@ class Saver:
         except CheckpointError:
             if not asynchronous or participant.failure_of(round.number) is None:
                 raise
-            # Rank 0 has given up already, and raises the error when it waits for the checkpoint. So does this rank.
+            # Rank 0 has given up, and raises the error when it waits for the checkpoint. Do the same on this rank.
             self._start_thread(target, participant.outcome(round.number).check)
             return target
         self._project.iteration = round.iteration
@@ -231,7 +231,7 @@ class Saver:
         return target
 
     def _folder_of(self, round: Round) -> Path:
-        """Return the folder that rank 0 has made for the files of a round."""
+        """Return the folder that rank 0 created for the files of a round."""
         folder = Path(round.folder)
         if not folder.is_dir():
             raise CheckpointError(
@@ -241,7 +241,7 @@ class Saver:
         return folder
 
     def _contribute(self, snapshot: Snapshot, participant: Participant, round: Round) -> None:
-        """Write this rank's files, and wait until all ranks' files are written."""
+        """Write this rank's files, and wait until all ranks have written theirs."""
         with self._reporting_errors(participant, round):
             try:
                 snapshot.write(Path(round.folder))
@@ -252,14 +252,14 @@ class Saver:
         participant.outcome(round.number).check()
 
     def _checksums_of_own(self, snapshot: Snapshot, folder: Path) -> dict[str, str]:
-        """Return checksums of the files known to be this rank's own: the rank that wrote a file can read it fast."""
+        """Return checksums of this rank's files: the rank that wrote a file can read it fast, from the cache."""
         pattern = self._live.strategy.shard_files.format(rank=self._live.rank)
         shards = [path.relative_to(folder).as_posix() for path in folder.glob(pattern)] if pattern else []
         return files.checksums(folder, [*snapshot.objects, *shards])
 
     @contextmanager
     def _reporting_errors(self, participant: Participant, round: Round) -> Iterator[None]:
-        """Report an error of the block to rank 0; if rank 0 has given up before, raise its error instead."""
+        """Report an error in the block to rank 0; if rank 0 has already given up, raise rank 0's error instead."""
         try:
             yield
         except BaseException as error:
@@ -278,10 +278,10 @@ class Saver:
                 write()
             except BaseException as error:  # the next call that waits for it raises it
                 self._thread_error = error
-                if self._live.rank == 0:  # which knows the problems of all
+                if self._live.rank == 0:  # rank 0 knows all ranks' problems
                     context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
 
-        # Not a daemon thread, so that the process waits for it at its end.
+        # The thread is not a daemon: the process must wait for it before it exits.
         self._thread = threading.Thread(target=run, name=f"nblaunch-save-{target.name}")
         self._thread.start()
 
@@ -301,19 +301,19 @@ def _give_up(
 ) -> None:
     """Publish why the checkpoint is not saved, and remove the files written so far."""
     outcome = SaveOutcome("CheckpointError", _not_saved(target, 0, error))
-    # The caller's path is not a folder, as on all ranks.
+    # The path is a file: raise the same ValueError on all ranks.
     if isinstance(error, ValueError) and staging is None:
         outcome = SaveOutcome("ValueError", str(error))
     try:
         if coordinator is not None:
-            coordinator.announce(outcome)  # before removing the folder: others may be looking for it
+            coordinator.announce(outcome)  # before removing the folder, which other ranks may be looking for
     finally:
         if staging is not None:
             staging.discard()
     if coordinator is not None and isinstance(error, Exception):
         coordinator.wait_until_known()
         if staging is not None:
-            staging.discard()  # again: until then another rank may have written into it
+            staging.discard()  # again, because another rank may have written to it in the meantime
 
 
 def _not_saved(target: Path, rank: int, error: BaseException) -> str:

@@ -1,11 +1,11 @@
 """The contents of a checkpoint, from the live objects of a process to the files in its folder.
 
     CheckpointedObjects  the live objects of one process
-    Snapshot             their states, live or copied, so that training can go on meanwhile
+    Snapshot             their states, or copies of these so that training can continue
     folder               their files; each rank writes its own
 
-States are stored as plain numbers and tensors, so that reading a checkpoint executes none of its contents. Only files
-that DeepSpeed itself reads are unpickled.
+States are stored as plain numbers and tensors, so reading a checkpoint executes no code from it. Only DeepSpeed
+unpickles its own files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckpointedObjects:
     Args:
         shared: the state that all Accelerators of this process share.
         preparer: holds the prepared objects.
-        project: says where checkpoints go, and how many are kept.
+        project: where checkpoints go, and how many are kept.
 
     Attributes:
         registered: the registered objects.
@@ -74,13 +74,13 @@ class CheckpointedObjects:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes files that are saved once, as the main process of the job or of every machine."""
+        """Whether this process writes common files: rank 0, or with ``save_on_each_node`` one rank per machine."""
         topology = self.shared.process.topology
         return (topology.local_rank if self.project.save_on_each_node else topology.rank) == 0
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which decides how models lie on the ranks."""
+        """The strategy, which decides how models are distributed over ranks."""
         return self.preparer.strategy
 
     @property
@@ -89,7 +89,7 @@ class CheckpointedObjects:
         return self.preparer.precision.scaler
 
     def models_for_hooks(self) -> list[Any]:
-        """Return a new list of the user's own modules: hooks call ``save_pretrained`` and the like on them."""
+        """Return the user's modules, on which hooks call methods such as ``save_pretrained``."""
         return [plain_module(model) for model in self.preparer.models]
 
     def register(self, objects: Sequence[Any], per_rank: bool | None = None) -> None:
@@ -115,7 +115,7 @@ class CheckpointedObjects:
         self,
         registered: tuple[Sequence[Registered], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]],
     ) -> None:
-        """Register what another process had registered. Hooks get new handles, whose numbers are per process."""
+        """Register the objects and hooks of another process. Hooks get new handles, as each process numbers its own."""
         objects, save_hooks, load_hooks = registered
         self.registered.extend(objects)
         for hooks, carried in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
@@ -132,13 +132,13 @@ def add_hook(hooks: Hooks, hook: Callable[..., Any]) -> RemovableHandle:
 
 @dataclass
 class Snapshot:
-    """What this rank writes of one checkpoint."""
+    """This rank's part of a checkpoint."""
 
-    manifest: Manifest  # of the whole checkpoint, without its files; the main process completes and writes it
-    weights: list[Mapping[str, Any]]  # of every model that no hook took over; only on the main process
+    manifest: Manifest  # describes the whole checkpoint; the main process adds the files, and writes it
+    weights: list[Mapping[str, Any]]  # weights of models that no hook saved; empty on other ranks than 0
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
-    # Copies of this rank's shards that are not written yet; None: they are written, or models are whole.
+    # Copies of this rank's shards that are still to be written; None if the shards are written, or there are none.
     shards: ShardWriter | None
 
     def write(self, folder: Path) -> None:
@@ -159,17 +159,19 @@ def collect(
     copies: CpuCopies | None = None,
     side: Coordinator | Participant | None = None,
 ) -> Snapshot:
-    """Return what this rank saves. All ranks that save call it; hooks and sharding strategies may write to ``folder``.
+    """Return this rank's part of a checkpoint. All ranks that save call this.
+
+    Hooks and strategies that shard may write to ``folder``.
 
     Args:
         live: the objects of this process.
         folder: the checkpoint's folder.
         safe_serialization: write weights in safetensors' format.
-        copies: makes copies, so that training can go on meanwhile; None: use the live states themselves.
-        side: this rank's side of the round in which ranks save; None: it saves alone.
+        copies: copies the states so that training can continue; None: use the live states.
+        side: this rank's side of the save round; None: this rank saves alone.
     """
     is_main = live.rank == 0
-    saves_models = is_main or live.strategy.holds_shards  # all ranks with shards; then this is a collective
+    saves_models = is_main or live.strategy.holds_shards  # with shards, saving them is a collective
     is_sharded, shards = _save_shards(live, folder, copies) if saves_models else (False, None)
     with _cancelled_by_errors(shards):
         weights = [] if is_sharded else _full_weights(live)
@@ -188,7 +190,7 @@ def collect(
 def _save_shards(
     live: CheckpointedObjects, folder: Path, copies: CpuCopies | None
 ) -> tuple[bool, ShardWriter | None]:
-    """Return whether models and optimizers are saved in shards, and the writer for these; None: they are written."""
+    """Return whether models and optimizers are saved in shards, and a writer for these if they are not written yet."""
     prepared, strategy = live.preparer, live.strategy
     if copies is not None:
         shards = strategy.shard_writer(
@@ -211,7 +213,7 @@ def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
 
 
 def _full_weights(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
-    """Return full weights, except quantised ones that tensor files can't hold, such as torchao's, which are frozen."""
+    """Return full weights, without frozen quantised ones that tensor files can't hold, such as torchao's."""
     all_weights: list[Mapping[str, Any]] = []
     for model in live.preparer.models:
         module = plain_module(model)
@@ -230,7 +232,7 @@ def _full_optimizers(live: CheckpointedObjects) -> list[Mapping[str, Any]]:
 def _run_hooks(
     live: CheckpointedObjects, folder: Path, weights: list[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Call the hooks; return the weights that they have not taken over."""
+    """Call the hooks; return the weights that no hook removed from the list."""
     models = live.models_for_hooks()
     for hook in list(live.save_hooks.values()):
         hook(models, weights, str(folder))
@@ -269,8 +271,8 @@ def _common_objects(live: CheckpointedObjects, optimizers: list[Mapping[str, Any
 
 
 def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
-    """Return the states of random generators and loaders that each rank saves for itself."""
-    # Only loaders that know their position: the data that they read differs from rank to rank.
+    """Return the states that differ between ranks: random generators and stateful loaders."""
+    # Only stateful loaders know their position in data that may differ from rank to rank.
     objects = {
         files.loader_state(index, live.rank): as_bytes(loader.state_dict())
         for index, loader in enumerate(live.preparer.loaders)
@@ -285,10 +287,10 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
 
 
 class CpuCopies:
-    """Copy nested state dicts, into the same memory every time.
+    """Copies nested state dicts, into the same memory every time.
 
-    Most of the cost of a first copy is new memory, which the system clears page by page. So this object keeps its
-    copies, and can hold only one state of each part at a time.
+    Most of the time of a first copy goes into new memory, which the system clears page by page. So this object keeps
+    its copies. It holds only one state of each part at a time.
     """
 
     def __init__(self) -> None:
@@ -312,7 +314,8 @@ class CpuCopies:
                 held = seen[view] = self._kept[path] = _copy_into(self._kept.get(path), state.detach())
             return held
         if isinstance(state, Mapping):
-            # A dict subclass keeps its class, as MultiStepLR's Counter does. Copies of other mappings may share items.
+            # Keep the class of a dict subclass, such as MultiStepLR's Counter. Copies of other mappings may share
+            # items.
             made = copy.copy(state) if isinstance(state, dict) else {}
             for key, value in state.items():
                 made[key] = self._copy(value, (*path, key), seen)
@@ -326,5 +329,5 @@ def _copy_into(kept: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
         if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor.to("cpu", copy=True)
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)  # copied to without a detour
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)  # GPUs copy to pinned memory directly
     return kept.copy_(tensor)

@@ -244,7 +244,7 @@ def _refused(folder: str, name: str) -> str:
     ("name", "message"),
     [
         ("hidden", "can't be gathered"),
-        ("other", "shards of other tensors on rank 1 than on rank 0"),
+        ("other", "on rank 1 and rank 0 hold shards of different tensors"),
         ("raises", "no such thing"),
     ],
 )
