@@ -1,11 +1,11 @@
-"""This process in its job: :func:`join` chooses its device and has the backend join the process group.
+"""Make this process part of its job: :func:`join` chooses its device, and the backend joins the process group.
 
-Backends call ``init_process_group``, mostly by ``backends/process_group.py``; where the user's
-``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` does. In workers of nblaunch it returns
-when all ranks have come. Also here: barriers, :func:`one_at_a_time`, and the state that the board shows of a rank that
-waits. Uneven inputs, which torch's ``Join`` is for, are in ``gradients.py``.
+Backends call ``init_process_group``, mostly through ``backends/process_group.py``. If the user's
+``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls it. In workers of nblaunch, it
+returns when all ranks have joined. This module also has barriers, :func:`one_at_a_time`, and the board's state for
+waiting ranks. torch's ``Join``, for uneven inputs, is not related: see ``uneven_inputs.py``.
 
-Processes that ``multiprocessing`` starts in a rank have its numbers, and stay out of the group.
+Processes that ``multiprocessing`` starts in a rank have the rank's numbers, but do not join the group.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _RANK_ENTRY = "nblaunch_rank"
 
 @dataclass(frozen=True)
 class JoinedProcess:
-    """This process, once it has joined the process group of its job: its rank and device, which stay.
+    """The rank and the device of this process, after it has joined its job's process group. Both stay the same.
 
-    Everything in ``nblaunch.training`` that needs them is passed this one object, as ``process``. A lone process, and
-    one that ``multiprocessing`` started in a rank, has it without a process group.
+    All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process, and a process
+    that ``multiprocessing`` started in a rank, have it without a process group.
     """
 
     topology: Topology
@@ -44,16 +44,16 @@ class JoinedProcess:
     slot: Slot
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is pickled with it stands for the process that it arrives in.
+        # An unpickled object describes the process that unpickled it.
         return _of_this_process, ()
 
 
 def configure_device(spmd: bool, downcast_bf16: bool) -> None:
-    """Configure the device of this process before it is first used: before :func:`join`.
+    """Configure the device of this process before its first use, that is, before :func:`join`.
 
     Args:
         spmd: this process drives all devices of its host.
-        downcast_bf16: see ``Accelerator``; also where the launcher was given it.
+        downcast_bf16: see ``Accelerator``; the launcher may also set it.
     """
     here = context.current()
     if _rank_that_started_this(here) is not None:
@@ -65,13 +65,13 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
 
 
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:
-    """Choose this process's device and join the process group, unless that was done already.
+    """Choose this process's device, and join the process group if it has not joined yet.
 
-    A process that ``multiprocessing`` started afresh in a rank, as a loader's worker, joins no group: it has the
-    environment of its rank, whose place in the group is taken. It gets the numbers and the device of that rank.
+    A process that ``multiprocessing`` started in a rank, such as a loader's worker, does not join: the rank itself has
+    this place in the group. The process gets the numbers and the device of its rank.
 
     Raises:
-        RuntimeError: the environment has several processes but no address of their rendezvous.
+        RuntimeError: the environment describes several processes, but has no address for their rendezvous.
     """
     here = context.current()
     rank = _rank_that_started_this(here)
@@ -87,8 +87,8 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
         raise RuntimeError(
             f"this process is rank {here.topology.rank} of {here.topology.world_size} according to its "
             "environment, but MASTER_PORT is not set, so it can't find the other ranks. Start it with "
-            "notebook_launcher or torchrun, or call torch.distributed.init_process_group before the Accelerator is "
-            "built."
+            "notebook_launcher or torchrun, or call torch.distributed.init_process_group before you create the "
+            "Accelerator."
         )
     process = JoinedProcess(current_topology(), backend, device, here.slot)
     if here.topology.master_port or is_distributed():
@@ -97,20 +97,20 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 
 
 def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
-    """Let processes that ``multiprocessing`` starts from now on know that this one is a rank.
+    """Tell processes that ``multiprocessing`` starts from now on that their parent is a rank.
 
-    A process inherits the configuration of the one that creates it, whatever the start method, along with the key of
-    its connections. The environment does not suffice: a forkserver keeps the environment of its start. The types are
-    such that any interpreter can unpickle them.
+    With every start method, a process inherits its parent's ``_config``. The environment does not suffice: a forkserver
+    keeps the one that it started with. The entry has only types that any interpreter can unpickle.
     """
     entry = environment, asdict(process.topology), process.backend.name, str(process.device)
     multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]
 
 
 def _rank_that_started_this(here: ProcessContext) -> JoinedProcess | None:
-    """Return the rank that started this process, in which its device may be of no use; None if there is none.
+    """Return the rank that started this process with ``multiprocessing``; None if there is none.
 
-    A process with another environment than that rank has a place of its own.
+    If the process has another environment than the rank, it is a rank itself. The returned device may not be usable
+    here.
     """
     if multiprocessing.parent_process() is None or is_distributed():
         return None
@@ -128,7 +128,7 @@ def _of_this_process() -> JoinedProcess:
 
 
 def _join_by_hand(topology: Topology, backend: Backend, init: InitProcessGroupKwargs) -> None:
-    """Join a group of the kind, or at the address, that the user names; a lone process needs none."""
+    """Join a group with the user's backend or address. A single process needs no group."""
     if is_distributed() or topology.world_size == 1:
         return
     dist.init_process_group(
@@ -146,14 +146,14 @@ def is_distributed() -> bool:
 
 
 def current_topology() -> Topology:
-    """Return the topology of the context, corrected by the process group that a script may have made by itself."""
+    """Return the topology from the context, or from a process group that the script created itself."""
     topology = context.current().topology
     if not is_distributed():
         return topology
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (rank, world_size) == (topology.rank, topology.world_size):
         return topology
-    # Nothing is known of nodes, so all processes are taken to run on this one.
+    # The nodes are unknown, so assume that all processes run on this one.
     return Topology(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
 
 
@@ -161,9 +161,9 @@ def current_topology() -> Topology:
 
 
 class waiting:
-    """Context manager: show on the board that this rank waits for others, then what it showed before.
+    """Context manager: shows on the board that this rank waits for other ranks, and restores the previous state.
 
-    So a slow rank can be distinguished from those that wait for it.
+    This distinguishes a slow rank from the ranks that wait for it.
     """
 
     __slots__ = ("_before", "_slot")
@@ -179,7 +179,7 @@ class waiting:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until every rank has come here; return at once where there is no process group."""
+    """Wait until every rank has called this; return at once without a process group."""
     if not is_distributed():
         return
     with waiting():
@@ -191,13 +191,13 @@ def barrier(device: torch.device) -> None:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Run the block in one process of this machine after the other, as to build a model that memory holds but once.
+    """Run the block in one process of this machine at a time, for example if host memory holds a model only once.
 
         with nblaunch.one_at_a_time():
             model = build_model().to(accelerator.device)
 
-    Nothing in the block may wait for other ranks: they wait for its end. In processes that nblaunch did not launch it
-    does nothing.
+    The block must not wait for other ranks, because they wait for its end. In processes that nblaunch did not launch,
+    this does nothing.
     """
     with context.current().locks.lock():
         yield

@@ -1,11 +1,11 @@
-"""How the ranks of a job are divided among forms of parallelism: :class:`ParallelismConfig`, and their device mesh.
+"""Divide the ranks of a job among forms of parallelism: :class:`ParallelismConfig`, and its device mesh.
 
-    dp_replicate x dp_shard x cp x tp     sizes multiply to the number of ranks; the last one varies fastest
+    dp_replicate x dp_shard x cp x tp     the product of sizes is the number of ranks; the last one varies fastest
     dp_replicate, dp_shard                ranks read different data
     cp, tp                                ranks read the same data
 
-Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. The strategies, and
-``prepare`` for loaders, decide what to do with them. torch shards sequences over ranks (:func:`context_parallel`).
+Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. Strategies and loaders use
+them. torch shards sequences over ranks (:func:`context_parallel`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEQUENCE = (
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Settings of tensor parallelism, which models bring with them.
+    """Settings of tensor parallelism.
 
     Args:
         enable_async_tp: has no effect, as in Accelerate.
@@ -51,10 +51,10 @@ class TorchContextParallelConfig:
     """Settings of context parallelism.
 
     Args:
-        cp_comm_strategy: how ranks get keys and values of the others: ``"allgather"`` (the default) or ``"alltoall"``.
+        cp_comm_strategy: how ranks exchange keys and values: ``"allgather"`` (the default) or ``"alltoall"``.
 
     Raises:
-        ValueError: another strategy.
+        ValueError: the strategy is unknown.
     """
 
     cp_comm_strategy: str | None = None
@@ -66,11 +66,11 @@ class TorchContextParallelConfig:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The older way to say ``tp_size``.
+    """The older form of ``tp_size``.
 
     Args:
-        tp_size: ranks that hold a model together.
-        torch_device_mesh: not used; the Accelerator makes one.
+        tp_size: number of ranks that share a model.
+        torch_device_mesh: not used; the Accelerator creates a mesh.
     """
 
     tp_size: int = 1
@@ -79,31 +79,31 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class ParallelismConfig:
-    """Divide the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
+    """Divides the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
 
-    Sizes multiply to the number of processes. Those that are not given come from the variables
-    ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, else they are 1.
+    The product of sizes must be the number of processes. Sizes that are not set come from the variables
+    ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
 
     Args:
-        dp_replicate_size: replicas of the model; each reads its own data.
-        dp_shard_size: ranks over which FSDP2 shards a replica; each reads its own data. Hybrid sharding together with
-            ``dp_replicate_size``.
-        tp_size: ranks that compute every layer together, over the same data. The model is sharded over them before
-            ``prepare``: by torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, with
-            no other size, by transformers' ``from_pretrained(..., tp_plan="auto")``, which creates its own mesh.
-        cp_size: ranks that shard a sequence, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
+        dp_replicate_size: number of replicas of the model; each reads its own data.
+        dp_shard_size: number of ranks over which FSDP2 shards a replica; each reads its own data. Set it together with
+            ``dp_replicate_size`` for hybrid sharding.
+        tp_size: number of ranks that compute every layer together on the same data. Shard the model over them before
+            ``prepare``: with torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, if
+            no other size is set, with transformers' ``from_pretrained(..., tp_plan="auto")``, which creates a mesh.
+        cp_size: number of ranks that shard a sequence, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
         cp_backend: ``"torch"``.
-        sp_size: of DeepSpeed; only 1 is supported.
+        sp_size: DeepSpeed's sequence parallelism; only 1 is supported.
         sp_backend: ``"deepspeed"``.
         tp_handler: settings of tensor parallelism.
         cp_handler: settings of context parallelism.
-        sp_handler: of DeepSpeed.
+        sp_handler: settings of DeepSpeed's sequence parallelism.
 
     Attributes:
-        device_mesh: torch's mesh, once an Accelerator has made it.
+        device_mesh: torch's mesh, after an Accelerator has created it.
 
     Raises:
-        ValueError: a size is not positive, or sizes can't be combined.
+        ValueError: a size is not positive, or the sizes can't be combined.
         NotImplementedError: ``sp_size`` is more than 1.
     """
 
@@ -143,7 +143,7 @@ class ParallelismConfig:
         )
 
     def check(self) -> None:
-        """Raise what the class does for settings that can't be used; they may have been assigned."""
+        """Raise the errors of the constructor for fields that were assigned later."""
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}_size must be at least 1, but got {size!r}")
@@ -158,19 +158,19 @@ class ParallelismConfig:
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
                 "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
-                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1, too, or in "
-                "its place"
+                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1 as well, or "
+                "instead"
             )
 
     def fit(self, num_processes: int, is_sharded: bool) -> None:
-        """Check the sizes against the ranks of the job; where all are 1, data parallelism takes all ranks.
+        """Check the sizes against the number of ranks; if all are 1, use all ranks for data parallelism.
 
         Args:
-            num_processes: ranks of the job.
-            is_sharded: models are sharded in any case, by an ``fsdp_plugin``.
+            num_processes: number of ranks in the job.
+            is_sharded: whether an ``fsdp_plugin`` shards models.
 
         Raises:
-            ValueError: they differ; or an ``fsdp_plugin`` has nothing to shard over.
+            ValueError: the sizes do not match the number of ranks, or an ``fsdp_plugin`` has no ranks to shard over.
         """
         self.check()
         if self.total_size == 1:
@@ -202,17 +202,17 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return math.prod(self._sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or groups of them, that read different data."""
+        """Number of ranks, or groups of ranks, that read different data."""
         return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Ranks that read the same data."""
+        """Number of ranks that read the same data."""
         return self.total_size // self.data_parallel_size
 
     @property
@@ -242,7 +242,7 @@ class ParallelismConfig:
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether DeepSpeed is to shard sequences: it is refused."""
+        """Whether DeepSpeed's sequence parallelism is requested, which is not supported."""
         return self._sizes["sp"] > 1
 
     # --- names of mesh dimensions ------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Dimensions of the mesh that FSDP2 is given."""
+        """Dimensions of FSDP2's mesh."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -307,10 +307,10 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """Return the mesh, made at the first call.
+        """Return the mesh; the first call creates it.
 
         Raises:
-            ValueError: it is not made yet, and no type was given; or it is of another type.
+            ValueError: ``device_type`` is missing in the first call, or differs from the mesh's.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -318,37 +318,36 @@ class ParallelismConfig:
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(
-                f"The device_mesh is already created with device type {self.device_mesh.device_type}, but one of type "
-                f"{device_type} was asked for"
+                f"The device_mesh is already created with device type {self.device_mesh.device_type}, but "
+                f"{device_type} was requested"
             )
         return self.device_mesh
 
     def fsdp_mesh(self) -> Any:
-        """Return the part of the mesh that FSDP2 shards over, and replicates over."""
+        """Return the part of the mesh over which FSDP2 shards and replicates."""
         if not self.dp_replicate_enabled:
             return self._joint["dp_shard_cp"] if self.cp_enabled else self.device_mesh["dp_shard"]
         if not self.cp_enabled:
             return self.device_mesh["dp_replicate", "dp_shard"]
         with warnings.catch_warnings():
-            # Of torch 2.11 and later, which have no other way to combine these two.
+            # torch 2.11 and later warn, but have no other way to combine these two.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.device_mesh["dp_replicate", "dp_shard_cp"]
 
     @property
     def data_parallel_mesh(self) -> Any:
-        """The ranks with different data, as a mesh of one dimension; None if all read the same."""
+        """The ranks with different data, as a one-dimensional mesh; None if all read the same data."""
         return self._joint.get("dp")
 
     def coordinate(self, name: str) -> int:
-        """Return the position of this rank along a dimension of the mesh; 0 along a dimension that the mesh does not
-        have."""
+        """Return this rank's position along a dimension of the mesh; 0 if the mesh does not have the dimension."""
         mesh = self.device_mesh
         is_there = mesh is not None and name in (mesh.mesh_dim_names or ())
         return int(mesh.get_local_rank(name)) if is_there else 0
 
 
 def check_context_parallel(config: ParallelismConfig, device: torch.device) -> None:
-    """Raise ValueError where torch's attention can't exchange keys and values on this kind of device."""
+    """Raise ValueError if torch's attention can't exchange keys and values on this device type."""
     if config.cp_enabled and device.type != "cuda":
         raise ValueError(
             f"cp_size={config.cp_size} can't be used on {device.type}: torch shards sequences only in its flash, "
@@ -362,13 +361,13 @@ def context_parallel(
     dims: list[int] | None,
     no_restore: set[torch.Tensor] | None,
 ) -> AbstractContextManager[None]:
-    """Return torch's context manager for one step; one without any effect where sequences are not sharded."""
+    """Return torch's context manager for one step; without context parallelism, one that does nothing."""
     if config is None or not config.cp_enabled:
         return nullcontext()
     from torch.distributed.tensor import experimental
-    from torch.distributed.tensor.experimental._attention import set_rotate_method  # has no public name
+    from torch.distributed.tensor.experimental._attention import set_rotate_method  # no public equivalent
 
-    assert config.cp_handler is not None  # made by the configuration
+    assert config.cp_handler is not None  # the configuration creates it
     set_rotate_method(str(config.cp_handler.cp_comm_strategy))  # how ranks exchange keys and values
     sharded: AbstractContextManager[None] = experimental.context_parallel(
         config.device_mesh["cp"], buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=no_restore

@@ -1,14 +1,14 @@
-"""Parts per process of an Accelerator: one that was made in a notebook cell has others in each worker.
+"""Keep the parts of an Accelerator per process: one created in a notebook cell has separate parts in each worker.
 
     accelerator = Accelerator(mixed_precision="bf16")     # in a cell: one process, rank 0 of 1
 
     def train():
-        accelerator.process_index                         # in a worker: built once more, with the same arguments
+        accelerator.process_index                         # in a worker: rebuilt with the same arguments
 
-A worker inherits the object by fork or receives it pickled. The parts that depend on the process are built at their
-first use there, so that an object that is not used costs nothing. The notebook's own parts stay as they were; with
-``engine="inline"`` both exist in one process. What was registered in the cell (objects and hooks of checkpoints, the
-start of trackers) is carried over to them: see :func:`_registered_in`.
+A worker inherits the object by fork or receives it pickled. There, it rebuilds the parts that depend on the process at
+their first use, so an unused object costs nothing. The notebook's own parts do not change; with ``engine="inline"``,
+both exist in one process. Registrations in the cell (objects and hooks of checkpoints, the start of trackers) also
+apply in workers: see :func:`_registered_in`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HAS_PREPARED = (
 
 
 class _Part:
-    """An attribute of :class:`PerProcessParts` with a value per process."""
+    """An attribute of :class:`PerProcessParts` with a separate value in each process."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -49,25 +49,25 @@ class _Part:
 
 
 def part() -> Any:
-    """Return a part, to be declared in the class of the ``Accelerator`` with its type."""
+    """Declare a part of the ``Accelerator`` as a class attribute."""
     return _Part()
 
 
 class PerProcessParts(ABC):
-    """Base of the ``Accelerator``: keeps its parts per process, and builds them at their first use in a worker."""
+    """Base of the ``Accelerator``: keeps its parts per process, and rebuilds them at their first use in a worker."""
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]
     _arguments: Mapping[str, Any]
     _carried: dict[str, Any]
     _launched: tuple[Callable[[], ProcessContext | None], dict[str, Any]] = (lambda: None), {}
-    """A launch that did not make the object, while it lives, and the parts there: of a worker, or inline."""
+    """A weak reference to the launch that uses an object from elsewhere, and the object's parts in that launch."""
 
     def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
-        """Keep the arguments of the constructor, which calls this first: this process is the object's own.
+        """Store the arguments of the constructor, which calls this first. This process becomes the object's home.
 
         Args:
-            variables: the local ones of the constructor.
+            variables: the constructor's local variables.
         """
         if "_own_parts" not in vars(self):
             named = {name: value for name, value in variables.items() if name not in ("self", "unsupported")}
@@ -76,16 +76,16 @@ class PerProcessParts(ABC):
 
     @abstractmethod
     def _call_constructor(self, arguments: Mapping[str, Any]) -> None:
-        """Build the parts of this process with the Accelerator's constructor, not a subclass's."""
+        """Build the parts of this process with the Accelerator's constructor, rather than a subclass's."""
 
     @property
     def _operations(self) -> ModuleType:
-        """The collectives, once this process has joined its job: in a worker, one of them may be the first use."""
+        """The collectives. In a worker, this joins the job if it is the first use of the object."""
         self._parts()
         return operations
 
     def _parts(self) -> dict[str, Any]:
-        """Return the parts of this process; build them where there are none. Called several times a step."""
+        """Return the parts of this process, and build them if necessary. Called several times per step."""
         home = self._home
         if home is not None and home.is_current:
             return self._own_parts
@@ -96,7 +96,7 @@ class PerProcessParts(ABC):
         return parts if launch() is here else self._build_here(here)
 
     def _make_own(self, here: ProcessContext) -> dict[str, Any]:
-        """Make this process the object's own: it has no launcher, and the object was unpickled in it."""
+        """Make this process the home of the object, which was unpickled in a process without a launcher."""
         self._home = here
         if not self._own_parts:
             self._call_constructor(self._arguments)
@@ -116,8 +116,8 @@ class PerProcessParts(ABC):
             arguments = {**arguments, **_arguments_now(self._own_parts)}
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
-        # They go with the object, of which a session has one per command, and with an inline launch, once it is over.
-        reference = weakref.ref(self)  # a bound method would keep the parts until the collector comes
+        # The parts are dropped with the object, of which a session has one per command, and after an inline launch.
+        reference = weakref.ref(self)  # a bound method would keep the parts until garbage collection
 
         def forget(_: object) -> None:
             instance = reference()
@@ -144,17 +144,17 @@ class PerProcessParts(ABC):
         arguments = {**self._arguments, **_arguments_now(parts)}
         if parts["_preparer"].has_prepared:
             return _unpickled, (type(self), arguments), ({}, parts)
-        # Only on the way into a worker: what one has registered may be unfit to leave it.
+        # Pass registrations only into workers: a worker's own registrations may not be picklable.
         carried = _registered_in(parts) if parts is self._own_parts else {}
         return _unpickled, (type(self), arguments), (carried, {})
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        # Apart from the arguments: what was registered may refer to the Accelerator, as a Trainer does.
+        # Separate from the arguments, because registered objects may refer to the Accelerator, as a Trainer does.
         self._carried, self._own_parts = state
 
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of the constructor for what was assigned to an Accelerator since, in place of the first ones."""
+    """Return the constructor arguments for the present values of settings that may have been assigned."""
     preparer = parts["_preparer"]
     return {
         "device_placement": preparer.device_placement,
@@ -169,24 +169,24 @@ def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was registered with an Accelerator, for :func:`_register`."""
+    """Return the registered objects, hooks and tracker starts of an Accelerator, for :func:`_register`."""
     return {"_checkpoints": parts["_checkpoints"].handed_over(), "_trackers": list(parts["_trackers"].starts)}
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Register objects with the parts of this process that were registered in another process."""
+    """Repeat the registrations of another process with the parts of this process."""
     for name, registered in carried.items():
         parts[name].take_over(registered)
 
 
 def _unpickled(cls: type[PerProcessParts], arguments: Mapping[str, Any]) -> PerProcessParts:
-    """Return the object without parts: the process that loads a call may not be the one that runs it.
+    """Return the object without parts, because the process that unpickles a call may not be the one that runs it.
 
-    Its ``__setstate__`` adds what is carried over, and those parts that can't be built anew.
+    Its ``__setstate__`` adds registrations, and parts that can't be rebuilt.
 
     Args:
-        cls: its class.
-        arguments: of its constructor.
+        cls: the object's class.
+        arguments: the arguments of its constructor.
     """
     instance = cls.__new__(cls)
     instance._home, instance._own_parts, instance._carried, instance._arguments = None, {}, {}, arguments

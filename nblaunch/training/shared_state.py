@@ -1,4 +1,4 @@
-"""What training keeps per process: :class:`SharedState`, which lives in ``context.current().training``."""
+"""The training state of a process: :class:`SharedState`, stored in ``context.current().training``."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ T = TypeVar("T")
 
 @dataclass
 class SharedState:
-    """What all Accelerators, loaders and optimizers of one process share.
+    """The state that all Accelerators, loaders and optimizers of one process share.
 
     Args:
-        process: its ranks, device and board slot, once it has joined the job.
-        loaders: the prepared loaders that it is reading.
+        process: ranks, device and board slot of the process, after it has joined its job.
+        loaders: the prepared loaders being read.
         accumulation: the accumulation window that was entered last, or else the latest Accelerator's.
         loops: the running loops over loaders and iterables, shown on the board.
-        losses: reports losses there, and the memory of the device.
-        busy_time: reports time per step spent without waiting for other ranks.
-        watch: runs the checks for errors that raise nothing.
-        models: prepared models, by whose mode training and evaluating differ.
-        precision: of the latest Accelerator; None before there is one.
-        plugin: of the latest Accelerator, by which it built its strategy; None before there is one.
-        parallelism: how the ranks are divided, since the latest Accelerator; None: all are replicas.
-        label: member of ``DistributedType`` for its strategy, as ``"FSDP"``; empty if every rank has whole models.
+        losses: reports losses and the device's memory on the board.
+        busy_time: reports the time per step without waiting for other ranks.
+        watch: runs the checks for errors that raise no exception.
+        models: prepared models; their mode distinguishes training from evaluation.
+        precision: the latest Accelerator's precision; None before there is one.
+        plugin: the latest Accelerator's strategy plugin; None before there is one.
+        parallelism: how the latest Accelerator divided the ranks; None: all are replicas.
+        label: member of ``DistributedType`` for the strategy, such as ``"FSDP"``; empty if ranks hold whole models.
         strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
-        is_resuming: the middle of an epoch was loaded, and is not read yet.
-        attributes: what users set on ``PartialState()`` and the other views, by class.
-        has_checked_models: there was a backward pass, see :meth:`check_models`.
-        init: how the process group was joined.
+        is_resuming: a checkpoint from the middle of an epoch was loaded, and the epoch is not read yet.
+        attributes: attributes that users set on ``PartialState()`` and the other views, by class.
+        has_checked_models: whether a backward pass has called :meth:`check_models`.
+        init: the arguments with which the process joined its group.
     """
 
     process: JoinedProcess
@@ -75,24 +75,24 @@ class SharedState:
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is pickled with it takes part in the job of the process that it arrives in.
+        # An unpickled state is the state of the process that unpickled it.
         return get_shared_state, ()
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that read different data: all, but for those that compute every layer together."""
+        """Number of ranks that read different data. Ranks that compute every layer together count as one."""
         world_size = self.process.topology.world_size
         return world_size if self.parallelism is None else self.parallelism.data_parallel_size
 
     @property
     def data_rank(self) -> int:
-        """Which of them this is; ranks with the same data lie side by side."""
+        """This rank's number among the ranks with different data. Ranks with the same data are consecutive."""
         topology = self.process.topology
         return topology.rank * self.num_data_ranks // topology.world_size
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank reports the samples that it reads: the first of those that read the same ones does."""
+        """Whether this rank reports its samples: only the first of the ranks with the same data does."""
         topology = self.process.topology
         return topology.rank % (topology.world_size // self.num_data_ranks) == 0
 
@@ -112,10 +112,11 @@ class SharedState:
             self.losses.flush()
             self.loops.end(loop)
             if status:
-                print(" " * len(status), end="\r", flush=True)  # what is left is kept as a line
+                # Otherwise the status would stay as a line of output.
+                print(" " * len(status), end="\r", flush=True)
 
     def check_models(self) -> None:
-        """Warn, at the first backward pass, where its gradients stay on their rank: no model was prepared."""
+        """Warn at the first backward pass if no model was prepared, because ranks then don't exchange gradients."""
         self.has_checked_models = True
         topology = self.process.topology
         if topology.world_size > 1 and topology.rank == 0 and not self.models:
@@ -136,7 +137,7 @@ class SharedState:
         self.strategies[id(strategy)] = strategy
 
     def take_resuming(self) -> bool:
-        """Return whether the middle of an epoch was loaded that now begins to be read; True once."""
+        """Return whether the epoch that begins now is resumed in the middle; later calls return False."""
         is_resuming, self.is_resuming = self.is_resuming, False
         return is_resuming
 
@@ -144,8 +145,8 @@ class SharedState:
     def is_training(self) -> bool:
         """Whether gradients are recorded, and a prepared model, if there is any, is in training mode.
 
-        The user's own module is asked: ``eval()`` of DeepSpeed's engine, or of what ``unwrap_model`` returns, leaves
-        the mode of the wrapper as it is.
+        Only the mode of the user's module counts: ``eval()`` on DeepSpeed's engine, or on the result of
+        ``unwrap_model``, does not change the mode of the wrapper.
         """
         modules = (bare_module(model) for model in self.models)
         return torch.is_grad_enabled() and (not self.models or any(module.training for module in modules))
@@ -155,7 +156,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     """Return the shared state of this process; the first call joins the process group.
 
     Raises:
-        ValueError: ``cpu`` was asked for, but the process computes on another device already.
+        ValueError: ``cpu`` is set, but the process already computes on another device.
     """
     here = context.current()
     init = init or InitProcessGroupKwargs()
@@ -166,7 +167,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     if here.training is None:
         process = joining.join(cpu, init)
         reports, loaders = get_reports(), LoaderStack()
-        reports.losses.backend = process.backend  # it may compute on the CPU beside a device
+        reports.losses.backend = process.backend  # with cpu=True, not the backend of the process's device
         watch = Watch(here)
         reports.at_begin.append(_weak(watch.begin_anew))
         here.training = SharedState(
@@ -182,14 +183,14 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     shared: SharedState = here.training
     if cpu and shared.process.device.type != "cpu":
         raise ValueError(
-            f"cpu=True, but this process computes on {shared.process.device} since its first Accelerator "
-            "or PartialState"
+            f"cpu=True, but this process already computes on {shared.process.device}, as its first Accelerator or "
+            "PartialState chose"
         )
     return shared
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """Return what calls a method while its object lives: the reports of an inline launch may outlive the launch."""
+    """Return a function that calls ``method`` while its object lives: reports may outlive an inline launch."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

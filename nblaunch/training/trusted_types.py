@@ -1,5 +1,4 @@
-"""Which classes a checkpoint file may name when it is read: only classes of data, so that no code of its writer
-runs."""
+"""The classes that a checkpoint file may name when it is read: only data classes, so a file can't run code."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 
 from nblaunch import user_code
 
-# Which classes a file may name beside torch's own types, when it has the state of a registered object.
+# Classes that the file of a registered object may name beside torch's own types.
 _PLAIN = [
     datetime.date,
     datetime.datetime,
@@ -37,20 +36,20 @@ _PLAIN = [
 
 @contextmanager
 def trusting(kinds: Sequence[Any]) -> Iterator[None]:
-    """Let ``torch.load`` with ``weights_only=True`` make these, too, in the block."""
+    """Allow ``torch.load`` with ``weights_only=True`` to create these classes in the block."""
     trusted = torch.serialization.get_safe_globals()
-    # Without those that the user has registered: at the end, torch forgets all that it is given here.
+    # Leave out classes that the user has registered: at the end, torch forgets all classes that it gets here.
     with torch.serialization.safe_globals([kind for kind in kinds if kind not in trusted]):
         yield
 
 
 def trusted_types(owner: Any = None) -> list[Any]:
-    """Return the classes that a file may name beside torch's own types: no library's code is called to make them.
+    """Return the classes that a file may name beside torch's own types. Creating them runs no library's code.
 
     Args:
-        owner: the registered object, model or optimizer whose state is read. Classes of the notebook or script are
-            trusted, and so are the classes of the owner's module, unless it belongs to a library. What these modules
-            have merely imported is not.
+        owner: the registered object, model or optimizer that the state belongs to. Classes that the notebook or script
+            defines are trusted, and so are the classes that the owner's module defines, unless it belongs to a library.
+            Classes that these modules only import are not trusted.
     """
     if owner is None:
         return _numpy_types()
@@ -58,7 +57,7 @@ def trusted_types(owner: Any = None) -> list[Any]:
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
     if file and user_code.is_user_file(file):
         modules.add(type(owner).__module__)
-    # Copied at once: other threads may define names meanwhile.
+    # Copy the values at once, because other threads may define names meanwhile.
     values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
     defined_here = [
         value for name, value in values if issubclass(type(value), type) and value.__module__ == name
@@ -67,14 +66,14 @@ def trusted_types(owner: Any = None) -> list[Any]:
 
 
 def _numpy_types() -> list[Any]:
-    """Return what a NumPy number or array in a state dict is made of: plain data, but torch refuses it by default."""
+    """Return the types in a pickled NumPy number or array. They are plain data, but torch rejects them by default."""
     import numpy
 
-    # NumPy 1.26 has this module for what newer ones have pickled, and loads it only when it is asked for.
+    # NumPy 1.26 has this module to read pickles of newer versions, and imports it only on request.
     multiarray: Any = importlib.import_module("numpy._core.multiarray")
     dtypes = [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
     made_by = [multiarray._reconstruct, multiarray.scalar]
-    # A file has the names of the NumPy that wrote it, which is 1 or 2.
+    # A file has the module names of the NumPy version that wrote it: 1 or 2.
     others = [_renamed(maker, name) for maker in made_by for name in _MULTIARRAY if name != maker.__module__]
     return [*made_by, *others, numpy.ndarray, numpy.dtype, *dtypes]
 
@@ -82,9 +81,9 @@ def _numpy_types() -> list[Any]:
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
-@cache  # torch keeps what it is given by name and forgets it by identity
+@cache  # torch stores these functions by name, but removes them by identity
 def _renamed(function: Any, module_name: str) -> Any:
-    """Return ``function`` as torch finds it in a file that names its module so."""
+    """Return a copy of ``function`` whose module is ``module_name``, under which files name it."""
 
     def call(*args: Any) -> Any:
         return function(*args)

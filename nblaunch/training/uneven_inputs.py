@@ -1,10 +1,10 @@
-"""Ranks with unequal numbers of batches: those at their end take part in the steps of the others, and catch up.
+"""Ranks with unequal numbers of batches: ranks that run out of data join the steps of other ranks, then catch up.
 
-    rank 0   step  step  step  step          what optimizers, schedules and windows are now
-    rank 1   step  step  (zeros)(zeros)  <── is rank 1's, too
+    rank 0   step  step  step  step      ──> state of optimizers, schedules and windows
+    rank 1   step  step  (zeros)(zeros)  <── gets the same state
 
-torch's ``Join`` answers for the gradients of a rank that is at its end, and sends it the last weights. It does not step
-the optimizer there. Without the state of the ranks that did, momentum, learning rates and scales would differ.
+torch's ``Join`` contributes zero gradients for a rank without data, and sends it the final weights. It does not step
+the optimizer there, so momentum, learning rates and scales would differ between ranks. :func:`_catch_up` copies them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nblaunch.training.prepare import Preparer
 def join_uneven_inputs(
     preparer: Preparer, joinables: Iterable[Any], even_batches: bool | None
 ) -> Iterator[None]:
-    """Let ranks have unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
+    """Allow unequal numbers of batches in the block; see ``Accelerator.join_uneven_inputs``."""
     joined = list(joinables)
     with ExitStack() as stack:
         if even_batches is not None and preparer.shared.process.topology.world_size > 1:
@@ -42,13 +42,13 @@ def join_uneven_inputs(
 
 @contextmanager
 def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
-    """Override the setting in the shards of ``loaders`` inside the block."""
+    """Override ``even_batches`` in the shards of ``loaders`` inside the block."""
     shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
     if len(shards) < len(loaders):
         warn(
             f"join_uneven_inputs(even_batches={even_batches}) is supported only for map-style datasets that every "
-            f"rank reads itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are of "
-            "another kind and do not change"
+            f"rank reads itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are different "
+            "and do not change"
         )
     before = [shard.even_batches for shard in shards]
     try:
@@ -61,11 +61,11 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
 
 
 def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
-    """Give ranks that were at their end early the state of a rank that took all steps. A collective.
+    """Copy the state of a rank that took all steps to ranks that ran out of data. A collective.
 
     Args:
-        preparer: of the Accelerator.
-        joined: what the block was for.
+        preparer: the Accelerator's preparer.
+        joined: the models and optimizers of the block.
         is_last: this rank took all steps.
     """
     are_last = operations.gather_object([is_last])
@@ -75,9 +75,8 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
     modules = [bare_module(each) for each in joined if isinstance(each, torch.nn.Module)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
     optimizers = [each for each in preparer.optimizers if each.has_any(parameters)]
-    whole = [
-        each for each in optimizers if not isinstance(each.optimizer, Joinable)
-    ]  # has a state of all ranks' own
+    # A Joinable optimizer shards its state over ranks, and joins them itself.
+    whole = [each for each in optimizers if not isinstance(each.optimizer, Joinable)]
     schedulers = [
         scheduler
         for scheduler in preparer.schedulers
@@ -93,7 +92,7 @@ def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
 
 
 def _state_of(source: int, state: Any) -> Any:
-    """Return the state that the rank ``source`` has: tensors, in CPU memory, and other objects."""
+    """Return the state of rank ``source``, with tensors in CPU memory."""
     (described,) = operations.broadcast_object_list([nested.get_data_structure(state)], source)
     if operations.rank() != source:
         state = nested.recursively_apply(

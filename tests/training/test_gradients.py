@@ -268,7 +268,7 @@ def _join_warnings() -> list[str]:
 
 def test_joining_says_what_it_can_not_do() -> None:
     for first, second in ranks.run(_join_warnings, 2):
-        assert "1 of the 1 prepared loaders are of another kind" in first
+        assert "1 of the 1 prepared loaders are different" in first
         assert "supported only for map-style datasets" in first, "by which users of Accelerate recognise it"
         assert "has no effect" in second
         assert "It got Linear." in second
