@@ -3,10 +3,9 @@
 It is a façade: the constructor resolves its arguments and builds the parts, and every method delegates to a part. It
 never asks which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Base classes are in
 
-    process_methods.py   ranks, barriers, only some ranks: what ``PartialState`` has, too
-    properties.py        settings and labels to read; its parts, as ``self._preparer``
-    per_process.py       the constructor makes these parts; an Accelerator of a notebook cell gets others in each
-                         worker, when they are first used there
+    process_methods.py   ranks, barriers, work on some ranks, which ``PartialState`` shares
+    properties.py        settings and labels; parts such as ``self._preparer``
+    per_process.py       rebuilds the parts of an Accelerator from a notebook cell in each worker, at their first use
 """
 
 from __future__ import annotations
@@ -106,11 +105,11 @@ class Accelerator(AcceleratorProperties):
             builds the strategy; see ``nblaunch.training.strategies``.
         fsdp_plugin: shard models over ranks, or with ``strategy="spmd"`` over the devices of this process. See its
             class.
-        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. With None, a later Accelerator uses the
-            first one's.
+        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. None: use an earlier Accelerator's
+            plugin, if there is one.
         deepspeed_plugins: several plugins by name; ``state.select_deepspeed_plugin(name)`` selects one for ``prepare``.
-        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. With
-            None, a later Accelerator uses the first one's.
+        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. None:
+            use an earlier Accelerator's, if there is one.
 
     Raises:
         ValueError: an argument is invalid, contradicts another argument, or requests another device than an earlier
@@ -148,7 +147,7 @@ class Accelerator(AcceleratorProperties):
         **unsupported: Any,
     ) -> None:
         self._keep_arguments(locals())
-        # 1. The arguments alone: what is wrong with them is reported before anything is changed.
+        # 1. Check the arguments before changing anything.
         arguments.refuse_unsupported(unsupported, megatron_lm_plugin, torch_tp_plugin)
         self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
         accumulation = arguments.resolve_accumulation(
@@ -159,13 +158,13 @@ class Accelerator(AcceleratorProperties):
         dynamo = arguments.resolve_dynamo(dynamo_backend, dynamo_plugin, handlers)
         project = project_of(project_dir, project_config)
         plugin = arguments.given_plugin(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, strategy)
-        # 2. The process: its device is configured before the device is first used, which joining the job does.
+        # 2. Configure the device before joining the job, which uses it.
         joining.configure_device(arguments.asks_for_spmd(strategy), downcast_bf16)
         self._shared = shared = get_shared_state(cpu, handlers.get(InitProcessGroupKwargs))
-        # 3. What the Accelerators of one process agree on.
+        # 3. Choose the settings that all Accelerators of the process share.
         chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
         self.state.dynamo_plugin = dynamo
-        # 4. The parts that the methods delegate to.
+        # 4. Create the parts to which the methods delegate.
         self._preparer = Preparer(
             shared,
             *chosen,  # precision, strategy, accumulation
@@ -188,10 +187,7 @@ class Accelerator(AcceleratorProperties):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy, AccumulationState]:
-        """Choose the plugin, the precision, the accumulation and the strategy for the process.
-
-        In this order, since each depends on those before it.
-        """
+        """Choose the plugin, precision, accumulation and strategy for the process, in the order of dependence."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
@@ -214,14 +210,14 @@ class Accelerator(AcceleratorProperties):
         return self._check_state().process
 
     def _check_state(self) -> SharedState:
-        """Return the shared state; AttributeError where it was reset since this Accelerator was made."""
+        """Return the shared state. Raise AttributeError if it was reset after this Accelerator was created."""
         shared: SharedState = self._shared
         if shared.precision is None:
             raise AttributeError(reset_message(AcceleratorState))
         return shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # one per process: trainers that copy their settings go on sharing it
+        return self  # there is one per process, and trainers that copy their settings keep sharing it
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state!r})"
@@ -229,7 +225,7 @@ class Accelerator(AcceleratorProperties):
     # --- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready for this job.
+        """Prepare models, optimizers, loaders and schedulers for this job.
 
         Args:
             *args: the objects, in any order. Other objects, and None, are returned unchanged.
@@ -240,9 +236,9 @@ class Accelerator(AcceleratorProperties):
             is returned unchanged.
 
         Raises:
-            ValueError: ``device_placement`` has another length than ``args``; or a module was already prepared, and its
-                prepared form must be passed.
-            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
+            ValueError: ``device_placement`` and ``args`` differ in length, or a module was already prepared: pass the
+                prepared model instead.
+            RuntimeError: this is a worker, and the Accelerator has prepared objects in the notebook.
 
         Example::
 
@@ -263,7 +259,7 @@ class Accelerator(AcceleratorProperties):
             evaluation_mode: True: the model is not trained, so the strategy does not change it.
 
         Raises:
-            ValueError: its module was prepared before.
+            ValueError: the module was already prepared.
         """
         return self._preparer.prepare_model(model, device_placement, evaluation_mode)
 
@@ -286,7 +282,7 @@ class Accelerator(AcceleratorProperties):
         """Prepare one data loader for this rank's shard of the data.
 
         Args:
-            data_loader: the loader, which must not be read any more.
+            data_loader: the loader. Read only the prepared loader from now on.
             device_placement: whether batches go to the device; None: as in the Accelerator.
             slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that returns a rank's part
                 of a batch that rank 0 read for all; None: the slice ``rows`` of every tensor.
@@ -306,10 +302,10 @@ class Accelerator(AcceleratorProperties):
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """Return the user's own module inside a prepared model.
+        """Return the user's module inside a prepared model.
 
         Args:
-            model: what ``prepare`` returned.
+            model: the model that ``prepare`` returned.
             keep_fp32_wrapper: False: also restore the module's original ``forward``, without mixed precision.
             keep_torch_compile: True: return the module of a compiled model compiled. False: return it without any
                 compiled part; if parts are compiled, it is a copy with plain names that shares all parameters.
@@ -367,7 +363,7 @@ class Accelerator(AcceleratorProperties):
                 for LOMO.
 
         Raises:
-            RuntimeError: this is a worker, and the Accelerator was made in the notebook and has prepared objects there.
+            RuntimeError: this is a worker, and the Accelerator has prepared objects in the notebook.
         """
         gradients.backward(self._parts()["_preparer"], loss, kwargs)
 
@@ -397,22 +393,22 @@ class Accelerator(AcceleratorProperties):
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Reduce gradients in the next ``backward`` of the block although its forwards ran under :meth:`no_sync`.
+        """Reduce gradients in the next ``backward`` of the block, even if its forwards ran under :meth:`no_sync`.
 
-        For several forwards and one backward. Does nothing for a model that no strategy has prepared.
+        Use it for several forwards and one backward. Does nothing for a model that no strategy prepared.
         """
         return gradients.sync_in_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Let ranks have unequal numbers of batches in the block. Ranks at their end take part in the others' steps.
+        """Allow unequal numbers of batches in the block. Ranks that run out of data join the steps of the others.
 
-        Gradients are divided by the number of all ranks, as in Accelerate: those at their end count as zeros. With
-        gradient accumulation the end of a loader of which they have unequal numbers closes no window, so that all
-        synchronise at the same steps; what is left accumulated counts in the next one. At the end of the block, ranks
-        that were at their end early get the state of optimizers, schedules and windows of the others. Other collectives
-        in the loop (``gather``) are not answered for, nor a second forward of a model before the next batch.
+        Gradients are divided by the number of all ranks, as in Accelerate: ranks without data count as zeros. With
+        gradient accumulation, the end of an uneven loader closes no window: all ranks synchronise in the same steps,
+        and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data get
+        the state of optimizers, schedules and windows from the others. Ranks without data can't join other collectives
+        in the loop, such as ``gather``, or a second forward of a model before the next batch.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) of the loop.
@@ -427,14 +423,14 @@ class Accelerator(AcceleratorProperties):
         """
         return self._preparer.precision.autocast(autocast_handler)
 
-    # --- gradients: where they are -----------------------------------------------------------------------------------
+    # --- gradients: unscaling and clipping ---------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the fp16 gradients of an optimizer or a list of optimizers; None = all prepared ones."""
+        """Unscale the fp16 gradients of an optimizer or a list of optimizers; None: of all prepared ones."""
         gradients.unscale(self._preparer, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip unscaled gradients by their total norm, and return the norm before. Call it when gradients sync.
+        """Clip unscaled gradients by their total norm; return the norm before clipping. Call it when gradients sync.
 
         At other times it clips the gradients that this rank has accumulated so far; with fp16, the next ``backward``
         then raises an error.
@@ -471,17 +467,17 @@ class Accelerator(AcceleratorProperties):
 
         Raises:
             TypeError: a leaf is not a tensor.
-            DistributedOperationException: shapes or types differ from rank to rank; on every rank, naming all (on gloo,
-                and everywhere with ``ACCELERATE_DEBUG_MODE``).
+            DistributedOperationException: shapes or types differ between ranks. All ranks raise it, and the message
+                lists all ranks (over gloo, or with ``ACCELERATE_DEBUG_MODE``).
         """
         return self._operations.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all ranks for a batch, with each sample of the dataset exactly once.
 
-        Samples that were added to complete the last batch are dropped: rows of tensors and items of sequences. If sizes
-            don't show which they are, a ValueError is raised. Values with one row per rank are kept. All ranks must
-            call it for each batch.
+        Samples that were added to fill up the last batch are dropped: rows of tensors and items of sequences. Values
+        with one row per rank are kept. If sizes don't show which rows were added, it raises ValueError. All ranks must
+        call it for each batch.
 
         Args:
             input_data: tensor, or nested structure of tensors and sequences of other objects, which are pickled.
@@ -544,8 +540,8 @@ class Accelerator(AcceleratorProperties):
 
         Raises:
             TypeError: a leaf is not a tensor.
-            DistributedOperationException: the type or the number of dimensions of a tensor differs from rank to rank;
-                on every rank, naming all (on gloo, and everywhere with ``ACCELERATE_DEBUG_MODE``).
+            DistributedOperationException: the type or the number of dimensions of a tensor differs between ranks. All
+                ranks raise it, and the message lists all ranks (over gloo, or with ``ACCELERATE_DEBUG_MODE``).
         """
         return self._operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -591,28 +587,28 @@ class Accelerator(AcceleratorProperties):
         DistributedDataParallel adds its first gradients in another order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-            collective or end, only the main process was meant to save (``if is_main_process:``). It then saves without
-            their random states, or raises an error if they hold shards of the weights.
+        collective or end, only the main process was meant to save (``if is_main_process:``). It then saves without
+        their random states, or raises an error if they hold shards of the weights.
 
         Args:
             output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
                 ``ProjectConfiguration``.
-            safe_serialization: weights in safetensors' format; False: torch's.
-            asynchronous: copy the state to CPU memory, return, and write in a thread. What goes wrong is raised by the
-                next ``save_state`` or ``load_state``, by :meth:`wait_for_checkpoint` and by ``end_training``. The
-                memory is kept for the next time, until ``end_training``. So does every rank with its shards of an
-                ``fsdp_plugin``; a strategy that can't writes its shards before it returns. A function that returns
-                meanwhile is waited for.
-            main_process_only: only the main process saves, without the random states of other ranks and without
-                waiting. The others return at once, and need not call it.
+            safe_serialization: write weights in safetensors' format; False: torch's.
+            asynchronous: copy the state to CPU memory, return, and write in a thread. The next ``save_state`` or
+                ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises errors of the thread. The memory
+                is reused until ``end_training``. With an ``fsdp_plugin``, every rank does this with its shards; a
+                strategy without support writes shards before returning. A worker exits only after the thread has
+                finished.
+            main_process_only: only the main process saves, without waiting and without the random states of other
+                ranks. Other ranks return at once, and need not call it.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: no folder was given, it is a file, or the automatically named one exists; or
-                ``main_process_only`` although every rank holds a shard of the weights.
-            CheckpointError: it could not be written; the message names the rank and the reason.
+            ValueError: the folder is missing or a file, an automatically named one already exists, or
+                ``main_process_only`` is set although every rank holds a shard of the weights.
+            CheckpointError: the checkpoint could not be written; the message names the rank and the reason.
         """
         return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
@@ -620,7 +616,7 @@ class Accelerator(AcceleratorProperties):
         """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once if none is in progress.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._saver.wait()
 
@@ -642,11 +638,11 @@ class Accelerator(AcceleratorProperties):
                 highest number.
             load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
                 execute code. Without it, states of registered objects may contain objects of the notebook's classes.
-            **model_options: ``strict=False`` accepts weights with other names than in the models; ``map_location``:
-                ``"cpu"`` (default) or ``"on_device"``, to which weights and optimizers are read.
+            **model_options: ``strict=False`` accepts weights with other names than in the models; ``map_location``,
+                ``"cpu"`` (default) or ``"on_device"``, is where weights and optimizers are read to.
 
         Raises:
-            ValueError: there is no such folder.
+            ValueError: the folder does not exist.
             CheckpointError: the checkpoint is damaged or does not fit this job; the message says what and where.
             TypeError: an unknown ``map_location`` or option.
         """
@@ -662,22 +658,22 @@ class Accelerator(AcceleratorProperties):
                 of rank 0. None: each rank has its own state if the states differ, except for buffers of modules.
 
         Raises:
-            ValueError: some objects lack these methods; none is registered.
+            ValueError: an object lacks one of these methods. Then no object is registered.
         """
         self._checkpoints.register(objects, per_rank)
 
     def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes whole weights.
+        """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes full weights.
 
-        Shards are written before it is called.
+        ``save_state`` writes shards before it calls the hook.
 
         Args:
-            hook: gets the user's own modules, without parallel wrappers and ``torch.compile``, their state dicts, and
-                the folder to write to, which takes its place when the checkpoint is complete. State dicts that it takes
-                out of ``weights`` are not written.
+            hook: gets the user's modules, without parallel wrappers and ``torch.compile``, their state dicts, and a
+                folder to write to, which becomes the checkpoint when it is complete. ``save_state`` does not write
+                state dicts that the hook removes from ``weights``.
 
         Returns:
-            A handle whose ``remove()`` takes the hook back.
+            A handle; its ``remove()`` removes the hook.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
@@ -685,11 +681,12 @@ class Accelerator(AcceleratorProperties):
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
         Args:
-            hook: gets the models, as for saving, and the folder. Models that it takes out of ``models`` are not loaded.
-                Those whose shards an ``fsdp_plugin`` or ``deepspeed_plugin`` has saved are loaded before: it gets none.
+            hook: gets the models, as for saving, and the folder. ``load_state`` does not load models that the hook
+                removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards, these are loaded
+                before, and ``models`` is empty.
 
         Returns:
-            A handle whose ``remove()`` takes the hook back.
+            A handle; its ``remove()`` removes the hook.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 
@@ -698,12 +695,12 @@ class Accelerator(AcceleratorProperties):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full weights of a prepared model.
 
-        If ranks hold shards of them, all ranks must call it. The main process of every machine gets them in CPU memory;
-        the others get an empty dict.
+        If ranks hold shards, all ranks must call it. The main process of every machine then gets the weights in CPU
+        memory, and other ranks get an empty dict.
 
         Args:
-            model: what :meth:`prepare` returned.
-            unwrap: False: keep the names that wrappers give them.
+            model: the model that :meth:`prepare` returned.
+            unwrap: False: keep the names that wrappers give to the weights.
         """
         return self._checkpoints.strategy.state_dict(plain_module(model) if unwrap else model)
 
@@ -714,17 +711,16 @@ class Accelerator(AcceleratorProperties):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Save a model's weights in a form that needs no nblaunch to load. Call it on all ranks; the main process
-        writes.
+        """Save a model's weights in files that any tool can load. Call it on all ranks; the main process writes.
 
         Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Old weights in the
-        folder are removed when the new ones are complete; other files stay. No rank waits for the one that writes.
+        folder are removed when the new ones are complete; other files stay. Other ranks don't wait for the files.
 
         Args:
-            model: prepared or not.
+            model: the model, prepared or not.
             save_directory: the folder, which exists on every rank when the call returns.
-            max_shard_size: size of the tensors per file, in bytes or as in ``"5GB"``.
-            safe_serialization: safetensors' format; False: torch's, in ``pytorch_model.bin``.
+            max_shard_size: maximum size of the tensors per file, in bytes or such as ``"5GB"``.
+            safe_serialization: use safetensors' format; False: torch's, in ``pytorch_model.bin``.
 
         Raises:
             ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
@@ -734,20 +730,20 @@ class Accelerator(AcceleratorProperties):
             weights = self.get_state_dict(model)
             if self._checkpoints.is_writer:
                 model_files.save_sharded(weights, Path(save_directory), max_shard_size, safe_serialization)
-        make_folder(Path(save_directory))  # for what every rank writes beside the weights
+        make_folder(Path(save_directory))  # for other files that ranks write there
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Save one object with ``torch.save`` on the main process; the others do nothing.
+        """Save one object with ``torch.save`` on the main process; other ranks do nothing.
 
         A failure leaves the old file unchanged.
 
         Args:
-            obj: what to save.
+            obj: the object to save.
             f: a path or an open binary file.
-            safe_serialization: safetensors' format, for a dict of tensors.
+            safe_serialization: use safetensors' format, for a dict of tensors.
 
         Raises:
-            CheckpointError: ``obj`` has weights of which this rank holds only a shard.
+            CheckpointError: ``obj`` has sharded weights.
         """
         model_files.save_object(obj, f, safe_serialization, self._checkpoints.is_writer)
 
@@ -801,14 +797,14 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             name: as in ``log_with``.
-            unwrap: True: the library's own run object instead.
+            unwrap: return the library's run object instead.
 
         Raises:
-            ValueError: there is no such tracker, or it was not started.
+            ValueError: the tracker is unknown, or was not started.
         """
         return self._trackers.get(name, unwrap)
 
-    # --- progress and the end ----------------------------------------------------------------------------------------
+    # --- progress, profiling, and the end of training ----------------------------------------------------------------
 
     def progress(
         self, iterable: Iterable[T], total: int | None = None, desc: str | None = None
@@ -832,7 +828,7 @@ class Accelerator(AcceleratorProperties):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Run the block under torch's profiler, on every rank. A collective where traces are written.
+        """Run the block under torch's profiler on every rank. A collective if traces are written.
 
         Args:
             profile_handler: what to record, and the folder for traces, if any; None: the ``ProfileKwargs`` in
@@ -852,7 +848,7 @@ class Accelerator(AcceleratorProperties):
             folder.mkdir(parents=True, exist_ok=True)
             name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
             profiler.export_chrome_trace(str(folder / name))
-            self.wait_for_everyone()  # all traces are there when the block has ended
+            self.wait_for_everyone()  # all traces exist when the block has ended
 
     def end_training(self) -> None:
         """Wait for the last checkpoint, end trackers and leave the process group. Call it last, on all ranks.

@@ -100,7 +100,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 def resolve_accumulation(
     num_steps: int, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
-    """Return gradient accumulation from the two arguments that may set it; ValueError where both do."""
+    """Return the accumulation settings from the two arguments that may set them; raise ValueError if both do."""
     if plugin is None:
         if num_steps == 1:
             launched = context.current().accelerator_defaults.get("gradient_accumulation_steps")
@@ -116,7 +116,7 @@ def resolve_accumulation(
 
 
 def resolve_rng_types(asked: Sequence[str] | None) -> list[str]:
-    """Return the generators that loaders make equal over ranks; ValueError for an unknown one."""
+    """Return the generators that loaders synchronise over ranks; raise ValueError for an unknown one."""
     kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
     for kind in kinds:
         check_choice("rng_types item", kind, RNG_TYPES)
@@ -126,7 +126,7 @@ def resolve_rng_types(asked: Sequence[str] | None) -> list[str]:
 def resolve_data_config(
     split_batches: bool | None, config: DataLoaderConfiguration | None
 ) -> DataLoaderConfiguration:
-    """Return how loaders share data, from the two arguments that set it; ValueError where they differ."""
+    """Return the loaders' settings from the two arguments that set them; raise ValueError if they differ."""
     if config is None:
         return DataLoaderConfiguration(split_batches=bool(split_batches))
     if split_batches is not None and split_batches != config.split_batches:
@@ -141,7 +141,7 @@ def resolve_data_config(
 def resolve_dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """Return how models are compiled: from one of two arguments, else from the launcher or the environment."""
+    """Return the compiler's settings, from one of two arguments, the launcher or the environment."""
     if backend is not None and plugin is not None:
         raise ValueError(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
@@ -155,7 +155,11 @@ def resolve_dynamo(
 
 
 def asks_for_spmd(strategy: StrategyPlugin | str | None) -> bool:
-    """Return whether this process is to drive all devices of its host: ``"spmd"``. ValueError for another name."""
+    """Return whether ``strategy`` is ``"spmd"``: this process drives all devices of its host.
+
+    Raises:
+        ValueError: ``strategy`` is another name.
+    """
     return strategy is not None and not isinstance(strategy, StrategyPlugin) and wants_spmd(strategy)
 
 
@@ -188,7 +192,10 @@ def argument_of(name: str) -> str:
 
 
 def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
-    """Return how the ranks are divided: as given, as before, or as launched or in the environment; None: not at all."""
+    """Return how to divide the ranks: from the argument, an earlier Accelerator, the launch or the environment.
+
+    None: all ranks are replicas.
+    """
     if given is None:
         launched = context.current().accelerator_defaults.get("parallelism_config")
         if kept is None and launched is not None:
@@ -206,13 +213,13 @@ def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> Paralleli
 def parallel_plugin(
     plugin: StrategyPlugin, parallelism: ParallelismConfig, process: JoinedProcess
 ) -> StrategyPlugin:
-    """Return the plugin of the strategy for ``parallelism``, which is completed and gets its mesh.
+    """Complete ``parallelism``, create its mesh, and return the plugin of the strategy for it.
 
     Args:
-        plugin: the plugin to use otherwise.
+        plugin: the plugin to use if ``parallelism`` needs no other one.
 
     Raises:
-        ValueError: the sizes, the plugin or the device do not support it.
+        ValueError: the sizes, the plugin or the device do not support ``parallelism``.
     """
     is_fsdp = isinstance(plugin, FullyShardedDataParallelPlugin)
     parallelism.fit(process.topology.world_size, is_fsdp)
@@ -240,9 +247,9 @@ def plugin_if_none_given(
 
     Args:
         kept: the plugin of an earlier Accelerator of this process.
-        handlers: may have settings of replicas.
-        parallelism: how ranks are to be divided from now on; None: as before. Where it has no shards, a plugin that
-            shards is not kept.
+        handlers: the Accelerator's handlers, which may have settings for replicas.
+        parallelism: how to divide ranks from now on; None: as before. Without shards in it, a plugin that shards is
+            not kept.
     """
     without_shards = parallelism is not None and not parallelism.is_for_fsdp
     is_dropped = without_shards and isinstance(kept, FullyShardedDataParallelPlugin)
@@ -261,7 +268,7 @@ def resolve_precision(
     """Return a new precision in the requested format, else the earlier Accelerator's, else the launch's.
 
     Raises:
-        ValueError: as :func:`precision.make`.
+        ValueError: see :func:`precision.make`.
     """
     before = None if existing is None else existing.name
     launched = context.current().accelerator_defaults.get("mixed_precision")

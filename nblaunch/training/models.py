@@ -1,27 +1,27 @@
-"""Modules before and after ``prepare``: wrappers and how they are taken off, ``torch.compile``, moves to the device.
+"""Modules before and after ``prepare``: wrappers and how to remove them, ``torch.compile``, moves to the device.
 
-    DistributedDataParallel( module )                           as prepare returns it
-    module                                                      as unwrap_model returns it
+    DistributedDataParallel( module )                           prepare returns this
+    module                                                      unwrap_model returns this
 
-and, if compiling was asked for (TorchDynamoPlugin):
+and with compilation (TorchDynamoPlugin):
 
     OptimizedModule( DistributedDataParallel( module ) )
     OptimizedModule( module )
 
-What takes wrappers off:
+Functions that remove wrappers:
 
-    uncompiled                    an outermost OptimizedModule
-    without_parallel_wrappers     those that communicate; what is inside may be compiled
-    bare_module                   all around the user's own module
-    plain_module                  those inside it, too, in a copy with the same tensors: its names are on disk
-    extract_model_from_parallel   as these, and puts torch.compile back if asked (``prepare.py``)
+    uncompiled                    removes an outermost OptimizedModule
+    without_parallel_wrappers     removes wrappers that communicate; the inner module may be compiled
+    bare_module                   removes all wrappers around the user's module
+    plain_module                  also removes wrappers inside it, in a copy with the same tensors: files use its names
+    extract_model_from_parallel   the same, but can keep torch.compile (``prepare.py``)
 
-Where a device's tensors are of another kind than the CPU's, a module that moves gets new parameters: those it shared
-between layers are tied again, and optimizers that were built before get the new ones (:class:`Replacements`, which
-also has those that ``fully_shard`` and fp8 replace).
+If a device has another class of tensors than the CPU, moving a module replaces its parameters. :class:`Replacements`
+ties them again where layers shared them, and gives them to existing optimizers. It also handles parameters that
+``fully_shard`` and fp8 replace.
 
-Models that a device map has cut stay where they are, and quantised ones that have a device map or are on the device
-already (``stays_in_place``).
+Models that a device map has split do not move; nor do quantised models that have a device map, or are already on the
+device (``stays_in_place``).
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def is_compiled_module(module: Any) -> bool:
 
 
 def uncompiled(model: Any) -> Any:
-    """Return the module inside a compiled one; any other object as it is."""
+    """Return the module inside a compiled one; return other objects unchanged."""
     return model._orig_mod if is_compiled_module(model) else model
 
 
 def compiled_like(compiled: Any, module: torch.nn.Module) -> Any:
-    """Return ``module`` compiled as ``compiled`` is. Nothing is compiled before it is called."""
+    """Return ``module`` compiled with the settings of ``compiled``. Compilation happens at the first call."""
     return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)
 
 
 def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
-    """Return ``model`` as ``options`` demand: compiled as a whole, or its repeated blocks in place, or untouched."""
+    """Compile ``model``, or its repeated blocks in place, if ``options`` say so; return the model."""
     if not options.is_on or is_compiled_module(model):
         return model
     kwargs = options.to_compile_kwargs()
@@ -73,7 +73,7 @@ def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return members of lists of modules of one type: the code of the first one fits all of them."""
+    """Return the members of module lists with a single type: compiled code of the first one fits all of them."""
     blocks: list[torch.nn.Module] = []
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
@@ -85,35 +85,35 @@ _communicating: Any = (DistributedDataParallel, DataParallel)
 
 
 def add_wrapper(kind: type) -> None:
-    """Have :func:`without_parallel_wrappers` know a class whose instances hold the user's module as ``.module``."""
+    """Make :func:`without_parallel_wrappers` remove instances of ``kind``, which hold a module as ``.module``."""
     global _communicating
     if kind not in _communicating:
         _communicating += (kind,)
 
 
 def without_parallel_wrappers(model: Any) -> Any:
-    """Return the module inside any number of wrappers that communicate, of any origin; it may be a compiled one."""
+    """Return the module inside any number of wrappers that communicate. It may be compiled."""
     while isinstance(model, _communicating):
         model = model.module
     return model
 
 
 def wrappers_and_module(model: Any) -> Iterator[Any]:
-    """Yield ``model`` and all that is inside it, down to the user's own module, in any order of the wrappers."""
+    """Yield ``model``, the wrappers inside it, and last the user's module."""
     yield model
     while (inner := _inside(model)) is not model:
         yield (model := inner)
 
 
 def bare_module(model: Any) -> Any:
-    """Return the user's own module."""
+    """Return the user's module without any wrappers around it."""
     while (inner := _inside(model)) is not model:
         model = inner
     return model
 
 
 def plain_module(model: Any) -> Any:
-    """Return the user's module without wrappers inside it: files have its names. See ``weights/plain_names.py``."""
+    """Return the user's module without wrappers inside it. Files use its names; see ``weights/plain_names.py``."""
     return without_wrappers_inside(bare_module(model))
 
 
@@ -122,16 +122,16 @@ def _inside(model: Any) -> Any:
 
 
 class Replacements:
-    """Parameters that ``prepare`` has replaced: by a move, ``fully_shard``, fp8. None of them is kept alive.
+    """Records parameters that a move, ``fully_shard`` or fp8 replaced in ``prepare``, without keeping them alive.
 
-    Parameters that have replaced each other share one reference to the last of them: those between may be gone.
+    Parameters that replaced each other share one reference to the newest, because those in between may be gone.
     """
 
     def __init__(self) -> None:
         self._newest = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Replacements, ()  # what is pickled with it has the new parameters already
+        return Replacements, ()  # objects pickled together with it already have the new parameters
 
     def add(self, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
         """Record that ``new`` has replaced ``old``."""
@@ -140,7 +140,7 @@ class Replacements:
         self._newest[old] = self._newest[new] = newest
 
     def get(self, parameter: Any) -> Any:
-        """Return the parameter that has replaced ``parameter``, the last of several; itself where none has."""
+        """Return the newest replacement of ``parameter``; the parameter itself if there is none."""
         newest = self._newest.get(parameter)
         replacement = None if newest is None else newest.reference()
         return parameter if replacement is None else replacement
@@ -163,7 +163,7 @@ class Replacements:
             self.add(old, new)
 
     def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer go on with the new parameters, its state for each where the parameter, or its part, is."""
+        """Give an optimizer the new parameters. Move or shard its state like the parameters."""
         for group in optimizer.param_groups:
             for position, old in enumerate(group["params"]):
                 new = self.get(old)
@@ -172,7 +172,7 @@ class Replacements:
                 group["params"][position] = new
                 if old in optimizer.state:
                     state = optimizer.state.pop(old)
-                    # Counters of steps stay on the host, where torch's optimizers want them.
+                    # Step counters stay on the host, where torch's optimizers expect them.
                     optimizer.state[new] = {
                         key: _beside(new, value) if isinstance(value, torch.Tensor) and value.ndim else value
                         for key, value in state.items()
@@ -195,22 +195,22 @@ def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
 
 
 def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the device map that ``model``, or a module in it, was loaded with; empty if there is none.
+    """Return the device map with which ``model``, or a module in it, was loaded; empty if there is none.
 
-    transformers and Accelerate leave it as ``hf_device_map``: name of a module -> device, or ``"disk"``. Of several,
-    the one with the most entries.
+    transformers and Accelerate store it as ``hf_device_map``: module name -> device, or ``"disk"``. If there are
+    several maps, return the one with the most entries.
     """
     maps = (module.__dict__.get("hf_device_map") for module in model.modules())
     return max((candidate for candidate in maps if isinstance(candidate, Mapping)), key=len, default={})
 
 
 def is_dispatched(model: torch.nn.Module) -> bool:
-    """Return whether a device map has cut ``model`` into pieces."""
+    """Return whether a device map has split ``model``."""
     return len(device_map(model)) > 1
 
 
 def is_quantised(model: torch.nn.Module) -> bool:
-    """Return whether ``model`` has quantised weights, of whichever library."""
+    """Return whether ``model`` has quantised weights, from any library."""
     marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")  # transformers' models
     if any(module.__dict__.get(mark) for module in model.modules() for mark in marks):
         return True
@@ -218,10 +218,10 @@ def is_quantised(model: torch.nn.Module) -> bool:
 
 
 def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
-    """Return whether ``model`` stays where it is when it is prepared, instead of moving to this rank's device.
+    """Return whether ``prepare`` must not move ``model`` to this rank's device.
 
     Raises:
-        ValueError: it can't be trained from where it is.
+        ValueError: the model can't be trained on its present devices.
     """
     if is_dispatched(model) and process.topology.world_size > 1:
         raise ValueError(

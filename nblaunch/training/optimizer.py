@@ -1,9 +1,9 @@
-"""Prepared optimizers and schedulers: optimizers step only where the accumulation window ends, schedulers with them.
+"""Prepared optimizers and schedulers: optimizers step only when the accumulation window ends, schedulers with them.
 
-With ``step_scheduler_with_optimizer=False`` a scheduler steps at every call.
+With ``step_scheduler_with_optimizer=False``, a scheduler steps at every call.
 
-The user writes the plain loop (``optimizer.step(); scheduler.step(); optimizer.zero_grad()``) and the wrappers leave
-out the calls that gradient accumulation or an overflow makes void.
+The user writes the plain loop (``optimizer.step(); scheduler.step(); optimizer.zero_grad()``), and the wrappers ignore
+calls in the middle of an accumulation window or after an overflow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nblaunch.training.precision import Precision
 
 
 def _of_inner(name: str) -> property:
-    """Return a property that is an attribute of the inner optimizer."""
+    """Return a property that reads and sets an attribute of the inner optimizer."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
@@ -29,19 +29,19 @@ def _of_inner(name: str) -> property:
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps where gradients are synchronised.
+    """An optimizer that steps only when gradients are synchronised.
 
     Args:
-        optimizer: the user's; kept as ``.optimizer``.
-        accumulation: says when to step.
-        precision: how to step.
+        optimizer: the user's optimizer, kept as ``.optimizer``.
+        accumulation: decides when to step.
+        precision: takes the step.
         backend: notified of every step.
-        place_state: bring state that lies on another device than its parameter to the parameter's.
+        place_state: move state to its parameter's device if it is on another one.
 
-    ``steps_in_backward``: it is one of the ``lomo_optim`` library, which steps while it computes gradients.
+    ``steps_in_backward``: whether the optimizer steps while it computes gradients, like those of ``lomo_optim``.
     """
 
-    # Views that the Accelerator adds, for users; nothing here reads them.
+    # Views that the Accelerator adds for users. Nothing here reads them.
     gradient_state: Any
     accelerator_state: Any
 
@@ -53,7 +53,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         backend: Backend,
         place_state: bool = True,
     ) -> None:
-        # No super().__init__(): everything that an optimizer has is the inner one's.
+        # Don't call super().__init__(): all attributes come from the inner optimizer.
         self.optimizer = optimizer
         self._accumulation = accumulation
         self._precision = precision
@@ -69,7 +69,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
 
     def __getattr__(self, name: str) -> Any:
-        # Also what makes the hooks that torch defines on the class register with the inner optimizer.
+        # This also makes torch's hook methods register their hooks with the inner optimizer.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -97,20 +97,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Pass on to optimizers that have modes; nothing for the others."""
+        """Call ``train`` of the inner optimizer, if it has one."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Pass on to optimizers that have modes; nothing for the others."""
+        """Call ``eval`` of the inner optimizer, if it has one."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; nothing in the middle of an accumulation window.
+        """Clear gradients; do nothing in the middle of an accumulation window.
 
         Args:
-            set_to_none: drop them rather than fill them with zeros. None: True, where the optimizer leaves the choice.
+            set_to_none: drop gradients instead of filling them with zeros. None: True, if the optimizer has the
+                argument.
         """
         if not self._accumulation.window_for(self).sync_gradients:
             return
@@ -142,13 +143,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_due(self) -> bool:
-        """Whether it steps in this micro-step: the accumulation window of its models ends."""
+        """Whether the optimizer steps in this micro-step, because the accumulation window of its models ends."""
         return self._accumulation.window_for(self).sync_gradients
 
     def reduce_gradients(self) -> None:
-        """Average gradients over ranks, on devices whose models don't do it in backward; once per step.
+        """Average gradients over ranks once per step, on devices that don't do so in backward.
 
-        With ``divide_by_actual``, average them over the micro-steps of a short window, too.
+        With ``divide_by_actual``, also average them over the micro-steps of a short window.
         """
         if self._is_reduced:
             return
@@ -167,7 +168,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                         parameter.grad.mul_(factor)
 
     def has_any(self, wanted: Container[int]) -> bool:
-        """Return whether it has any of the parameters whose ids are ``wanted``."""
+        """Return whether the optimizer has any parameter with an id in ``wanted``."""
         return any(id(parameter) in wanted for group in self.param_groups for parameter in group["params"])
 
     @property
@@ -177,9 +178,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because fp16 gradients overflowed.
+        """Whether the last step was skipped because fp16 gradients overflowed.
 
-        A fused optimizer decides that on the device: asking for the answer waits for the device.
+        A fused optimizer decides this on the device, so reading the property waits for the device.
         """
         return bool(self._is_overflow)
 
@@ -197,20 +198,20 @@ class AcceleratedScheduler:
     """A learning rate scheduler that follows its optimizers.
 
     Args:
-        scheduler: the user's; kept as ``.scheduler``.
-        optimizers: the prepared optimizers it goes with.
-        accumulation: says when optimizers step.
-        num_ranks: that read different data. Schedules are written for the steps of a single process, of which every
-            rank takes one at a time: so many inner steps follow an optimizer step.
-        step_with_optimizer: False: one inner step per call, always.
-        split_batches: a step of all ranks is one of a single process: one inner step follows it.
+        scheduler: the user's scheduler, kept as ``.scheduler``.
+        optimizers: the prepared optimizers that it schedules.
+        accumulation: decides when optimizers step.
+        num_ranks: number of ranks that read different data. A schedule counts the steps of a single process, so the
+            scheduler takes this many inner steps per optimizer step.
+        step_with_optimizer: False: take exactly one inner step per call.
+        split_batches: a step of all ranks corresponds to one step of a single process: take one inner step.
 
-    A :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` looks at a metric, not at a number of steps: it takes one
+    A :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` follows a metric instead of counting steps, so it takes one
     inner step per call.
     """
 
     gradient_state: Any
-    """A view that the Accelerator adds, for users; nothing here reads it."""
+    """A view that the Accelerator adds for users. Nothing here reads it."""
 
     def __init__(
         self,
@@ -230,12 +231,12 @@ class AcceleratedScheduler:
         self._is_accelerate_prepared = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step with the optimizers; nothing if they did not step."""
+        """Step with the optimizers; do nothing if they did not step."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self._is_due():
             if self._accumulation.plugin.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                # torch warns where a scheduler seems to be ahead of its optimizer; here both are left out.
+                # torch warns if a scheduler seems to be ahead of its optimizer. Here, both skip the step.
                 self.scheduler._step_count += 1
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             is_single = self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau)
@@ -265,7 +266,7 @@ class AcceleratedScheduler:
         return list(self.scheduler.get_lr())
 
     def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """Print the learning rate, where the scheduler can."""
+        """Print the learning rate, if the scheduler supports it."""
         self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,14 +287,14 @@ def _has_misplaced_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class OptimizerPlaceholder:
-    """A placeholder for an optimizer that the strategy makes: ``prepare`` takes it and returns the real one."""
+    """A placeholder for an optimizer that the strategy creates: ``prepare`` returns the real one."""
 
     needs: str
-    """What makes the real one; the end of the error where there is no such thing."""
+    """The setting that the real optimizer needs, as the end of an error message."""
 
 
 class SchedulerPlaceholder:
-    """A placeholder for a learning rate scheduler that the strategy makes."""
+    """A placeholder for a learning rate scheduler that the strategy creates."""
 
     needs: str
     """As in :class:`OptimizerPlaceholder`."""

@@ -1,8 +1,8 @@
-"""The option classes that an ``Accelerator`` takes, with the names and fields of Hugging Face Accelerate.
+"""The option classes for an ``Accelerator``, with the names and fields of Hugging Face Accelerate.
 
-They are plain data: they touch no device, and only ``TorchDynamoPlugin`` reads the environment. They are checked when
-they are made, and once more where an ``Accelerator`` takes them, since their fields may be assigned and subclasses may
-add some. A field that is not listed here is not supported yet, and Python refuses it by name.
+They are plain data: they touch no device, and only ``TorchDynamoPlugin`` reads the environment. Constructors check the
+fields, and an ``Accelerator`` checks them again, because scripts may assign fields and subclasses may add some. A field
+that is missing here is not supported yet, and Python rejects it by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 
 
 class Word(str, enum.Enum):
-    """Base of enumerations whose members are texts, and are shown as these."""
+    """Base of enumerations whose members are strings, and print as these."""
 
     def __str__(self) -> str:
         return self.value
 
 
 class PrecisionType(Word):
-    """Names of precisions; which of them a device can compute in, the ``Accelerator`` says."""
+    """Names of precisions. The ``Accelerator`` rejects those that the device does not support."""
 
     NO = "no"
     FP8 = "fp8"
@@ -41,7 +41,7 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """Names of random number generators, also for devices that are not supported."""
+    """Names of random number generators, including those of unsupported devices."""
 
     GENERATOR = "generator"
     TORCH = "torch"
@@ -58,13 +58,13 @@ class RNGType(Word):
 
 @dataclass
 class KwargsHandler:
-    """Base of the classes that may be given in ``Accelerator(kwargs_handlers=[...])``."""
+    """Base of the classes for ``Accelerator(kwargs_handlers=[...])``."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError or TypeError where the value of a field can't be used."""
+        """Raise ValueError or TypeError for an invalid field."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields."""
@@ -84,7 +84,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 class DDPCommunicationHookType(Word):
-    """What ranks do to gradients on their way, by name. POWER_SGD approximates them; BATCHED_POWER_SGD is refused."""
+    """Names of DDP's communication hooks. POWER_SGD approximates gradients; BATCHED_POWER_SGD is not supported."""
 
     NO = "no"
     FP16 = "fp16"
@@ -99,15 +99,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     Args:
         bucket_cap_mb: size of a gradient bucket in MiB; one bucket is reduced while the next is computed.
-        find_unused_parameters: True if some parameters take no part in some forward passes.
-        check_reduction: accepted and without effect, as in torch.
+        find_unused_parameters: set it to True if some forward passes don't use all parameters.
+        check_reduction: accepted without effect, as in torch.
         static_graph: promise that every step uses the same parameters in the same order.
-        comm_hook: how gradients travel: in full, in half precision, or as a low-rank approximation.
-        comm_wrapper: FP16 or BF16: what the hook sends is sent in this format.
-        comm_state_option: for POWER_SGD, arguments of torch's ``PowerSGDState``.
+        comm_hook: how ranks send gradients: in full, in half precision, or as a low-rank approximation.
+        comm_wrapper: convert the hook's messages to this format: FP16 or BF16.
+        comm_state_option: arguments of torch's ``PowerSGDState``, for POWER_SGD.
 
     Raises:
-        ValueError: there is no such hook, it does not work in torch, or options exclude each other.
+        ValueError: the hook is unknown or does not work in torch, or options exclude each other.
     """
 
     dim: int = 0
@@ -126,7 +126,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
         if str(self.comm_hook) == DDPCommunicationHookType.BATCHED_POWER_SGD.value:
-            # It passes one matrix to a function that asserts a stack of them, as torch 1.11 to 2.13 have it.
+            # In torch 1.11 to 2.13, it passes one matrix to a function that asserts a stack of matrices.
             raise ValueError(
                 "comm_hook='batched_power_sgd' can't be used: torch's batched_powerSGD_hook stops with an "
                 "AssertionError at the first step that it approximates, after PowerSGDState's start_powerSGD_iter. "
@@ -139,7 +139,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return what differs from torch's defaults, for DDP's constructor: without the hook and what torch dropped."""
+        """Return the arguments of DDP's constructor that differ from torch's defaults, without the hook's."""
         left_out = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_kwargs().items() if name not in left_out}
 
@@ -157,7 +157,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Arguments for :class:`torch.autocast`. ``cache_enabled`` None: torch's own default."""
+    """Arguments for :class:`torch.autocast`. ``cache_enabled=None`` means torch's default."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -168,9 +168,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How to join the process group.
 
     Args:
-        backend: torch's name of the group's kind, as ``"gloo"``; None: the one that suits the device.
-        init_method: where ranks meet, as ``torch.distributed.init_process_group`` takes it; None: as the launcher says.
-        timeout: how long a collective may wait; None: torch's default.
+        backend: torch's backend, such as ``"gloo"``; None: chosen for the device.
+        init_method: rendezvous address for ``torch.distributed.init_process_group``; None: the launcher's.
+        timeout: timeout of collectives; None: torch's default.
     """
 
     backend: str | None = None
@@ -183,15 +183,15 @@ class ProfileKwargs(KwargsHandler):
     """What ``accelerator.profile`` records.
 
     Args:
-        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``; None: all that are there.
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``; None: all that are available.
         schedule_option: arguments of :func:`torch.profiler.schedule` (``wait``, ``warmup``, ``active``, ``repeat``,
-            ``skip_first``); None: everything is recorded.
+            ``skip_first``); None: record everything.
         on_trace_ready: called with the profiler when a recording is complete.
-        record_shapes: also the shapes of inputs.
-        profile_memory: also what is allocated and freed.
-        with_stack: also source lines.
-        with_flops: also an estimate of floating point operations.
-        with_modules: also the module hierarchy.
+        record_shapes: also record the shapes of inputs.
+        profile_memory: also record allocations.
+        with_stack: also record source lines.
+        with_flops: also estimate floating point operations.
+        with_modules: also record the module hierarchy.
         output_trace_dir: folder where each rank writes ``profile_<rank>.json`` for chrome://tracing.
 
     Raises:
@@ -232,7 +232,7 @@ class ProfileKwargs(KwargsHandler):
 
 
 class DynamoBackend(str, enum.Enum):
-    """Well-known backends of :func:`torch.compile`; any other name that torch knows may be given as a string."""
+    """Common backends of :func:`torch.compile`. Pass any other backend by name."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -258,17 +258,17 @@ class TorchDynamoPlugin(KwargsHandler):
     """How ``prepare`` compiles models, with the arguments of :func:`torch.compile`.
 
     Args:
-        backend: name of torch's compiler, in any case; ``"no"``: models are not compiled. None, here and below: the
-            variable ``ACCELERATE_DYNAMO_BACKEND``, ``..._MODE`` and so on, else ``"no"``.
+        backend: name of torch's compiler, in upper or lower case; ``"no"``: don't compile. For this field and those
+            below, None means the variable ``ACCELERATE_DYNAMO_BACKEND``, ``..._MODE`` and so on, else ``"no"``.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``...
-        fullgraph: an error where a model can't be compiled in one piece.
-        dynamic: whether shapes may change; None: torch finds out.
-        options: for the compiler.
-        disable: leave models as they are, for trying out.
-        use_regional_compilation: compile the repeated blocks of a model, once for all of them, instead of the whole.
+        fullgraph: raise an error if a model can't be compiled in one piece.
+        dynamic: whether shapes may change; None: torch detects it.
+        options: options for the compiler.
+        disable: don't compile, for debugging.
+        use_regional_compilation: compile the repeated blocks of a model once for all of them, instead of the whole.
 
     Raises:
-        ValueError: torch has no such compiler, where an ``Accelerator`` takes the plugin.
+        ValueError: torch has no such compiler. The ``Accelerator`` raises it when it gets the plugin.
     """
 
     backend: DynamoBackend | str | None = None
@@ -280,7 +280,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        # Before the checks, which need torch's list of compilers: plugins are made in places that compile nothing.
+        # Don't check here: checking imports torch's list of compilers, which not every plugin's creator needs.
         if self.backend is None:
             self.backend = env.read("ACCELERATE_DYNAMO_BACKEND") or DynamoBackend.NO
         if self.mode is None:
@@ -293,13 +293,13 @@ class TorchDynamoPlugin(KwargsHandler):
             self.use_regional_compilation = env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from what holds without any variables, for :func:`torch.compile`."""
+        """Return the fields that differ from the defaults without environment variables."""
         plain = {"backend": "no", "disable": False, "fullgraph": False, "use_regional_compilation": False}
         fields = self.to_dict() | {"backend": self._name}
         return {name: value for name, value in fields.items() if value != plain.get(name)}
 
     def check(self) -> None:
-        # Some register with torch when the program imports their library; TorchTPU's is "tpu".
+        # Some compilers register with torch only when the program imports their library, such as TorchTPU's "tpu".
         if self._name.upper() in DynamoBackend.__members__ or self._name == "tpu":
             return
         from torch import compiler
@@ -320,7 +320,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return str(getattr(self.backend, "value", self.backend) or "no").lower()
 
     def to_compile_kwargs(self) -> dict[str, Any]:
-        """Return what differs from torch's defaults, for :func:`torch.compile`."""
+        """Return the arguments of :func:`torch.compile` that differ from torch's defaults."""
         kwargs = self.to_kwargs() | {"backend": self._name}
         kwargs.pop("use_regional_compilation", None)
         return kwargs
@@ -328,16 +328,17 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """Gradient accumulation in full.
+    """All settings of gradient accumulation.
 
     Args:
-        num_steps: micro-steps per optimizer step, at least 1.
-        adjust_scheduler: keep torch's warning about the order of scheduler and optimizer quiet in between.
+        num_steps: number of micro-steps per optimizer step, at least 1.
+        adjust_scheduler: silence torch's warning about the order of scheduler and optimizer inside a window.
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
-        sync_each_batch: average gradients over ranks at every micro-step: more traffic, less memory in sharded models.
-        divide_by_actual: what gradients of a window are divided by that the end of a loader has closed early. True: the
-            micro-steps that it has, so that they are its mean; where ``optimizer.step`` or clipping begins. False:
-            ``num_steps``, as in all windows. None: likewise, and a warning says so once.
+        sync_each_batch: average gradients over ranks in every micro-step. Sharded models then need less memory, but
+            more communication.
+        divide_by_actual: the divisor of gradients in a window that the end of a loader has closed early. True: its
+            actual number of micro-steps, which gives their mean; applied in ``optimizer.step`` or before clipping.
+            False: ``num_steps``, as in all windows. None: like False, with one warning.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -363,26 +364,26 @@ class DataLoaderConfiguration(KwargsHandler):
     """How prepared loaders share their data among ranks.
 
     Args:
-        split_batches: False: each rank gets whole batches, the global batch is ``batch_size`` x ranks. True: a batch is
-            cut into one part per rank, and ``batch_size`` is the global one.
-        dispatch_batches: True: rank 0 reads for all and hands every rank its part, for data that only one process can
-            read, or whose order differs from process to process. False: each reads its own share. None: True for
-            iterable datasets whose batches go to the device, False for all others.
-        even_batches: complete the tail with samples from the start of the epoch, so that all ranks get equally many
-            batches of equal size. ``gather_for_metrics`` drops what was added. Nothing is added where a stream divides
-            itself into a part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
-        use_seedable_sampler: shuffle by seed and epoch alone, independently of the global random state.
-        data_seed: the seed for that; None: what torch was last seeded with on rank 0, as by ``set_seed``.
-        non_blocking: copy batches to the device asynchronously; of use with ``pin_memory=True``.
-        use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, so that ``state_dict`` of a loader says
-            where in an epoch it is.
-        data_is_sharded: True: the loader of each rank reads its own part of the data already, as files of its own, and
-            is not divided once more; nothing is added to parts of unequal length. False: it is divided. None: as the
-            dataset says, which ``datasets.distributed.split_dataset_by_node`` marks where it is a stream.
+        split_batches: False: each rank gets whole batches, and the global batch has ``batch_size`` x ranks samples.
+            True: ``batch_size`` is the size of the global batch, which is divided among the ranks.
+        dispatch_batches: True: rank 0 reads for all ranks and sends each its part. Use it for data that only one
+            process can read, or whose order differs between processes. False: each rank reads its own share. None:
+            True for iterable datasets whose batches go to the device, False otherwise.
+        even_batches: fill up the end of the epoch with samples from its start: all ranks then get equally many batches
+            of equal size, and ``gather_for_metrics`` drops the added samples. It adds nothing if a stream divides
+            itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
+        use_seedable_sampler: shuffle only by seed and epoch, independently of the global random state.
+        data_seed: the seed for that; None: rank 0's ``torch.initial_seed()``, which ``set_seed`` sets.
+        non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
+        use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``: a loader's ``state_dict`` then has its
+            position in the epoch.
+        data_is_sharded: True: each rank's loader already reads its own part of the data, such as its own files;
+            ``prepare`` neither divides nor evens out these parts. False: ``prepare`` divides the data. None: detect
+            streams that ``datasets.distributed.split_dataset_by_node`` has divided.
 
     Raises:
-        ValueError: ``data_seed`` is negative, or ``data_is_sharded`` together with ``dispatch_batches``.
-        ImportError: ``use_stateful_dataloader`` without torchdata.
+        ValueError: ``data_seed`` is negative, or both ``data_is_sharded`` and ``dispatch_batches`` are set.
+        ImportError: ``use_stateful_dataloader`` is set, but torchdata is not installed.
     """
 
     split_batches: bool = False
@@ -410,7 +411,7 @@ class DataLoaderConfiguration(KwargsHandler):
 
 
 def check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
-    """Raise ValueError where ``value`` is not one of ``valid``, naming both."""
+    """Raise ValueError if ``value`` is not in ``valid``; the message names both."""
     if value not in valid:
         raise ValueError(f"{name}={value!r} is unknown; valid are {', '.join(map(repr, valid))}")
 
@@ -420,17 +421,18 @@ class ProjectConfiguration:
     """Where a training run keeps checkpoints and logs.
 
     Args:
-        project_dir: folder of the run; None: none.
-        logging_dir: folder of trackers that write files; None: ``project_dir``.
+        project_dir: folder of the run; None: no folder.
+        logging_dir: folder for trackers that write files; None: ``project_dir``.
         automatic_checkpoint_naming: ``save_state`` writes ``<project_dir>/checkpoints/checkpoint_<iteration>``.
-        total_limit: how many of these to keep, at least 1; None: all. The oldest goes once the new one is complete.
-        iteration: number of the next one; grows with every ``save_state``, and ``load_state`` puts it behind the one
-            that it loaded.
-        save_on_each_node: ``save`` and ``save_model`` write on every machine, not on the main one only.
+        total_limit: number of automatically named checkpoints to keep, at least 1; None: all. ``save_state`` removes
+            the oldest after the new one is complete.
+        iteration: number of the next checkpoint. ``save_state`` increments it, and ``load_state`` sets it to the number
+            after the loaded checkpoint's.
+        save_on_each_node: ``save`` and ``save_model`` write on every machine, instead of only the first.
 
     Raises:
-        ValueError: ``total_limit`` is less than 1, ``iteration`` is negative, or ``automatic_checkpoint_naming`` is
-            asked for where there is no ``project_dir`` (once it is used).
+        ValueError: ``total_limit`` is less than 1, or ``iteration`` is negative. Using automatic naming without a
+            ``project_dir`` also raises it.
     """
 
     project_dir: str | None = None
@@ -450,7 +452,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set ``project_dir``, and ``logging_dir`` where that was not given."""
+        """Set ``project_dir``, and ``logging_dir`` if it is not set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -473,7 +475,7 @@ class ProjectConfiguration:
 def project_of(
     project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project that an Accelerator's two arguments describe; where they differ, the configuration counts."""
+    """Return the project from an Accelerator's two arguments. If they differ, the configuration takes precedence."""
     config = config or ProjectConfiguration()
     if project_dir is None:
         return config

@@ -1,6 +1,6 @@
-"""``prepare``: loaders and models as they come, then optimizers, then schedulers; returned in the caller's order.
+"""The implementation of ``prepare``: first loaders and models, then optimizers, then schedulers.
 
-:class:`Preparer` also keeps what was prepared. It decides nothing about precision, data or distribution itself.
+:class:`Preparer` also keeps the prepared objects. Other modules decide about precision, data and distribution.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 @dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects and keeps them. Its settings are an Accelerator's, and can be assigned."""
+    """Prepares objects and keeps them, with the settings of an Accelerator, which can be assigned."""
 
     shared: SharedState
     precision: Precision
@@ -60,11 +60,11 @@ class Preparer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.shared.models.update(self.models)  # the copies that were unpickled are prepared here, too
+        self.shared.models.update(self.models)  # the unpickled models count as prepared in this process
 
     @property
     def has_prepared(self) -> bool:
-        """Whether there are prepared objects that :meth:`clear` has not dropped."""
+        """Whether there are prepared objects."""
         return any((self.models, self.optimizers, self.schedulers, self.loaders))
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None] | None) -> list[Any]:
@@ -74,7 +74,7 @@ class Preparer:
             raise ValueError(
                 f"device_placement has {len(placements)} items, but prepare was given {len(objects)} objects"
             )
-        # Models come before optimizers, which a strategy may make anew with them, and schedulers are tied to these.
+        # Models come before optimizers, which a strategy may rebuild with them. Schedulers depend on optimizers.
         stages: tuple[dict[Any, Callable[[Any, bool | None], Any]], ...] = (
             {DataLoader: self.prepare_loader, torch.nn.Module: self.prepare_model},
             {OPTIMIZERS: self.prepare_optimizer},
@@ -96,9 +96,9 @@ class Preparer:
     def prepare_model(
         self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` on the device, in the chosen precision, set up by the strategy unless it is only evaluated.
+        """Return ``model`` on the device and in the chosen precision, set up by the strategy unless it is evaluated.
 
-        The given module itself is moved and keeps the trained weights: what is returned may be a wrapper around it.
+        The user's module is moved in place and gets the trained weights. The returned model may be a wrapper around it.
         """
         if any(model is other for other in self.models):
             return model
@@ -128,9 +128,9 @@ class Preparer:
 
     @contextmanager
     def _replacing(self, inner: torch.nn.Module) -> Iterator[None]:
-        """Record which parameters of ``inner`` the block replaces; give the new ones to optimizers prepared before.
+        """Record which parameters of ``inner`` the block replaces, and give the new ones to prepared optimizers.
 
-        Those prepared later get them from :meth:`prepare_optimizer`.
+        Optimizers that are prepared later get them in :meth:`prepare_optimizer`.
         """
         with self._replacements.noted(inner):
             yield
@@ -148,7 +148,7 @@ class Preparer:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer | OptimizerPlaceholder, placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Return ``optimizer``, stepping where the accumulation window ends."""
+        """Return a prepared optimizer, which steps when the accumulation window ends."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self.strategy.optimizer(optimizer) or self._wrap_optimizer(optimizer, placement)
             optimizer.gradient_state = GradientState._of(self.accumulation)
@@ -169,7 +169,7 @@ class Preparer:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return ``scheduler``, stepping with its prepared optimizer, or with all where its own was not prepared."""
+        """Return a prepared scheduler, which steps with its optimizer, or with all if its own is not prepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
@@ -197,7 +197,7 @@ class Preparer:
     def prepare_loader(
         self, loader: DataLoader, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> PreparedLoader:
-        """Return this rank's part of ``loader``."""
+        """Return a prepared loader for this rank's part of the data."""
         if not isinstance(loader, PreparedLoader):
             process = self.shared.process
             target = LoaderTarget(
@@ -214,21 +214,21 @@ class Preparer:
         return loader
 
     def clear(self) -> None:
-        """Forget everything that was prepared."""
+        """Forget all prepared objects."""
         for prepared in (self.models, self.optimizers, self.schedulers, self.loaders):
             prepared.clear()
         self.strategy.clear()
 
 
 def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder]) -> None:
-    """Raise ValueError for a placeholder that the strategy has not taken."""
+    """Raise ValueError for a placeholder that the strategy does not support."""
     if isinstance(obj, kind):
         raise ValueError(f"{type(obj).__name__} is a placeholder for another object; it needs {obj.needs}")
 
 
 def _check_no_device_loader(objects: Sequence[Any]) -> None:
     """Raise ValueError for a loader of torch_xla, which is not a ``DataLoader``: every rank would read all data."""
-    # Where its module was not imported, there is none.
+    # If its module was not imported, no object can be an instance.
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
         raise ValueError(
@@ -240,10 +240,10 @@ def _check_no_device_loader(objects: Sequence[Any]) -> None:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the user's own module inside a prepared model; see ``Accelerator.unwrap_model``.
+    """Return the user's module inside a prepared model; see ``Accelerator.unwrap_model``.
 
-    With ``recursive``, submodules are taken out of their wrappers, too, in place. Without ``keep_torch_compile``, what
-    is compiled inside the module is not in what is returned: where there is any, that is a copy with the same tensors.
+    With ``recursive``, also unwrap submodules, in place. Without ``keep_torch_compile``, the returned module has no
+    compiled parts: if there are any, it is a copy with the same tensors.
     """
     nested = list(models.wrappers_and_module(model))
     module, compiled = nested[-1], next(filter(models.is_compiled_module, nested), None)
@@ -259,8 +259,8 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether the user's own module inside ``model`` is one of the ``peft`` library."""
-    peft = sys.modules.get("peft")  # where it was not imported, nothing can be one
+    """Return whether the user's module inside ``model`` is a ``PeftModel``."""
+    peft = sys.modules.get("peft")  # if peft was not imported, the model can't be an instance
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
     )

@@ -1,7 +1,7 @@
-"""What users do with their process: its ranks, barriers, work that only some ranks do.
+"""Methods on the user's process: its ranks, barriers, and work that only some ranks do.
 
 :class:`ProcessMethods` implements the methods that ``Accelerator``, ``PartialState`` and ``AcceleratorState`` have in
-common. It needs nothing but a :class:`JoinedProcess`, and never looks at models, loaders or precision.
+common. It needs only a :class:`JoinedProcess`, and is independent of models, loaders and precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProcessMethods(ABC):
     def _process(self) -> JoinedProcess:
         """This process: its ranks, device and board slot."""
 
-    # --- who am I ------------------------------------------------------------------------------------------------
+    # --- identity ------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +41,7 @@ class ProcessMethods(ABC):
 
     @property
     def num_processes(self) -> int:
-        """Processes in the job."""
+        """Number of processes in the job."""
         return self._process.topology.world_size
 
     @property
@@ -76,12 +76,12 @@ class ProcessMethods(ABC):
 
     @property
     def backend(self) -> str | None:
-        """Name of the process group's backend, as ``"gloo"``; None for a lone process without a group."""
+        """Name of the process group's backend, such as ``"gloo"``; None without a process group."""
         return str(dist.get_backend()) if is_distributed() else None
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare shapes over ranks, as launched or by ``ACCELERATE_DEBUG_MODE``; may be set."""
+        """Whether collectives compare shapes over ranks, by the launch or ``ACCELERATE_DEBUG_MODE``; settable."""
         return compares_shapes()
 
     @debug.setter
@@ -95,30 +95,30 @@ class ProcessMethods(ABC):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that this process computes on, without a number."""
+        """The device type of this process, without an index."""
         return torch.device(self._process.device.type)
 
     def set_device(self) -> None:
-        """Make :attr:`device` the current one again, where the script chose another."""
+        """Make :attr:`device` the current device again, if the script selected another one."""
         self._process.backend.device(self._process.topology)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has called this."""
         barrier(self._process.device)
 
     @property
     def should_stop(self) -> bool:
-        """Whether the job was asked to end well (``job.stop()``): True at the same step on every rank.
+        """Whether ``job.stop()`` was called: becomes True in the same step on every rank.
 
-        Read it once a step, on every rank: ``if accelerator.should_stop: break``. Costs a read of shared memory.
+        Read it once per step on every rank: ``if accelerator.should_stop: break``. It only reads shared memory.
         """
         return stop_agreement.should_stop(self._process.slot)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process first; the others wait at its entry until it is through.
+        """Run the block on the main process first. Other processes wait at its entry until it has ended there.
 
         Example::
 
@@ -130,7 +130,7 @@ class ProcessMethods(ABC):
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process of each machine first; the others wait at its entry."""
+        """Run the block on the main process of each machine first. Other processes wait at its entry."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -139,7 +139,7 @@ class ProcessMethods(ABC):
         if not is_first:
             self.wait_for_everyone()
         yield
-        # Not in a ``finally``: if the block failed, the others must not go on with what it did not produce. The
+        # Not in a ``finally``: if the block failed, its result is missing, and the others must not continue. The
         # launcher stops them.
         if is_first:
             self.wait_for_everyone()
@@ -147,12 +147,12 @@ class ProcessMethods(ABC):
     # --- only some processes -------------------------------------------------------------------------------------
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each machine; do nothing on the others."""
+        """Print on the main process of each machine; do nothing on other ranks."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorate ``function`` to run on the main process only; it returns None on the others.
+        """Decorate ``function`` to run only on the main process; it returns None on other ranks.
 
         Example::
 
@@ -163,18 +163,18 @@ class ProcessMethods(ABC):
         return _only_where(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate ``function`` to run on the main process of each machine only; see :meth:`on_main_process`."""
+        """Decorate ``function`` to run only on the main process of each machine; see :meth:`on_main_process`."""
         return _only_where(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: F) -> F:
-        """Decorate ``function`` to run on the last process only; it returns None on the others."""
+        """Decorate ``function`` to run only on the last process; it returns None on other ranks."""
         return _only_where(lambda: self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate ``function`` to run on one rank of the job only; in a lone process in any case.
+        """Decorate ``function`` to run only on one rank of the job. A single process always runs it.
 
         Args:
-            function: what is decorated; None: the decorator is returned, as for ``@on_process(process_index=1)``.
+            function: the function; None: return the decorator, as for ``@on_process(process_index=1)``.
             process_index: the rank, from 0.
 
         Raises:
@@ -184,7 +184,7 @@ class ProcessMethods(ABC):
         return _only_where(lambda: not self.use_distributed or self.process_index == index, function)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate ``function`` to run on one rank of each machine only; see :meth:`on_process`."""
+        """Decorate ``function`` to run only on one rank of each machine; see :meth:`on_process`."""
         index = _checked("local_process_index", local_process_index)
         return _only_where(lambda: not self.use_distributed or self.local_process_index == index, function)
 
@@ -192,16 +192,16 @@ class ProcessMethods(ABC):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` have one more.
+        """Yield this rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` shares are longer.
 
         Args:
             inputs: list, tuple, tensor (split on dim 0), dict of these of equal length, or an object with ``len`` and
-                ``select(indices)`` as ``datasets.Dataset``.
-            apply_padding: repeat the last element until all shares are equally long, so that they can be gathered.
+                ``select(indices)``, such as ``datasets.Dataset``.
+            apply_padding: repeat the last element until all shares are equally long, to gather them later.
 
         Raises:
             ValueError: the values of a dict differ in length.
-            TypeError: ``inputs`` is none of these types.
+            TypeError: ``inputs`` has another type.
 
         Example::
 
@@ -217,14 +217,14 @@ class ProcessMethods(ABC):
 
 
 def _checked(name: str, index: int | None) -> int:
-    # What is for rank 3 must not keep the script from running on two ranks.
+    # Accept ranks above the highest: code for rank 3 must also run on two ranks.
     if index is None or index < 0:
         raise ValueError(f"{name}={index!r} is not a rank; ranks are numbered from 0")
     return index
 
 
 def _only_where(is_here: Callable[[], bool], function: Any) -> Any:
-    """Return ``function``, to be run only where ``is_here()``; a decorator that does so where None is given."""
+    """Return ``function``, which then runs only if ``is_here()``; without a function, return the decorator."""
     if function is None:
         return functools.partial(_only_where, is_here)
 
@@ -248,7 +248,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
             return shares
         try:
             return type(inputs)(shares)  # type: ignore[call-arg]
-        except TypeError:  # it is not made from a mapping alone
+        except TypeError:  # its constructor needs more than a mapping
             return shares
     indices = share_of(len(inputs), rank, world_size, apply_padding)
     if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
@@ -264,7 +264,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
 
 
 def share_of(length: int, rank: int, world_size: int, apply_padding: bool = False) -> list[int]:
-    """Return the indices of a rank's consecutive share of ``range(length)``; padded by repeating the last one."""
+    """Return the indices of a rank's consecutive share of ``range(length)``, optionally padded with the last one."""
     size, extra = divmod(length, world_size)
     start = rank * size + min(rank, extra)
     indices = list(range(start, start + size + (1 if rank < extra else 0)))

@@ -1,7 +1,7 @@
 """Properties of the ``Accelerator`` that scripts read or assign: settings, states, labels of parallelism.
 
-A setting that is assigned counts for what is prepared later. The labels answer questions about forms of parallelism
-that a job of data parallel processes does not have; trainers of other libraries read them before they branch.
+An assigned setting applies to objects that are prepared later. Trainers of other libraries read the labels before they
+branch, even for forms of parallelism that the job does not use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute of the Accelerator: its handler of one type. Strategy and precision look it up when they use it."""
+    """An attribute with the Accelerator's handler of one type. Strategy and precision look it up at every use."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind
@@ -63,9 +63,9 @@ class _Handler(Generic[H]):
 
 
 class AcceleratorProperties(ProcessMethods, PerProcessParts):
-    """Properties that scripts read or assign, with the methods of :class:`ProcessMethods`.
+    """Properties that scripts read or assign, and the methods of :class:`ProcessMethods`.
 
-    The constructor of the final class makes the parts that are declared here.
+    The subclass's constructor creates the parts that are declared here.
     """
 
     _handlers: dict[type, Any] = part()
@@ -80,14 +80,14 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the job computes, as one word for users; no code here decides anything by it."""
+        """A one-word description of the job for users; nblaunch itself does not branch on it."""
         return self.state.distributed_type
 
     @property
     def state(self) -> AcceleratorState:
-        """What the Accelerators of this process decided, as an ``AcceleratorState``."""
-        self._parts()  # in a worker this may be the first use
-        return AcceleratorState.__new__(AcceleratorState)  # whether there is one shows where it is used
+        """The settings that this process's Accelerators share, as an ``AcceleratorState``."""
+        self._parts()  # in a worker, this may be the first use
+        return AcceleratorState.__new__(AcceleratorState)  # skips the constructor's check for an Accelerator
 
     @property
     def gradient_state(self) -> GradientState:
@@ -97,21 +97,21 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     # --- kwargs_handlers ---------------------------------------------------------------------------------------------
 
     ddp_handler = _Handler(DistributedDataParallelKwargs)
-    """The ``DistributedDataParallelKwargs`` among ``kwargs_handlers``; may be set, for models prepared later."""
+    """The ``DistributedDataParallelKwargs`` from ``kwargs_handlers``; settable, for models prepared later."""
 
     autocast_handler = _Handler(AutocastKwargs)
-    """The ``AutocastKwargs`` among ``kwargs_handlers``; may be set."""
+    """The ``AutocastKwargs`` from ``kwargs_handlers``; settable."""
 
     profile_handler = _Handler(ProfileKwargs)
-    """The ``ProfileKwargs`` among ``kwargs_handlers``, by which ``profile`` records; may be set."""
+    """The ``ProfileKwargs`` from ``kwargs_handlers``, for ``profile``; settable."""
 
     scaler_handler = _Handler(GradScalerKwargs)
-    """The ``GradScalerKwargs`` among ``kwargs_handlers``: the scaler of fp16 was made with it."""
+    """The ``GradScalerKwargs`` from ``kwargs_handlers``, with which fp16's scaler was created."""
 
     init_handler = _Handler(InitProcessGroupKwargs)
-    """The ``InitProcessGroupKwargs`` among ``kwargs_handlers``: the process group was joined with it."""
+    """The ``InitProcessGroupKwargs`` from ``kwargs_handlers``, with which the process joined its group."""
 
-    # --- what is prepared --------------------------------------------------------------------------------------------
+    # --- prepared objects --------------------------------------------------------------------------------------------
 
     @property
     def _models(self) -> list[torch.nn.Module]:
@@ -151,7 +151,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How prepared loaders share their data among ranks; may be set."""
+        """How prepared loaders share their data among ranks; settable."""
         return self._preparer.dataloader_config
 
     @dataloader_config.setter
@@ -160,7 +160,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def rng_types(self) -> Sequence[str]:
-        """Generators that loaders make equal over ranks at the start of every epoch; may be set."""
+        """Generators that loaders synchronise over ranks at the start of every epoch; settable."""
         return self._preparer.rng_types
 
     @rng_types.setter
@@ -169,7 +169,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def device_placement(self) -> bool:
-        """Whether models and batches go to the device of this process; may be set."""
+        """Whether models and batches go to the device of this process; settable."""
         return self._preparer.device_placement
 
     @device_placement.setter
@@ -178,7 +178,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers step where their optimizer does, once per process; may be set."""
+        """Whether schedulers step with their optimizer, once per process; settable."""
         return self._preparer.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -187,17 +187,17 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size counts the samples of all ranks together."""
+        """Whether a loader's batch size is the size of the global batch."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None: it does for iterable datasets."""
+        """Whether rank 0 reads for all ranks; None: it does for iterable datasets."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether the tail of an epoch is completed so that all ranks get equally many batches; may be set."""
+        """Whether loaders fill up the end of an epoch to give all ranks equally many batches; settable."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -206,12 +206,12 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether random orders depend on seed and epoch alone."""
+        """Whether random orders depend only on seed and epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders can say where in an epoch they are."""
+        """Whether loaders know their position in an epoch."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
@@ -223,7 +223,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends in an optimizer step; may be set."""
+        """Whether the current micro-step ends in an optimizer step; settable."""
         return self._preparer.accumulation.sync_gradients
 
     @sync_gradients.setter
@@ -232,7 +232,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimizer step; may be set, for the windows that follow."""
+        """Number of micro-steps per optimizer step; settable, for later windows."""
         return self._preparer.accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -241,7 +241,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def step(self) -> int:
-        """Micro-steps since the last window that a loader's end closed; may be set."""
+        """Number of micro-steps since the end of a loader last closed a window; settable."""
         return self._preparer.accumulation.step
 
     @step.setter
@@ -250,7 +250,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer left out its last step because fp16 gradients overflowed."""
+        """Whether any optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
 
     # --- checkpoints and trackers ------------------------------------------------------------------------------------
@@ -262,12 +262,12 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def project_dir(self) -> str | None:
-        """The folder of this training run; None: none was given."""
+        """The folder of this training run; None if none was set."""
         return self._checkpoints.project.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder for trackers that write files; None: none was given."""
+        """The folder for trackers that write files; None if none was set."""
         return self._checkpoints.project.logging_dir
 
     @property
@@ -277,12 +277,12 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run in this process, once :meth:`init_trackers` was called."""
+        """The trackers that run in this process, after :meth:`init_trackers`."""
         return self._trackers.trackers
 
     @property
     def log_with(self) -> list[Any]:
-        """What was chosen by the argument of that name: tracker classes and trackers."""
+        """The tracker classes and trackers that the argument ``log_with`` selected."""
         return self._trackers.chosen
 
     # --- labels of parallelism ---------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The replica of this process: its rank, where the ranks are not divided."""
+        """The number of this process's replica; without a ``parallelism_config``, the rank."""
         return (
             self._process.topology.rank
             if self.parallelism_config is None
@@ -318,21 +318,21 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of a replica this process holds."""
+        """The number of the shard of a replica that this process holds."""
         return self._coordinate("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of every layer this process computes."""
+        """The number of the part of every layer that this process computes."""
         return self._coordinate("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of every sequence this process computes."""
+        """The number of the part of every sequence that this process computes."""
         return self._coordinate("cp")
 
     def deepspeed_ulysses_dl_adapter(self, dl: DataLoader, model: torch.nn.Module) -> DataLoader:
-        """Return the loader: every rank reads whole sequences, since there is no ``sp_size`` other than 1."""
+        """Return the loader unchanged: every rank reads whole sequences, because ``sp_size`` is always 1."""
         return dl
 
     pipeline_parallel_rank = 0
@@ -349,16 +349,16 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
         return self._preparer.strategy.label == "FSDP"
 
     should_save_model = True
-    """Every process holds the whole model, or a part of it, and takes part in saving."""
+    """Always True: every process takes part in saving the model."""
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
-        """The plugin that DeepSpeed trains by; None if it does not."""
+        """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The recipe by which torchao trains in fp8; None in other precisions."""
+        """torchao's recipe for fp8; None in other precisions."""
         return getattr(self._preparer.precision, "recipe", None)
 
     @property
@@ -373,18 +373,18 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def fp8_backend(self) -> str | None:
-        """``"AO"`` where models train in fp8, by torchao; None otherwise."""
+        """``"AO"`` if torchao trains models in fp8; None otherwise."""
         return "AO" if self.fp8_enabled else None
 
     fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
-    """Recipes of other libraries: none, as where Accelerate is given none."""
+    """Recipes of other libraries: always None, as in Accelerate without such a recipe."""
 
     delayed_fp8_autocast = False
-    """Not supported: the setting belongs to another library."""
+    """Always False: the setting belongs to another library."""
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer was prepared that steps in backward, see ``lomo_backward``."""
+        """Whether a prepared optimizer steps in backward, see ``lomo_backward``."""
         return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -392,7 +392,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
         Args:
             loss: a tensor of one element.
-            learning_rate: of this step.
+            learning_rate: the learning rate of this step.
 
         Raises:
             ValueError: no such optimizer was prepared, or the learning rate is None.

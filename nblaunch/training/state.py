@@ -1,7 +1,7 @@
-"""The views on a process's training that users know by name: ``PartialState``, ``AcceleratorState``, ``GradientState``.
+"""The user's views of a process's training state: ``PartialState``, ``AcceleratorState``, ``GradientState``.
 
-They hold nothing: they read the shared state (``shared_state.py``). ``DistributedType`` is a label, derived when asked
-for; no code here decides anything by it.
+They have no data of their own, but read the shared state (``shared_state.py``). ``DistributedType`` is a label that is
+derived on demand; nblaunch itself does not branch on it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 
 class DistributedType(str, enum.Enum):
-    """How a job computes, as one word.
+    """A one-word description of a job.
 
-    The second group is there for scripts that compare with it; no job here has one of these.
+    The second group exists for scripts that compare with it; no job of nblaunch has one of these types.
     """
 
     NO = "NO"
@@ -49,7 +49,7 @@ class DistributedType(str, enum.Enum):
 
 
 def distributed_type_of(process: JoinedProcess, strategy: str = "") -> DistributedType:
-    """Return the ``DistributedType`` of a job; ``strategy`` is the member that its strategy asks for, empty: none."""
+    """Return the ``DistributedType`` of a job: the strategy's label, or if that is empty, by the device type."""
     if strategy:
         return DistributedType(strategy)
     if process.topology.world_size == 1:
@@ -64,7 +64,7 @@ def _is_to_join() -> bool:
 
 
 class _SharedAttributes:
-    """``View._shared_state``: what all instances of a view share; empty if the process has no such state (yet)."""
+    """``View._shared_state``: the attributes that all instances of a view share; empty if there is no state (yet)."""
 
     def __get__(self, view: Any, cls: type[View]) -> dict[str, Any]:
         shared: SharedState | None = context.current().training
@@ -74,24 +74,24 @@ class _SharedAttributes:
 
 
 class View:
-    """A way to look at the shared state. Attributes that users set on one instance are seen on all of its class.
+    """A view of the shared state. All instances of a class share attributes that users set.
 
-    One that was made in a notebook cell, or was unpickled, shows the worker in which it is used.
+    A view from a notebook cell, or an unpickled one, shows the state of the worker in which it is used.
     """
 
     _shared_state = _SharedAttributes()
 
     @classmethod
     def _is_in(cls, shared: SharedState) -> bool:
-        """Return whether the process has what this view shows."""
+        """Return whether the process has the state that this view shows."""
         return True
 
     def _join(self) -> SharedState:
-        """Join the job of this worker, in which the view is used before anything else."""
+        """Join this worker's job, because the view is the worker's first use of it."""
         return get_shared_state()
 
     def _live(self) -> SharedState:
-        """Return the shared state; AttributeError where it lacks what this view shows, as after a reset."""
+        """Return the shared state. Raise AttributeError if this view has no state, for example after a reset."""
         shared: SharedState | None = self._join() if _is_to_join() else context.current().training
         if shared is None or not self._is_in(shared):
             raise AttributeError(reset_message(type(self)))
@@ -107,7 +107,7 @@ class View:
         return bool(type(self)._shared_state)
 
     def __getattr__(self, name: str) -> Any:
-        # Before the process has joined its job there is none: a debugger that looks for one must not have it join.
+        # There are no attributes before the process joins its job, and a debugger's lookup must not make it join.
         is_without = name.startswith("__") or _is_to_join()
         attributes = {} if is_without else self._live().attributes.get(type(self), {})
         if name not in attributes:
@@ -121,15 +121,15 @@ class View:
             self._live().attributes.setdefault(type(self), {})[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # the process that loads a call may not be the one that runs it, and that it is to show
+        return {}  # the view must show the process that runs a call, not the one that unpickled it
 
 
 def reset_message(cls: type[View]) -> str:
-    """Return the error message for a view whose state was reset, in which users look for the reference's words."""
+    """Return the error message for a view whose state was reset. It uses Accelerate's words, which users search for."""
     name = cls.__name__
     return (
         f"`{name}` object has no attribute of the process any more. This happens if `{name}._reset_state()` was "
-        f"called, and no `Accelerator()` or `{name}()` was built since: build one"
+        f"called, and no `Accelerator()` or `{name}()` was created since: create one"
     )
 
 
@@ -141,8 +141,8 @@ class PartialState(View, ProcessMethods):
         **kwargs: ``backend``, ``init_method`` and ``timeout`` of :class:`InitProcessGroupKwargs`.
 
     Raises:
-        ValueError: ``cpu=True`` where the process computes on another device already.
-        TypeError: an unknown argument.
+        ValueError: ``cpu=True``, but the process already computes on another device.
+        TypeError: an argument is unknown.
     """
 
     _asked: tuple[bool, dict[str, Any]] = (False, {})
@@ -179,13 +179,13 @@ class PartialState(View, ProcessMethods):
 
 
 class AcceleratorState(View, ProcessMethods):
-    """What the Accelerator of this process decided.
+    """The settings of this process's Accelerator.
 
     Args:
-        mixed_precision: None, or the precision that is expected.
+        mixed_precision: the expected precision; None: any.
 
     Raises:
-        ValueError: no Accelerator was built yet, or it has another precision.
+        ValueError: there is no Accelerator yet, or it has another precision.
     """
 
     def __init__(self, mixed_precision: str | None = None) -> None:
@@ -211,7 +211,7 @@ class AcceleratorState(View, ProcessMethods):
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
         precision = self._live().precision
-        assert precision is not None  # or there is no such state
+        assert precision is not None  # _is_in checks this
         return precision.name
 
     @property
@@ -221,19 +221,19 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def fsdp_plugin(self) -> ShardingSettings | None:
-        """The plugin by which models are sharded; None if they are not."""
+        """The plugin for sharding models; None if they are not sharded."""
         plugin = self._live().plugin
         return plugin if isinstance(plugin, ShardingSettings) else None
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedSettings] | None:
-        """DeepSpeed's plugins by name; None if it does not train."""
+        """DeepSpeed's plugins by name; None without DeepSpeed."""
         plugins = self._live().plugin
         return plugins.by_name if isinstance(plugins, DeepSpeedPlugins) else None
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
-        """The plugin that ``prepare`` uses; None if DeepSpeed does not train."""
+        """The selected DeepSpeed plugin, which ``prepare`` uses; None without DeepSpeed."""
         plugins = self._live().plugin
         return plugins.active if isinstance(plugins, DeepSpeedPlugins) else None
 
@@ -249,14 +249,14 @@ class AcceleratorState(View, ProcessMethods):
         return None if config is None else config.device_mesh
 
     torch_tp_plugin = megatron_lm_plugin = None
-    """There is none: ``parallelism_config`` has ``tp_size``; Megatron-LM is refused by name."""
+    """Always None: ``parallelism_config`` has ``tp_size``, and Megatron-LM is not supported."""
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedSettings:
-        """Return one of several plugins."""
+        """Return the DeepSpeed plugin ``name``."""
         return self._named_plugins.get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Have ``prepare`` use one of several plugins from now on."""
+        """Make ``prepare`` use the DeepSpeed plugin ``name`` from now on."""
         self._named_plugins.select(name)
 
     @property
@@ -282,13 +282,13 @@ class AcceleratorState(View, ProcessMethods):
 
 
 class GradientState(View):
-    """Gradient accumulation and the loader being read, as users look at them.
+    """The user's view of gradient accumulation and the loader being read.
 
-    ``accelerator.gradient_state`` shows the window of that Accelerator; ``GradientState()`` the one that was entered
-    last, or else the latest Accelerator's.
+    ``accelerator.gradient_state`` shows the window of that Accelerator. ``GradientState()`` shows the window that was
+    entered last, or else the latest Accelerator's.
 
     Args:
-        gradient_accumulation_plugin: new settings for gradient accumulation; None: they stay as they are.
+        gradient_accumulation_plugin: new settings for gradient accumulation; None: don't change them.
     """
 
     _window: AccumulationState | None = None
@@ -308,7 +308,7 @@ class GradientState(View):
     @property
     def _accumulation(self) -> AccumulationState:
         shared, window = self._live(), self._window
-        # One that was made in the notebook shows what there is in the worker.
+        # A view from the notebook shows the worker's window.
         return window if window is not None and window.is_of(shared.loaders) else shared.accumulation
 
     @property
@@ -322,9 +322,9 @@ class GradientState(View):
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients are averaged over ranks before the step: set it to True if you did so yourself.
+        """Whether gradients are already averaged over ranks. Set it to True if you averaged them yourself.
 
-        For devices on which that happens in the step. The step then leaves it out, and sets this to False.
+        On devices that average gradients in the step, the next step then skips averaging, and sets this to False.
         """
         return self._accumulation.are_gradients_reduced or self._live().label == "FSDP"
 
@@ -333,17 +333,17 @@ class GradientState(View):
         self._accumulation.are_gradients_reduced = are_reduced
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Do what the setter does, for trainers of other libraries that count micro-steps by themselves."""
+        """Do the same as the setter, for other libraries' trainers that count micro-steps themselves."""
         self._accumulation.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
-        """Micro-steps per optimizer step."""
+        """Number of micro-steps per optimizer step."""
         return self._accumulation.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether torch's warning about the order of scheduler and optimizer is kept quiet inside a window."""
+        """Whether to silence torch's warning about the order of scheduler and optimizer inside a window."""
         return self._accumulation.plugin.adjust_scheduler
 
     @property
@@ -353,7 +353,7 @@ class GradientState(View):
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation settings in force that differ from the plugin's own; may be set, as a whole."""
+        """The current accumulation settings that differ from the defaults; settable as a whole."""
         return {**self._accumulation.plugin.to_kwargs(), "num_steps": self._accumulation.num_steps}
 
     @plugin_kwargs.setter
@@ -362,17 +362,17 @@ class GradientState(View):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch in the user's hands is the last one of the active loader."""
+        """Whether the current batch is the last one of the active loader."""
         return self._accumulation.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Real rows in the last global batch of the active loader: 0 = all, -1 = not known."""
+        """Number of real rows in the last global batch of the active loader: 0 means all, -1 unknown."""
         return self._accumulation.remainder
 
     @property
     def active_dataloader(self) -> Any:
-        """The prepared loader being read, the innermost of several; None outside of any."""
+        """The innermost prepared loader being read; None if there is none."""
         return self._accumulation.active_loader
 
     @property
@@ -402,10 +402,10 @@ class GradientState(View):
 
 
 def is_initialized() -> bool:
-    """Return whether an Accelerator was built in this process, so that there is an ``AcceleratorState``."""
+    """Return whether this process has an ``AcceleratorState``, because an Accelerator was created."""
     return bool(AcceleratorState._shared_state)
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has come here."""
+    """Wait until every process has called this."""
     PartialState().wait_for_everyone()

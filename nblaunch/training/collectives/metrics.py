@@ -189,9 +189,9 @@ class _Tail:
     """The last batch of all ranks.
 
     Args:
-        samples: number of its samples.
-        completed: number of its samples including the added ones; in a lone process, which adds none, the rows of a
-            full batch. 0: unknown.
+        samples: number of real samples.
+        completed: number of samples including padding; in a single process, which adds none, the rows in a full batch.
+            0: unknown.
         num_ranks: number of ranks with different data.
         is_lone: no samples were added.
     """
@@ -221,9 +221,8 @@ class _Tail:
         if not rows.ndim or not self._is_cut(len(rows), f"a tensor of shape {list(rows.shape)}"):
             return rows
         if self.is_lone and self.completed % self.samples == 0 and not bool((rows == rows[:1]).all()):
-            raise self._unclear(
-                f"a tensor of shape {list(rows.shape)}"
-            )  # several rows of each, or padded by hand
+            # Each sample may have several rows, or the user may have padded the tensor.
+            raise self._unclear(f"a tensor of shape {list(rows.shape)}")
         return rows[: self.samples]
 
     def _cut_items(self, items: Any) -> Any:
@@ -235,7 +234,7 @@ class _Tail:
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
 
     def _is_cut(self, length: int, what: str) -> bool:
-        """Return whether ``length`` rows are one per sample; raise ValueError if that is not clear."""
+        """Return whether ``length`` rows are one per sample; raise ValueError if this is unclear."""
         if length == self.completed or not self.completed:
             return True
         if self.is_lone or length == self.num_ranks:
@@ -254,7 +253,7 @@ class _Tail:
 
 
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
-    """Return the last batch if the loop is at it and it must be cut."""
+    """Return the last batch if the loop has reached it and rows must be dropped; None otherwise."""
     loader = accumulation.active_loader
     if loader is None or not loader.end_of_dataloader:
         return None
