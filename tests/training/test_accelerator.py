@@ -57,7 +57,7 @@ def _parts(rows: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.O
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_an_argument_that_is_not_supported_is_refused_by_name() -> None:
+def test_unsupported_arguments_are_rejected_by_name() -> None:
     with pytest.raises(NotImplementedError, match=r"Accelerator\(megatron_lm_plugin='x'\) is not supported"):
         Accelerator(megatron_lm_plugin="x")
     with pytest.raises(NotImplementedError, match=r"Accelerator\(torch_tp_plugin=.*parallelism_config"):
@@ -97,7 +97,7 @@ def test_options_that_are_not_supported_are_refused() -> None:
         DataLoaderConfiguration(data_seed=-3)
 
 
-def test_settings_may_be_changed_for_what_is_prepared_later() -> None:
+def test_changed_settings_apply_to_later_objects() -> None:
     accelerator = Accelerator()
     accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
     accelerator.rng_types = ["torch"]
@@ -118,7 +118,7 @@ def test_settings_may_be_changed_for_what_is_prepared_later() -> None:
     assert scheduler.get_last_lr() == [0.5]
 
 
-def test_programs_that_look_for_fp8_find_that_it_is_not_in_use() -> None:
+def test_fp8_labels_say_that_it_is_off() -> None:
     accelerator = Accelerator()
     recipes = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler")
     assert [getattr(accelerator, name) for name in recipes] == [None] * 4
@@ -126,7 +126,7 @@ def test_programs_that_look_for_fp8_find_that_it_is_not_in_use() -> None:
     assert not any(getattr(accelerator, name) for name in in_use)
 
 
-def test_handlers_pass_on_what_differs_from_the_defaults() -> None:
+def test_handlers_pass_values_that_differ_from_defaults() -> None:
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     assert DistributedDataParallelKwargs(bucket_cap_mb=1).to_kwargs() == {"bucket_cap_mb": 1}
     hooked = DistributedDataParallelKwargs(static_graph=True, comm_hook=DDPCommunicationHookType.FP16)
@@ -267,7 +267,7 @@ def test_a_scheduler_without_a_prepared_optimizer_goes_with_all() -> None:
     assert accelerator.prepare_scheduler(of_ones_own).optimizers == list(prepared[:2])
 
 
-def test_free_memory_forgets_what_was_prepared() -> None:
+def test_free_memory_forgets_prepared_objects() -> None:
     accelerator = Accelerator()
     accelerator.prepare(*_parts())
     accelerator.step = 3
@@ -335,7 +335,7 @@ def test_a_copy_of_a_bf16_model_computes_with_its_own_weights() -> None:
     assert average(torch.ones(1, 1)).item() == 2
 
 
-def test_a_model_is_wrapped_once_however_often_it_is_prepared() -> None:
+def test_repeated_prepare_wraps_a_model_once() -> None:
     module = _Spy()
     Accelerator(mixed_precision="bf16").prepare(module)
     PartialState._reset_state()
@@ -685,7 +685,7 @@ def test_a_plateau_is_looked_at_once_per_metric() -> None:
 # --- one process among one -------------------------------------------------------------------------------------------
 
 
-def test_collectives_of_a_lone_process_return_their_argument_and_reduce_a_copy() -> None:
+def test_collectives_of_a_single_process_return_their_argument() -> None:
     accelerator = Accelerator()
     data = {"x": torch.ones(2)}
     assert accelerator.gather(data) is data
@@ -770,7 +770,7 @@ def test_nothing_is_written_to_the_environment() -> None:
     assert dict(os.environ) == before
 
 
-def test_a_parameter_that_was_replaced_twice_leads_to_the_last_one_while_that_lives() -> None:
+def test_replacements_lead_to_the_newest_parameter() -> None:
     replacements = Replacements()
     old, last = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     between = nn.Parameter(torch.zeros(1))

@@ -18,7 +18,7 @@ def test_torch_is_newer_than_the_oldest_that_runs() -> None:
     assert not is_torch_version("<", "2.5.0")
 
 
-def test_the_version_of_torch_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_version_comes_from_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version("torch")
     monkeypatch.setattr(torch, "__version__", TorchVersion(f"{installed.partition('+')[0]}+cu999"))
     assert is_torch_version("==", installed)
@@ -32,7 +32,7 @@ def test_numbers_are_compared_as_numbers() -> None:
     assert compare_versions(parse("2.10rc1"), "<", "2.10")
 
 
-def test_a_name_is_that_of_a_library() -> None:
+def test_availability_takes_library_names() -> None:
     assert compare_versions("numpy", "==", importlib.metadata.version("numpy"))
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         compare_versions("no-such-library", ">", "1.0")

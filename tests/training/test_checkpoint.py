@@ -144,14 +144,12 @@ def test_training_continues_on_four_ranks_up_to_rounding(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("save_at", [8, 12])
-def test_training_continues_exactly_without_skipping_where_loaders_know_their_position(
-    tmp_path: Path, save_at: int
-) -> None:
+def test_stateful_loaders_continue_exactly_without_skipping(tmp_path: Path, save_at: int) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     _compare(tmp_path / "state", 2, save_at, {"use_stateful_dataloader": True})
 
 
-def test_training_continues_exactly_behind_what_was_seen_at_the_checkpoint(tmp_path: Path) -> None:
+def test_training_continues_exactly_after_seen_samples(tmp_path: Path) -> None:
     """The last batches of an epoch are completed with the same rows, those of its start."""
     _compare(tmp_path / "state", 2, 8, {}, "no", None, False)
 
@@ -168,7 +166,7 @@ def test_training_continues_exactly_where_one_rank_reads_for_all(tmp_path: Path)
     ("world_size", "options"),
     [(1, {}), (2, {}), (2, {"dispatch_batches": True}), (1, {"use_stateful_dataloader": True})],
 )
-def test_training_continues_exactly_where_the_global_generator_draws_the_order(
+def test_training_continues_exactly_with_the_global_generator(
     tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     if options.get("use_stateful_dataloader"):
@@ -567,7 +565,7 @@ def test_a_hook_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert "half" not in str(safe_save.files_below(tmp_path))
 
 
-def test_what_is_registered_is_checked(tmp_path: Path) -> None:
+def test_registered_objects_are_checked(tmp_path: Path) -> None:
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"index 1 \(int\); Item at index 3 \(str\)"):
         accelerator.register_for_checkpointing(Counter(), 1, Counter(), "x")
@@ -598,7 +596,7 @@ class Registered(Counter):
         self.state = state
 
 
-def test_registered_objects_may_hold_plain_objects_and_the_users_own_classes(tmp_path: Path) -> None:
+def test_registered_states_may_hold_the_users_classes(tmp_path: Path) -> None:
     accelerator = Accelerator()
     began = datetime.datetime(2026, 1, 2)
     registered = Registered({"path": Path("x"), "began": began, "settings": Settings()})
@@ -614,7 +612,7 @@ def test_registered_objects_may_hold_plain_objects_and_the_users_own_classes(tmp
     assert Settings in torch.serialization.get_safe_globals()
 
 
-def test_a_kind_of_dict_that_is_not_loaded_is_no_damage(tmp_path: Path) -> None:
+def test_an_untrusted_dict_class_is_not_damage(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.register_for_checkpointing(Registered({"config": Config(rate=1)}))
     accelerator.save_state(tmp_path / "state")
@@ -622,7 +620,7 @@ def test_a_kind_of_dict_that_is_not_loaded_is_no_damage(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
 
 
-def test_a_registered_object_of_a_library_makes_none_of_its_classes_trusted() -> None:
+def test_classes_of_library_objects_stay_untrusted() -> None:
     trusted = trusted_types(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1))
     assert torch.optim.lr_scheduler.LambdaLR not in trusted
     assert Settings in trusted_types(Registered({}))
@@ -694,9 +692,7 @@ def test_an_error_of_an_object_that_was_to_be_executed_is_its_own(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "sampler.bin"])
 @pytest.mark.parametrize("damage", ["cut", "missing"])
-def test_a_checkpoint_that_was_cut_short_is_reported_before_anything_changes(
-    tmp_path: Path, name: str, damage: str
-) -> None:
+def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, name: str, damage: str) -> None:
     accelerator, model, optimizer = _prepared()
     accelerator.prepare(DataLoader(range(3)))
     accelerator.save_state(tmp_path / "state")
@@ -795,7 +791,7 @@ def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: py
     assert [found.count(f" {name} has the checksum") for name in "abcd"] == [0, 1, 1, 1]
 
 
-def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
+def test_misfits_are_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
     accelerator.free_memory()
@@ -1136,7 +1132,7 @@ def _behind_a_failure(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_comes_after_rank_0_has_given_up_raises_it_where_it_waits(tmp_path: Path) -> None:
+def test_late_ranks_raise_the_error_of_rank_0_when_they_wait(tmp_path: Path) -> None:
     first, late = ranks.run(_behind_a_failure, 2, str(tmp_path / "state"))
     assert first == late
     assert "Rank 0: OSError: no room" in late
@@ -1158,7 +1154,7 @@ def test_an_asynchronous_failure_is_reported_to_the_launcher(
     accelerator.wait_for_checkpoint()
 
 
-def test_numpy_values_are_read_with_a_numpy_that_has_not_loaded_all_of_itself(
+def test_numpy_values_load_before_all_of_numpy_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NumPy 1.26 gives ``numpy._core`` no attribute ``multiarray`` before it is imported."""

@@ -190,7 +190,7 @@ def _tensors(data: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_containers_keep_their_class_and_what_they_hold(kind: str) -> None:
+def test_containers_keep_class_and_contents(kind: str) -> None:
     make, rest_of = KINDS[kind]
     half = torch.ones(2, dtype=torch.float16)
     given = make(half)
@@ -230,7 +230,7 @@ def test_ranks_gather_containers() -> None:
         assert list(made.values()) == [(name, [[0.0, 1.0]]) for name in names]
 
 
-def test_a_container_that_is_not_to_be_copied_is_an_error_and_stays_as_it_is() -> None:
+def test_uncopyable_containers_are_an_error_and_unchanged() -> None:
     tensor = torch.ones(2, dtype=torch.float16)
     given = _Shared([tensor])
     with pytest.raises(

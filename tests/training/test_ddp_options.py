@@ -208,12 +208,12 @@ def test_compiled_models_train_as_one_process(
     _compare(answers, alone[2])
 
 
-def test_settings_of_a_hook_that_is_not_chosen_are_refused() -> None:
+def test_settings_of_an_unused_hook_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"comm_state_option=.*POWER_SGD.*comm_hook is 'fp16'"):
         DistributedDataParallelKwargs(comm_hook=Hook.FP16, comm_state_option={"start_powerSGD_iter": 2})
 
 
-def test_a_hook_that_stops_in_torch_is_refused_with_the_one_that_does_not() -> None:
+def test_a_broken_hook_is_rejected_with_an_alternative() -> None:
     with pytest.raises(ValueError, match=r"batched_power_sgd.*AssertionError.*POWER_SGD"):
         DistributedDataParallelKwargs(
             comm_hook=Hook.BATCHED_POWER_SGD, comm_state_option={"start_powerSGD_iter": 2}

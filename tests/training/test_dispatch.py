@@ -61,7 +61,7 @@ def _read(count: int, batch_size: int, options: dict[str, Any], is_stream: bool,
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_every_rank_gets_its_part_of_what_rank_0_reads(is_stream: bool) -> None:
+def test_rank_0_sends_each_rank_its_part(is_stream: bool) -> None:
     zero, one = ranks.run(_read, 2, 11, 2, {}, is_stream, False)
     assert zero[0] == [[0, 1], [4, 5], [8, 9]]
     assert one[0] == [[2, 3], [6, 7], [10, 0]]
@@ -252,7 +252,7 @@ def _failing_loader(kind: str) -> DataLoader:
         ("the collate_fn fails", "found <class 'NoneType'>"),
     ],
 )
-def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str) -> None:
+def test_read_errors_of_rank_0_reach_all_ranks(kind: str, message: str) -> None:
     zero, one = ranks.run(_fail, 2, kind)
     assert message in zero[1]
     assert one[0] == "RuntimeError"
@@ -260,7 +260,7 @@ def test_what_fails_while_rank_0_reads_fails_everywhere(kind: str, message: str)
     assert message in one[1]
 
 
-def test_what_can_not_be_dispatched() -> None:
+def test_undispatchable_data_is_rejected() -> None:
     from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 
     target = LoaderTarget(rank=0, world_size=2, device=torch.device("cpu"))
@@ -309,7 +309,7 @@ def _draw_after_resuming(folder: str) -> tuple[list[float], list[float]]:
     return drawn, torch.rand(3).tolist()
 
 
-def test_ranks_that_read_nothing_draw_the_same_numbers_after_an_epoch_that_was_resumed(
+def test_resumed_ranks_without_reading_draw_equal_numbers(
     tmp_path: Path,
 ) -> None:
     for drawn, again in ranks.run(_draw_after_resuming, 2, str(tmp_path / "state")):

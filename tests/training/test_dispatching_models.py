@@ -67,7 +67,7 @@ class Rotary(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_only_what_was_saved_is_converted(tmp_path: Path, is_empty: bool) -> None:
+def test_only_saved_tensors_are_converted(tmp_path: Path, is_empty: bool) -> None:
     Accelerator(cpu=True).save_model(Rotary(), tmp_path)
     with init_empty_weights() if is_empty else contextlib.nullcontext():
         model = Rotary()

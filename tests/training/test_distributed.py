@@ -90,7 +90,7 @@ def _train(batch_size: int, split: bool, accumulation: int, rows: int) -> dict[s
 @pytest.mark.parametrize(
     ("world_size", "split", "accumulation"), [(2, False, 1), (2, True, 3), (4, False, 3), (4, True, 1)]
 )
-def test_training_equals_that_of_one_process(world_size: int, split: bool, accumulation: int) -> None:
+def test_training_equals_a_single_process(world_size: int, split: bool, accumulation: int) -> None:
     # The same global batches everywhere: 16 rows, all of them full.
     batch_size = 16 if split else 16 // world_size
     expected = ranks.run(_train, 1, 16, split, accumulation, 64)[0]
@@ -158,12 +158,12 @@ def _orders_of_a_global_shuffle(is_shared: bool, seeds: Sequence[int]) -> tuple[
     return epochs, torch.rand(()).item()
 
 
-def test_beside_a_seedable_sampler_others_draw_from_the_global_generator_as_without_sharing() -> None:
+def test_other_samplers_keep_the_global_generator() -> None:
     expected = ranks.run(_orders_of_a_global_shuffle, 1, False, [3])[0]
     assert ranks.run(_orders_of_a_global_shuffle, 2, True, [3, 3]) == [expected] * 2
 
 
-def test_ranks_with_seeds_of_their_own_share_the_order_of_a_global_shuffle() -> None:
+def test_ranks_with_different_seeds_share_a_global_order() -> None:
     for epochs, _ in ranks.run(_orders_of_a_global_shuffle, 2, True, [3, 4]):
         assert [sorted(seen) for seen in epochs] == [list(range(24))] * 2
 
@@ -206,7 +206,7 @@ def test_a_repeated_loss_is_cut_to_the_rows_of_the_last_batch(package: str, is_i
     assert losses == [[[0.5, 0.5], [2.5, 2.5], [4.0]]]
 
 
-def test_what_has_no_rows_is_not_cut() -> None:
+def test_values_without_rows_are_not_cut() -> None:
     accelerator = Accelerator()
     for batch in accelerator.prepare(DataLoader(torch.arange(5).float(), batch_size=2)):
         loss, rows, text = batch.mean(), {"rows": batch}, {"text": "a"}
@@ -230,7 +230,7 @@ class _Growing(BatchSampler):
 
 
 @pytest.mark.parametrize("rows", [4, 5, 9, 10, 11])
-def test_metrics_of_batches_of_varying_size_count_every_sample_once(rows: int) -> None:
+def test_metrics_count_samples_of_varying_batches_once(rows: int) -> None:
     accelerator = Accelerator()
     sampler = _Growing(SequentialSampler(range(rows)), 4, False)
     seen: list[int] = []
@@ -258,7 +258,7 @@ def _short_time_first(rows: list[int]) -> dict[str, torch.Tensor]:
     return {"sequences": torch.zeros(3, len(rows)), "labels": torch.tensor(rows)}
 
 
-def test_metrics_of_a_stream_whose_batches_begin_with_a_shorter_dimension_are_whole() -> None:
+def test_metrics_of_a_stream_survive_a_shorter_first_tensor() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(_Numbers(8), batch_size=4, collate_fn=_short_time_first))
     seen = [row for batch in loader for row in accelerator.gather_for_metrics(batch["labels"]).tolist()]
@@ -349,7 +349,7 @@ def _read_batches(num_workers: int) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_metrics_of_a_stream_of_batches_have_every_row_of_the_last_one(num_workers: int) -> None:
+def test_metrics_of_a_batch_stream_keep_the_last_batch(num_workers: int) -> None:
     for seen, warned in ranks.run(_read_batches, 2, num_workers):
         assert seen == [*range(40), *range(8)]
         assert len(warned) == 1
@@ -424,7 +424,7 @@ def _join_own_parts(rows: int) -> tuple[int, float]:
     return num_steps, accelerator.gather(model.module.weight.sum()).diff().item()
 
 
-def test_ranks_that_accumulate_join_at_the_end_of_a_stream_that_divides_itself() -> None:
+def test_accumulating_ranks_join_at_the_end_of_a_divided_stream() -> None:
     """Four and three batches, an epoch: windows close at the second and at the fourth."""
     assert ranks.run(_join_own_parts, 2, 7) == [(4, 0), (2, 0)]
 
@@ -653,7 +653,7 @@ def _stay_in_a_group_of_ones_own() -> list[int]:
     return gathered
 
 
-def test_a_group_that_the_function_has_made_is_the_one_that_counts() -> None:
+def test_a_process_group_of_the_function_is_used() -> None:
     assert ranks.run(_stay_in_a_group_of_ones_own, 2) == [[0], [1]]
 
 
@@ -673,7 +673,7 @@ def _gather_a_word(others: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("others", [{}, {"a": torch.zeros(1)}])
-def test_gathering_what_is_no_tensor_is_an_error(others: dict[str, Any]) -> None:
+def test_gathering_other_objects_is_an_error(others: dict[str, Any]) -> None:
     for message in ranks.run(_gather_a_word, 2, others):
         assert message == "gather works on tensors in lists, tuples and dicts, but found a str: 'word'"
 
@@ -738,7 +738,7 @@ def test_structures_that_differ_are_an_error_on_every_rank(
         ("pad_across_processes", (torch.zeros(1, 2), torch.zeros(2, 1))),
     ],
 )
-def test_what_goes_together_need_not_be_the_same(operation: str, by_rank: Sequence[Any]) -> None:
+def test_different_structures_may_match(operation: str, by_rank: Sequence[Any]) -> None:
     assert ranks.run(_differ, 2, operation, by_rank) == ["nothing was raised"] * 2
 
 

@@ -109,7 +109,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize(
     "kind", ["as saved", "older", "tied", "module.", "missing", "unexpected", "mismatch"]
 )
-def test_the_check_says_what_loading_says(tmp_path: Path, safe: bool, strict: bool, kind: str) -> None:
+def test_the_check_agrees_with_loading(tmp_path: Path, safe: bool, strict: bool, kind: str) -> None:
     model: nn.Module = nn.Sequential(_Tied(), _Renaming(), nn.BatchNorm1d(2))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     if kind == "older":

@@ -139,14 +139,14 @@ def test_the_recipe_takes_fields_the_launch_and_variables(monkeypatch: pytest.Mo
         ({"mixed_precision": "fp8", "deepspeed_plugin": DeepSpeedPlugin()}, "can't be used with DeepSpeed"),
     ],
 )
-def test_what_can_not_be_done_is_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_rejected_at_once(arguments: dict[str, Any], message: str) -> None:
     recipe = arguments.pop("recipe", None)
     handlers = [] if recipe is None else [AORecipeKwargs(**recipe)]
     with pytest.raises(ValueError, match=message):
         Accelerator(kwargs_handlers=handlers, **arguments)
 
 
-def test_without_torchao_it_is_named() -> None:
+def test_missing_torchao_is_reported() -> None:
     with pytest.raises(ImportError, match="pip install torchao"):
         AORecipeKwargs()
     refusal = cuda.BACKEND.precision_refusal("fp8")

@@ -79,7 +79,7 @@ def _train_tails(rows: Sequence[int], num_models: int) -> list[list[torch.Tensor
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("num_models", [1, 2])
-def test_the_end_of_a_loader_steps_with_what_there_is_of_a_window(world_size: int, num_models: int) -> None:
+def test_the_end_of_a_loader_closes_a_partial_window(world_size: int, num_models: int) -> None:
     rows = [2 * batches for batches in (8, 9, 10, 11, 2)]
     expected = [_train_whole(2, count, 4) * num_models for count in rows]
     for weights in ranks.run(_train_tails, world_size, rows, num_models):
@@ -114,14 +114,14 @@ def test_each_accelerator_has_a_window_of_its_own() -> None:
     assert GradientState().num_steps == second[0].gradient_state.num_steps == 3
 
 
-def test_what_a_trainer_sets_on_the_state_of_its_accelerator_counts_there() -> None:
+def test_gradient_state_settings_apply_to_their_accelerator() -> None:
     first, second = _learner(2), _learner(2)
     first[0].gradient_state._set_sync_gradients(False)
     second[0].gradient_state.sync_gradients = True
     assert (first[0].sync_gradients, second[0].sync_gradients) == (False, True)
 
 
-def test_the_end_of_a_loader_closes_the_windows_of_all_accelerators_in_its_loop() -> None:
+def test_the_end_of_a_loader_closes_windows_of_all_accelerators() -> None:
     first, second = _learner(4), _learner(4)
     loader = first[0].prepare(DataLoader(_data(3), batch_size=1))
     moved = [(_micro_step(*first), _micro_step(*second)) for _ in loader]
@@ -137,7 +137,7 @@ def test_an_accelerator_made_in_a_loop_knows_the_loop() -> None:
     assert ranks.run(_collect_by_another_accelerator, 2) == [list(range(10))] * 2
 
 
-def test_training_begins_anew_in_the_command_after_an_interrupt_within_a_window() -> None:
+def test_an_interrupted_window_does_not_reach_the_next_command() -> None:
     accelerator, model, optimizer = _learner(4)
     batches = iter(accelerator.prepare(DataLoader(_data(1), batch_size=1)))
     next(batches)  # as a traceback keeps it: the loader stays in its loop, at its last batch
@@ -213,7 +213,7 @@ def _join_accumulating(rows: int) -> tuple[int, float]:
     return num_steps, difference
 
 
-def test_ranks_that_accumulate_join_where_their_data_ends_in_the_middle_of_a_window() -> None:
+def test_joining_ranks_accumulate_past_the_middle_of_a_window() -> None:
     """Four and three batches, an epoch: windows close at the second and at the fourth."""
     assert ranks.run(_join_accumulating, 2, 13) == [(4, 0), (2, 0)]
 
@@ -266,7 +266,7 @@ def _join_warnings() -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_joining_says_what_it_can_not_do() -> None:
+def test_joining_warns_about_other_loaders() -> None:
     for first, second in ranks.run(_join_warnings, 2):
         assert "1 of the 1 prepared loaders are different" in first
         assert "supported only for map-style datasets" in first, "by which users of Accelerate recognise it"
@@ -471,7 +471,7 @@ class _Reducing:
         self.reduced.append(optimizer)
 
 
-def test_clipping_reduces_once_and_only_what_it_clips() -> None:
+def test_clipping_reduces_only_clipped_gradients_once() -> None:
     accelerator = Accelerator()
     first, second = _model(), _model()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
@@ -616,7 +616,7 @@ def _calls_per_step(step: Callable[[], object], num_steps: int = 50) -> float:
     return num_calls / num_steps
 
 
-def test_a_step_makes_few_calls_beyond_those_of_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_adds_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs, without a clock; the number does not grow with that of parameters."""
     monkeypatch.setenv("NBLAUNCH_CHECKS", "off")  # they look at the first steps
     extra = []

@@ -87,7 +87,7 @@ def test_conversions_can_be_compiled_in_one_piece(function: Any) -> None:
     torch.testing.assert_close(result["x"].float(), torch.ones(2))
 
 
-def test_what_is_there() -> None:
+def test_available_features() -> None:
     assert utils.is_transformers_available()
     assert utils.is_torchdata_stateful_dataloader_available()
     assert utils.is_tensorboard_available.__doc__ == "Whether ``tensorboard`` is installed."
@@ -112,7 +112,7 @@ def test_the_bar_of_the_main_process(
     assert capsys.readouterr().err == ""
 
 
-def test_what_compiled_means() -> None:
+def test_compiled_modules_are_recognised() -> None:
     module = torch.nn.Linear(1, 1)
     compiled = torch.compile(module, backend="eager")
     assert utils.is_compiled_module(compiled)
@@ -212,7 +212,7 @@ def test_words_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         utils.str_to_bool("maybe")
 
 
-def test_every_question_about_what_is_there_has_an_answer() -> None:
+def test_every_availability_function_answers() -> None:
     questions = [name for name in utils.__all__ if name.startswith("is_") and name.endswith("_available")]
     assert len(questions) > 50
     assert {type(getattr(utils, name)()) for name in questions} == {bool}

@@ -45,7 +45,7 @@ def test_buffers_may_have_none_either() -> None:
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_what_is_on_the_device_already_stays_the_same_parameter() -> None:
+def test_parameters_on_the_device_are_not_replaced() -> None:
     with init_on_device(torch.device("cpu")):
         model = _Tied()
     assert model.head.weight is model.embedding.weight
@@ -79,7 +79,7 @@ def test_a_checkpoint_gives_an_empty_model_its_weights(
     assert model.embedding.weight.grad is not None
 
 
-def test_what_a_checkpoint_does_not_have_stays_without_memory(tmp_path: Path) -> None:
+def test_tensors_missing_in_a_checkpoint_stay_on_meta(tmp_path: Path) -> None:
     """Zeros in its place would train, and nothing would show it."""
     accelerator = Accelerator()
     accelerator.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
@@ -106,7 +106,7 @@ def _pair() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_shard_size": 100}, {"safe_serialization": False}])
-def test_what_had_no_memory_lies_on_the_pages_of_the_files(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_meta_tensors_are_mapped_to_the_file(tmp_path: Path, settings: dict[str, Any]) -> None:
     saved = _pair()
     Accelerator(cpu=True).save_model(saved, tmp_path, **settings)
     before = [parameter.detach().clone() for parameter in saved.parameters()]
@@ -165,7 +165,7 @@ class _Copying(nn.Module):
             self.other.copy_(state[f"{prefix}other"])
 
 
-def test_a_module_that_loads_in_its_own_way_is_given_memory_and_all_of_its_names(tmp_path: Path) -> None:
+def test_custom_loading_gets_memory_and_all_names(tmp_path: Path) -> None:
     saved = nn.Sequential(_Copying(), nn.Linear(2, 1))
     for parameter in saved.parameters():
         nn.init.normal_(parameter)

@@ -71,7 +71,7 @@ def test_gradients_of_parameters_that_change_after_prepare_are_averaged(kind: st
         assert weights == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_is_pickled_still_averages_gradients_of_parameters_that_change_later() -> None:
+def test_unpickled_models_average_late_parameters() -> None:
     (expected,) = ranks.run(_train, 1, "unfrozen", 2, {})
     for weights in ranks.run(_train, 2, "unfrozen", 2, {}, True):
         assert weights == pytest.approx(expected, rel=1e-9)
@@ -115,7 +115,7 @@ def _join_late() -> str:
     return ""
 
 
-def test_ranks_that_join_can_not_answer_for_parameters_that_change_later() -> None:
+def test_joining_rejects_late_parameters() -> None:
     for message in ranks.run(_join_late, 2):
         assert message.startswith(
             "2 parameters were unfrozen or added after prepare. In join_uneven_inputs, ranks"

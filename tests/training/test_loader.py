@@ -83,7 +83,7 @@ def test_the_end_is_known_while_the_last_batch_is_in_hand() -> None:
     assert not accelerator.gradient_state.end_of_dataloader
 
 
-def test_it_is_a_data_loader_and_shows_what_it_was_made_from() -> None:
+def test_prepared_loaders_show_the_base_loaders_attributes() -> None:
     def collate(rows: list[Any]) -> Any:
         return rows
 
@@ -282,7 +282,7 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             assert (_board().state, _board().epoch) == (WorkerState.EVALUATING, 2)
 
 
-def test_what_is_unwrapped_may_be_set_to_evaluation() -> None:
+def test_eval_on_the_unwrapped_model_counts() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.DataParallel(torch.nn.Linear(1, 1)))
     loader = accelerator.prepare(DataLoader(_rows(2)))
@@ -343,7 +343,7 @@ def _prepared_for_epochs(**settings: Any) -> tuple[Accelerator, Any, PreparedLoa
     return accelerator, train, loader, ended
 
 
-def test_epochs_that_are_left_early_count_on_the_dashboard_and_shuffle_as_before() -> None:
+def test_epochs_left_early_count_only_on_the_dashboard() -> None:
     _, train, loader, ended = _prepared_for_epochs()
     for loss in (4.0, 3.0, 2.0, 1.0):
         for step, _ in enumerate(loader):
@@ -360,7 +360,7 @@ def test_epochs_that_are_left_early_count_on_the_dashboard_and_shuffle_as_before
     assert (ended[-1].epoch, loader.iteration) == (8, 8)
 
 
-def test_an_epoch_counts_that_an_error_has_ended_and_a_step_without_a_known_loss() -> None:
+def test_epochs_ended_by_an_error_count() -> None:
     _, train, loader, ended = _prepared_for_epochs()
     with pytest.raises(ZeroDivisionError):
         _raise_in(loader, train)
@@ -376,7 +376,7 @@ def _raise_in(loader: PreparedLoader, train: Any) -> None:
         raise ZeroDivisionError
 
 
-def test_a_look_at_batches_is_no_epoch() -> None:
+def test_looking_at_batches_is_not_an_epoch() -> None:
     _, train, loader, ended = _prepared_for_epochs()
     next(iter(loader))
     assert (_board().epoch, _board().step, _board().total) == (0, 0, -1)
@@ -398,7 +398,7 @@ def test_a_look_at_batches_is_no_epoch() -> None:
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_look_that_is_kept_is_no_epoch_and_none_of_those_that_follow_begin_in_it() -> None:
+def test_a_kept_look_does_not_affect_later_epochs() -> None:
     accelerator, train, loader, ended = _prepared_for_epochs()
     held = iter(loader)
     next(held)
@@ -425,7 +425,7 @@ def test_a_look_that_is_kept_may_go_within_an_epoch() -> None:
     assert (_board().trained, loader.epochs.left) == ((4, 4, 1), 0)
 
 
-def test_looks_and_evaluations_within_an_epoch_leave_it_where_it_is() -> None:
+def test_looks_and_evaluations_do_not_move_an_epoch() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(_rows(4), shuffle=True))
     for step, _ in enumerate(loader, 1):
@@ -525,7 +525,7 @@ def test_epochs_that_were_left_early_are_counted_on_from_a_loaders_state() -> No
     assert [(one.epoch, one.loss) for one in ended] == [(3, 3.0), (4, 4.0)]
 
 
-def test_a_loop_of_a_model_that_was_not_prepared_trains_unless_gradients_are_off() -> None:
+def test_loops_without_a_prepared_model_count_as_training() -> None:
     loader = Accelerator().prepare(DataLoader(_rows(4)))
     for _ in loader:
         assert (_board().state, _board().epoch) == (WorkerState.TRAINING, 1)
@@ -541,13 +541,13 @@ def test_a_loop_of_a_model_that_was_not_prepared_trains_unless_gradients_are_off
         ([[0, 1], [2], [3, 4, 5]], [2, 3, 6]),
     ],
 )
-def test_the_board_counts_samples_of_short_and_of_uneven_batches(batches: Any, rows: list[int]) -> None:
+def test_the_board_counts_samples_of_uneven_batches(batches: Any, rows: list[int]) -> None:
     loader = Accelerator().prepare(DataLoader(_rows(7), batch_sampler=batches))
     before = _board().samples
     assert [_board().samples - before for _ in loader] == rows
 
 
-def test_the_board_counts_samples_of_batches_that_a_function_makes_of_any_size() -> None:
+def test_the_board_counts_samples_with_a_custom_collate_fn() -> None:
     sizes = iter([1, 4, 4, 2])
     given = DataLoader(_rows(8), batch_size=2, collate_fn=lambda _: torch.zeros(next(sizes)))
     loader = Accelerator().prepare(given)
@@ -566,7 +566,7 @@ def test_progress_shows_any_iterable() -> None:
     assert _board().total == -1
 
 
-def test_the_word_about_a_loop_is_the_status_line_of_a_worker_unless_it_is_over_epochs(
+def test_the_description_of_a_loop_is_the_status_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     accelerator = Accelerator()

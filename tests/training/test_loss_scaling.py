@@ -138,14 +138,14 @@ def test_several_optimizers_step_as_without_scaling(loop: Loop, variant: bool) -
     assert accelerator.scaler.get_scale() > 1024
 
 
-def test_the_scale_is_that_of_the_next_round_once_all_have_stepped() -> None:
+def test_the_scale_is_updated_once_all_have_stepped() -> None:
     accelerator = _accelerator("fp16", init_scale=8.0, growth_interval=1)
     _two_of_one_model(accelerator, [], True)
     assert accelerator.scaler is not None
     assert accelerator.scaler.get_scale() == 8.0 * 2 ** len(_batches())
 
 
-def test_a_step_that_is_left_out_by_hand_is_no_mixture() -> None:
+def test_skipping_a_step_by_hand_is_not_a_mixture() -> None:
     accelerator = _accelerator("fp16", init_scale=8.0)
     module = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -177,7 +177,7 @@ def test_clipping_at_a_micro_step_is_refused_where_it_would_mix_gradients(name: 
         accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
-def test_an_optimizer_that_was_clipped_and_not_stepped_is_refused_the_next_backward() -> None:
+def test_backward_after_clipping_without_a_step_is_rejected() -> None:
     accelerator = _accelerator("fp16")
     module = nn.Linear(1, 1)
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in module.parameters()]

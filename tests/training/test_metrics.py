@@ -158,7 +158,7 @@ def _errors() -> dict[str, str]:
     return messages
 
 
-def test_what_can_not_be_cut_is_an_error_on_every_rank() -> None:
+def test_uncuttable_values_raise_on_every_rank() -> None:
     for messages in ranks.run(_errors, 2):
         for name in UNCLEAR:
             with pytest.raises(ValueError, match=f"rows of {name} belong to which sample"):

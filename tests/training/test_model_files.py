@@ -126,7 +126,7 @@ def test_shards_hold_everything_and_no_more_than_they_may(sizes: list[int], limi
         assert total <= limit or sum(value.numel() > 0 for value in shard.values()) == 1
 
 
-def test_what_can_not_be_saved_is_reported(tmp_path: Path) -> None:
+def test_unsavable_weights_are_reported(tmp_path: Path) -> None:
     accelerator = Accelerator()
     with pytest.raises(RuntimeError, match="'weight' is on the meta device"):
         accelerator.save_model(nn.Linear(1, 1, device="meta"), tmp_path / "m")
@@ -140,7 +140,7 @@ def test_what_can_not_be_saved_is_reported(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def test_what_can_not_be_read_is_reported(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(CheckpointError, match=r"nothing\.bin does not exist"):
         load_checkpoint_in_model(model, tmp_path / "nothing.bin")
@@ -176,7 +176,7 @@ def _cut(path: Path) -> None:
     ],
     ids=["other bytes", "cut short", "list", "untrusted"],
 )
-def test_what_is_no_state_dict_is_refused(
+def test_files_without_a_state_dict_are_rejected(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     path = tmp_path / "pytorch_model.bin"
@@ -244,9 +244,7 @@ def test_single_objects(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors", "b.pt", "c.pt"]
 
 
-def test_the_writer_of_an_accelerator_is_the_first_rank_of_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_of_the_group_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a process group of the script's own, of which the environment says nothing."""
     accelerator = Accelerator()
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)

@@ -36,7 +36,7 @@ def test_a_handler_of_a_subclass_takes_effect() -> None:
         Accelerator(kwargs_handlers=[OwnDdp(), DistributedDataParallelKwargs()])
 
 
-def test_what_is_assigned_is_checked_where_it_is_used() -> None:
+def test_assigned_fields_are_checked_on_use() -> None:
     config = DataLoaderConfiguration()
     config.data_seed = 42
     assert Accelerator(cpu=True, dataloader_config=config).dataloader_config.data_seed == 42
@@ -61,7 +61,7 @@ def test_every_member_of_the_enumerations_can_be_compared_with(name: str) -> Non
     assert DistributedType.NO != DistributedType.MULTI_XPU
 
 
-def test_a_dynamo_plugin_takes_what_is_not_given_from_the_environment(
+def test_a_dynamo_plugin_reads_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "aot_ts_nvfuser")

@@ -31,14 +31,14 @@ class Fixed(torch.nn.Linear):
         raise AssertionError("moved")
 
 
-def test_a_model_that_is_cut_by_a_device_map_is_not_moved() -> None:
+def test_models_split_by_a_device_map_are_not_moved() -> None:
     model = Fixed(embed="cpu", head="cpu")
     assert Accelerator(cpu=True).prepare(torch.nn.Sequential(model))[0] is model
     with pytest.raises(AssertionError, match="moved"):
         Accelerator(cpu=True).prepare(Fixed(**{"": "cpu"}))  # whole: it is moved as any other
 
 
-def test_a_device_map_of_several_places_is_reported_wherever_it_is() -> None:
+def test_split_device_maps_are_found_anywhere() -> None:
     accelerator = Accelerator(cpu=True)
     whole = Fixed(**{"": "cpu"})
     assert not accelerator.verify_device_map(torch.nn.Linear(1, 1))
@@ -64,7 +64,7 @@ def _prepare_where_steps_average(device_placement: bool, is_quantised: bool) -> 
     return "stayed"
 
 
-def test_what_is_not_to_be_moved_stays_in_place_also_where_steps_average_gradients() -> None:
+def test_reducing_at_step_leaves_placed_models_in_place() -> None:
     for device_placement, is_quantised, expected in (
         (True, False, "moved"),
         (False, False, "stayed"),
@@ -173,7 +173,7 @@ def _prepare_shared(path: str) -> float:
     return found
 
 
-def test_a_frozen_base_that_ranks_share_is_not_written_to(tmp_path: Path) -> None:
+def test_ranks_do_not_write_to_a_shared_frozen_base(tmp_path: Path) -> None:
     """A rank that wrote to its pages, which are for reading, would end by a signal."""
     (tmp_path / "base").write_bytes(bytes(range(256)) * 64)
     assert ranks.run(_prepare_shared, 2, str(tmp_path / "base")) == [0.0, 0.0]

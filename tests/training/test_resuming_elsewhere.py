@@ -147,7 +147,7 @@ def test_each_sample_is_seen_once(tmp_path: Path, sizes: tuple[int, ...]) -> Non
         assert sorted(following[:rows]) == list(range(rows)), (kind, "the next epoch is whole")
 
 
-def test_positions_count_what_all_ranks_have_read() -> None:
+def test_positions_count_samples_of_all_ranks() -> None:
     _, loader = _prepared("shuffled", 4)
     assert loader.position == EpochPosition()
     for step, _ in enumerate(loader, 1):
@@ -218,7 +218,7 @@ def test_as_many_ranks_go_on_in_a_stream_that_workers_share(
         assert following == whole
 
 
-def test_of_a_stream_that_workers_share_whole_rounds_are_left_out_where_batches_have_another_size() -> None:
+def test_shared_streams_skip_whole_rounds_with_another_batch_size() -> None:
     loader = Accelerator().prepare(DataLoader(_Divided(), 3, num_workers=2))
     rest = loader.beginning_at(EpochPosition(8, 2))
     assert next(iter(rest)).tolist() == [6, 8, 10], "two batches of three"

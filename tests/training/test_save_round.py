@@ -189,7 +189,7 @@ def _save_on_main_only(folder: str) -> list[str]:
     return sorted(os.listdir(f"{folder}_b"))
 
 
-def test_the_main_process_waits_for_none_where_it_is_asked_not_to(tmp_path: Path) -> None:
+def test_main_process_only_does_not_wait(tmp_path: Path) -> None:
     for found in ranks.run(_save_on_main_only, 2, str(tmp_path / "state")):
         assert "random_states_0.pkl" in found
         assert "random_states_1.pkl" not in found
@@ -361,7 +361,7 @@ def _fail_while_another_writes(folder: str) -> list[str]:
     return os.listdir(folder)
 
 
-def test_what_a_rank_writes_while_a_failed_save_is_removed_goes_as_well(tmp_path: Path) -> None:
+def test_late_files_of_a_failed_save_are_removed(tmp_path: Path) -> None:
     names, _ = ranks.run(_fail_while_another_writes, 2, str(tmp_path / "state"))
     assert ".partial" not in names
 
@@ -460,9 +460,7 @@ def _save_under_attack(folder: Path, comes_late: bool) -> str:
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
-def test_nothing_that_another_process_writes_to_the_store_is_executed(
-    comes_late: bool, tmp_path: Path
-) -> None:
+def test_messages_in_the_store_are_never_executed(comes_late: bool, tmp_path: Path) -> None:
     """The attacker has no part in the job: it connects to the loopback port of the store, as any user can.
 
     Rank 1 has seen it, though it comes when rank 0 has given up and its own messages are there again.
@@ -539,6 +537,6 @@ def test_until_rank_0_saves_the_other_ranks_wait_inside_the_store(tmp_path: Path
         assert {f"random_states_{rank}.pkl" for rank in range(3)} <= names
 
 
-def test_a_lone_process_has_no_thread_for_it() -> None:
+def test_a_single_process_starts_no_thread() -> None:
     Accelerator()
     assert "nblaunch-saves" not in {thread.name for thread in threading.enumerate()}

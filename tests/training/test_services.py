@@ -51,9 +51,7 @@ def test_a_library_that_is_missing_is_named_with_its_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["AIM", "CLEARML", "DVCLIVE"])
-def test_a_tracker_that_accelerate_alone_has_is_refused_until_it_is_registered(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_of_accelerate_must_be_registered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = utils.LoggerType[name]
     for given in (kind, kind.value, [kind.value.upper()]):
         with pytest.raises(
@@ -119,7 +117,7 @@ def test_small_helpers_need_no_accelerate() -> None:
     assert utils.has_compiled_regions(model)
 
 
-def test_helpers_answer_as_those_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_answer_like_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = pytest.importorskip("accelerate.utils")
     modeling = pytest.importorskip("accelerate.utils.modeling")
     other = pytest.importorskip("accelerate.utils.other")

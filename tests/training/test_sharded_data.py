@@ -114,7 +114,7 @@ def _prepare(part: int, num_parts: int, options: dict[str, Any]) -> Any:
     return prepare_data_loader(loader, num_processes=2, process_index=1, even_batches=False, **options)
 
 
-def test_parts_that_do_not_fit_the_job_are_an_error() -> None:
+def test_parts_for_another_job_are_an_error() -> None:
     for part, num_parts in ((0, 2), (1, 4)):
         with pytest.raises(
             ValueError, match=f"is already part {part} of {num_parts}, and this is rank 1 of 2: prepare"
@@ -130,7 +130,7 @@ def test_parts_that_do_not_fit_the_job_are_an_error() -> None:
         DataLoaderConfiguration(data_is_sharded=True, dispatch_batches=True)
 
 
-def test_one_part_of_several_may_be_shared_where_it_is_asked_for() -> None:
+def test_ranks_may_share_a_part_on_request() -> None:
     """All ranks of a machine read its part together; a lone process reads whatever it is given."""
     shared = [
         prepare_data_loader(

@@ -241,7 +241,7 @@ def test_all_kinds_of_inputs_are_split() -> None:
     assert split_evenly(inputs, 0, 1, apply_padding=True) is inputs
 
 
-def test_what_can_not_be_split_is_refused() -> None:
+def test_unsplittable_batches_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"equal lengths to be split, got \{'a': 1, 'b': 2\}"):
         split_evenly({"a": [1], "b": [1, 2]}, 0, 2, apply_padding=False)
     with pytest.raises(TypeError, match="can't split a str"):

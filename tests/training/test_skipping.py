@@ -117,7 +117,7 @@ def test_the_board_goes_on_in_the_middle() -> None:
 @given(
     st.integers(0, 40), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 12), st.booleans()
 )
-def test_skipping_and_what_is_skipped_make_the_whole(
+def test_skipped_and_remaining_batches_make_an_epoch(
     length: int, batch_size: int, world_size: int, drop_last: bool, skipped: int, even: bool
 ) -> None:
     for rank in range(world_size):
@@ -193,9 +193,7 @@ def test_a_loader_that_knows_its_position_goes_on_where_a_part_of_it_was(
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
 @pytest.mark.parametrize("num_batches", [None, 4])
-def test_epochs_are_whole_behind_one_that_a_part_has_finished(
-    tmp_path: Path, kind: str, num_batches: int | None
-) -> None:
+def test_epochs_are_whole_after_a_resumed_one(tmp_path: Path, kind: str, num_batches: int | None) -> None:
     accelerator, loader = _resumable(kind)
     epochs: list[Any] = [_lists(loader) for _ in range(3)]
     accelerator, loader = _resumable(kind)
@@ -238,7 +236,7 @@ def test_a_loader_goes_on_by_itself_where_no_loader_of_the_rest_is_read(tmp_path
     assert _lists(loader) == expected
 
 
-def test_a_state_of_an_epoch_s_end_takes_the_place_of_one_that_was_loaded() -> None:
+def test_a_state_at_the_end_of_an_epoch_replaces_a_loaded_one() -> None:
     loader = _stateful(shuffle=False)
     end = [loader.state_dict() for _ in loader][-1]
     middle = [loader.state_dict() for _ in loader][3]
@@ -247,7 +245,7 @@ def test_a_state_of_an_epoch_s_end_takes_the_place_of_one_that_was_loaded() -> N
     assert len(_lists(loader)) == 10
 
 
-def test_without_torchdata_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torchdata_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "torchdata", raising=False)
     with pytest.raises(ImportError, match="pip install torchdata"):

@@ -30,7 +30,7 @@ from tests.training import ranks
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_set_on_a_view_is_seen_on_all() -> None:
+def test_views_share_their_attributes() -> None:
     assert PartialState._shared_state == {}
     first, second = PartialState(), PartialState()
     first.colour = "red"
@@ -98,7 +98,7 @@ def test_gradient_state_can_be_set_and_reset() -> None:
     assert GradientState().num_steps == 1
 
 
-def test_a_state_of_the_notebook_shows_the_window_of_the_worker() -> None:
+def test_a_notebook_state_shows_the_workers_window() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     state = accelerator.gradient_state
     _in_a_worker_alone()
@@ -177,7 +177,7 @@ def test_settings_of_loaders_are_shown() -> None:
     assert not accelerator._preparer.dataloader_config.even_batches
 
 
-def test_an_accelerator_is_pickled_with_what_it_prepared() -> None:
+def test_accelerators_are_pickled_with_prepared_objects() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, loader = nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -210,19 +210,19 @@ class _Owner:
         pass
 
 
-def test_an_accelerator_is_pickled_with_what_was_registered() -> None:
+def test_accelerators_are_pickled_with_registered_objects() -> None:
     owner = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(_Owner()))))
     assert [one.obj for one in owner.accelerator._checkpoints.registered] == [owner]
 
 
-def test_a_trigger_may_be_what_an_unpickled_accelerator_is_used_for_first() -> None:
+def test_a_trigger_may_be_the_first_use_after_unpickling() -> None:
     accelerator = pickle.loads(pickle.dumps(Accelerator()))
     assert not accelerator.check_trigger()
     accelerator.set_trigger()
     assert [accelerator.check_trigger() for _ in range(2)] == [True, False]
 
 
-def test_nothing_keeps_what_the_user_drops() -> None:
+def test_dropped_objects_are_freed() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
     for _ in loader:
@@ -459,7 +459,7 @@ def _mismatch(operation: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("operation", ["gather", "reduce", "broadcast", "pad_across_processes"])
-def test_debug_mode_names_what_each_rank_has(operation: str) -> None:
+def test_debug_mode_lists_shapes_of_all_ranks(operation: str) -> None:
     found = {rank: f"{{x: [[2, {rank + 1}] torch.float32]}}" for rank in range(2)}
     if operation == "pad_across_processes":
         found = {rank: f"{rank + 1} dimensions torch.float32" for rank in range(2)}

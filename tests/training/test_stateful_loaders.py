@@ -41,7 +41,7 @@ def _take(loader: Any, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_stateful", [False, True])
-def test_loaders_pass_for_what_reads(kind: Any, is_stateful: bool) -> None:
+def test_loaders_pass_isinstance_of_the_base(kind: Any, is_stateful: bool) -> None:
     loader = kind(range(16), batch_size=4, use_stateful_dataloader=is_stateful)
     reads = StatefulDataLoader if is_stateful else DataLoader
     for one in (loader, pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
@@ -62,7 +62,7 @@ def test_loaders_pass_for_what_reads(kind: Any, is_stateful: bool) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_are_those_of_torchdata(kind: Any, num_workers: int) -> None:
+def test_states_have_the_format_of_torchdata(kind: Any, num_workers: int) -> None:
     def options() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
         return {"batch_size": 4, "num_workers": num_workers, "generator": generator}
@@ -121,7 +121,7 @@ def test_the_users_own_stateful_loader_stays_one() -> None:
     assert _lists(skip_first_batches(loader, 3)) == [[6, 7]]
 
 
-def test_what_is_set_reaches_the_loader_that_reads() -> None:
+def test_attributes_are_set_on_the_base_loader() -> None:
     loader = Accelerator().prepare(DataLoader(range(4), batch_size=2))
     loader.collate_fn = sum
     assert list(loader) == [1, 5]

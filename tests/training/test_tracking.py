@@ -86,7 +86,7 @@ def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
     assert Accelerator().log_with == []
 
 
-def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_selects_usable_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "is_installed", lambda name: name in ("tensorboard", "wandb"))
     assert Accelerator(log_with="all", project_dir=tmp_path).log_with == [
         JsonlTracker,
@@ -96,7 +96,7 @@ def test_all_are_those_that_can_be_used(tmp_path: Path, monkeypatch: pytest.Monk
     assert Accelerator(log_with="all").log_with == [WandBTracker]
 
 
-def test_what_is_not_installed_is_left_out_with_a_warning(
+def test_uninstalled_trackers_are_skipped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "is_installed", lambda name: False)
@@ -104,7 +104,7 @@ def test_what_is_not_installed_is_left_out_with_a_warning(
         assert Accelerator(log_with=["wandb", "jsonl"], project_dir=tmp_path).log_with == [JsonlTracker]
 
 
-def test_what_is_unknown_or_lacks_a_folder_is_reported() -> None:
+def test_unknown_trackers_and_missing_folders_are_reported() -> None:
     with pytest.raises(ValueError, match=r"log_with='aim'.*'all', .*'jsonl', 'mlflow', "):
         Accelerator(log_with="aim")
     with pytest.raises(ValueError, match="log_with=3 is unknown"):
@@ -132,7 +132,7 @@ def test_a_tracker_that_lacks_something_says_what() -> None:
         Poor()
 
 
-def test_a_tracker_may_set_what_it_needs_itself() -> None:
+def test_a_tracker_may_set_its_attributes_itself() -> None:
     class Own(GeneralTracker):
         def __init__(self) -> None:
             self.name, self.requires_logging_directory, self.tracker = "own", False, []
@@ -147,7 +147,7 @@ def test_a_tracker_may_set_what_it_needs_itself() -> None:
     assert accelerator.get_tracker("own", unwrap=True) == [({"loss": 1}, 2)]
 
 
-def test_a_tracker_may_be_decorated_as_those_of_other_libraries_are() -> None:
+def test_trackers_may_be_decorated() -> None:
     from nblaunch.tracking import GeneralTracker, on_main_process
 
     class Decorated(GeneralTracker):
@@ -196,7 +196,7 @@ def test_how_a_tracker_is_called() -> None:
     ]
 
 
-def test_trackers_of_the_notebook_are_started_in_a_worker_when_they_are_used() -> None:
+def test_notebook_trackers_start_in_a_worker_at_first_use() -> None:
     started = Accelerator(log_with=Notebook)
     started.init_trackers("project", {"lr": 1})
     copies = [pickle.loads(pickle.dumps(started)) for _ in range(3)]
@@ -371,7 +371,7 @@ def test_settings_without_names_are_refused() -> None:
         Accelerator(log_with=Notebook()).init_trackers("project", [0.1, 3])
 
 
-def test_a_step_that_is_no_number_is_a_warning_and_its_text_is_kept(emitted: list[Event]) -> None:
+def test_a_step_that_is_not_a_number_warns_and_keeps_its_text(emitted: list[Event]) -> None:
     accelerator = Accelerator()
     accelerator.log({"loss": 0.5}, step=torch.tensor([3]))
     with pytest.warns(UserWarning, match="step='epoch 1'.*not a number"):

@@ -61,7 +61,7 @@ class _Two(BatchSampler):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("split_batches", [False, True])
-def test_a_length_that_is_not_known_stops_nothing(rank: int, split_batches: bool) -> None:
+def test_an_unknown_length_is_accepted(rank: int, split_batches: bool) -> None:
     dynamic = _Unsized([[0, 1], [2, 3, 4], [5, 6]])
     alone = Accelerator().prepare(DataLoader(_rows(7), batch_sampler=dynamic))
     assert [batch.tolist() for (batch,) in alone] == dynamic.items
@@ -101,7 +101,7 @@ def _epochs_of_unusual_loaders() -> dict[str, list[list[int]]]:
     return seen
 
 
-def test_ranks_share_what_unusual_loaders_read() -> None:
+def test_ranks_share_the_data_of_unusual_loaders() -> None:
     first, second = ranks.run(_epochs_of_unusual_loaders, 2)
     for name in _UNUSUAL:
         epochs = [one + other for one, other in zip(first[name], second[name], strict=True)]

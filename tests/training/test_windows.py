@@ -122,7 +122,7 @@ def _train_by_turns() -> list[float]:
     return _weights(modules)
 
 
-def test_a_model_of_every_other_batch_has_windows_of_its_own_batches() -> None:
+def test_models_of_alternate_batches_have_separate_windows() -> None:
     modules = [_model(1), _model(2)]
     batches = list(_rows(12).split(2))
     for module, sign, own in ((modules[0], 1, batches), (modules[1], 2, batches[1::2])):
@@ -209,7 +209,7 @@ def test_gradients_of_a_short_window_are_divided_as_asked(
         assert weights == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_warning_names_once_what_a_short_window_is_divided_by() -> None:
+def test_short_windows_warn_once_about_their_divisor() -> None:
     for divides in (None, False, True):
         with warnings.catch_warnings(record=True) as shown:
             warnings.simplefilter("always")

@@ -124,7 +124,7 @@ def server_with_deepspeed(rank_server: None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
-def test_training_is_that_of_one_process(stage: int, world_size: int, alone: SimpleNamespace) -> None:
+def test_training_equals_a_single_process(stage: int, world_size: int, alone: SimpleNamespace) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # else parts so small would stay whole
     main, *others = ranks.run(_train, world_size, DeepSpeedPlugin({"zero_optimization": zero}))
     _same(main, alone)
@@ -222,7 +222,7 @@ def _divided_by_the_loop(options: dict[str, bool], divisor: int) -> tuple[dict[s
     return accelerator.get_state_dict(model), accelerator.gradient_accumulation_steps
 
 
-def test_a_loop_that_divides_its_losses_itself_says_so_as_to_deepspeeds_engine() -> None:
+def test_scale_wrt_gas_leaves_the_loss_undivided() -> None:
     # As transformers' Trainer does.
     weights, num_steps = ranks.run(_divided_by_the_loop, 2, {"scale_wrt_gas": False}, 2)[0]
     expected, _ = ranks.run(_divided_by_the_loop, 2, {}, 1)[0]
@@ -275,7 +275,7 @@ def _by_file(path: str) -> dict[str, Any]:
     }
 
 
-def test_a_configuration_file_describes_optimizer_schedule_clipping_and_accumulation(tmp_path: Path) -> None:
+def test_a_configuration_file_describes_the_whole_training(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
     results = ranks.run(_by_file, 2, str(path))[0]
@@ -324,7 +324,7 @@ def _modes() -> list[bool]:
     return [*seen, shared.is_training]
 
 
-def test_a_loop_in_evaluation_mode_is_no_epoch() -> None:
+def test_a_loop_in_evaluation_mode_is_not_an_epoch() -> None:
     assert ranks.run(_modes, 2) == [[True, False, True]] * 2
 
 
@@ -405,7 +405,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert f"{damaged.name} has 100 bytes" in ranks.run(refused, 2, 2)[0]
 
 
-def test_weights_beside_an_engine_that_are_damaged_or_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_misfit_weights_beside_an_engine_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     process: Any = None  # it is asked for engines only
     torch.save(nn.Linear(2, 1).state_dict(), path)
@@ -499,7 +499,7 @@ def test_a_student_is_trained_beside_a_teacher_in_parts() -> None:
     assert stage == "3"
 
 
-def test_warnings_of_the_loop_are_shown_once_beside_those_that_are_silenced() -> None:
+def test_only_deepspeeds_warnings_are_silenced() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
@@ -514,7 +514,7 @@ def test_warnings_of_the_loop_are_shown_once_beside_those_that_are_silenced() ->
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_deepspeed_the_line_that_installs_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
@@ -579,7 +579,7 @@ def test_precision_and_accumulation_of_the_configuration_hold() -> None:
         accelerator.state.get_deepspeed_plugin("teacher")
 
 
-def test_what_prepare_is_given_must_make_an_engine() -> None:
+def test_prepare_needs_all_objects_of_an_engine() -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     module = _module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -603,7 +603,7 @@ def test_without_deepspeed_there_is_nothing_to_stand_for() -> None:
         Accelerator().state.select_deepspeed_plugin("teacher")
 
 
-def test_what_an_engine_can_t_do_is_refused_in_words() -> None:
+def test_unsupported_operations_of_an_engine_are_rejected() -> None:
     def refusals() -> list[str]:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_clipping=1.0))
         module = _module()

@@ -81,7 +81,7 @@ def test_transformers_sees_the_configuration_while_the_plugin_lives() -> None:
     assert not integration.is_deepspeed_zero3_enabled()
 
 
-def test_what_a_trainer_writes_into_its_configuration_later_on_reaches_the_engine() -> None:
+def test_later_changes_by_a_trainer_reach_the_engine() -> None:
     """transformers knows the number of steps only when it trains, with the plugin made long before."""
     params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     given = HfDeepSpeedConfig({**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}})
@@ -91,7 +91,7 @@ def test_what_a_trainer_writes_into_its_configuration_later_on_reaches_the_engin
     assert config["scheduler"]["params"] == {"warmup_num_steps": 7, "total_num_steps": 90}
 
 
-def test_a_trainer_fills_in_what_a_plugin_leaves_open(tmp_path: Path) -> None:
+def test_a_trainer_fills_in_auto_values(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import propagate_args_to_deepspeed
@@ -199,7 +199,7 @@ def test_kinds_of_configurations(kind: str, tmp_path: Path, monkeypatch: pytest.
         ),
     ],
 )  # fmt: skip
-def test_what_a_plugin_refuses(fields: dict[str, Any], message: str) -> None:
+def test_contradictory_plugins_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepSpeedPlugin(**fields)
 
@@ -212,7 +212,7 @@ def test_a_configuration_of_another_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "fields", [{"zero3_init_flag": True}, {"enable_msamp": True}, {"msamp_opt_level": "O1"}]
 )
-def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_unsupported_fields_are_rejected_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(fields))):
         DeepSpeedPlugin(**fields)
 
@@ -231,7 +231,7 @@ def test_batches_come_from_the_loaders() -> None:
     assert (split["train_micro_batch_size_per_gpu"], split["train_batch_size"]) == (4, 16)
 
 
-def test_without_loaders_the_batch_is_what_the_configuration_says() -> None:
+def test_without_loaders_the_configuration_sets_the_batch_size() -> None:
     assert _complete(AUTO)["train_micro_batch_size_per_gpu"] == 1
     config = _complete(AUTO | {"train_batch_size": 24}, world_size=2, num_steps=3)
     assert config["train_micro_batch_size_per_gpu"] == 4
@@ -245,7 +245,7 @@ def test_precision(precision: str) -> None:
         assert config["fp16"]["enabled"] is (precision == "fp16")
 
 
-def test_without_a_word_on_clipping_there_is_none() -> None:
+def test_without_settings_gradients_are_not_clipped() -> None:
     assert _complete(AUTO)["gradient_clipping"] == 0.0
     assert _complete(AUTO | {"gradient_clipping": 2.0})["gradient_clipping"] == 2.0
 
@@ -280,7 +280,7 @@ def test_buckets_are_not_larger_than_the_model() -> None:
     assert _complete(own)["zero_optimization"]["reduce_bucket_size"] == 100
 
 
-def test_an_optimizer_of_torch_is_allowed_with_every_stage_and_beside_offloading() -> None:
+def test_torch_optimizers_work_with_stages_and_offloading() -> None:
     config = _complete(AUTO, optimizer=ADAM)
     assert config["zero_allow_untested_optimizer"] is True
     assert config["zero_force_ds_cpu_optimizer"] is False
@@ -325,7 +325,7 @@ def test_torch_computes_adam_where_no_compiler_is(monkeypatch: pytest.MonkeyPatc
     assert config["optimizer"]["params"]["torch_adam"] is True
 
 
-def test_the_plugin_stays_as_it_is() -> None:
+def test_completing_does_not_change_the_plugin() -> None:
     plugin = DeepSpeedPlugin(AUTO)
     first = complete(plugin.deepspeed_config, EngineInputs(MODEL, batch_sizes=[8]))
     second = complete(plugin.deepspeed_config, EngineInputs(MODEL, batch_sizes=[4]))

@@ -131,12 +131,12 @@ def same(found: list[Any], accumulation: int = 1, precision: str = "no") -> None
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_training_equals_that_of_one_process(world_size: int, accumulation: int) -> None:
+def test_training_equals_a_single_process(world_size: int, accumulation: int) -> None:
     train = functools.partial(_train, gradient_accumulation_steps=accumulation)
     same(ranks.run(train, world_size, {}), accumulation)
 
 
-def test_training_in_bf16_equals_that_of_one_process() -> None:
+def test_training_in_bf16_equals_a_single_process() -> None:
     same(ranks.run(functools.partial(_train, mixed_precision="bf16"), 2, {}), precision="bf16")
 
 
@@ -169,7 +169,7 @@ def _train_in_bf16(is_reference: bool) -> tuple[torch.dtype, list[list[float]]]:
     return outputs.dtype, found
 
 
-def test_training_in_bf16_is_that_of_accelerate() -> None:
+def test_training_in_bf16_equals_accelerate() -> None:
     found, expected = (ranks.run(_train_in_bf16, 2, is_reference) for is_reference in (False, True))
     for (dtype, values), (reference_dtype, reference) in zip(found, expected, strict=True):
         assert dtype == reference_dtype == torch.bfloat16
@@ -213,7 +213,7 @@ def test_layers_that_are_not_sharded_are_stepped_beside_those_that_are(is_optimi
     assert ranks.run(_step_beside_full_layers, 2, is_optimizer_first) == [(True, True)] * 2
 
 
-def test_models_that_are_only_evaluated_are_not_sharded_and_compute_under_autocast() -> None:
+def test_evaluated_models_are_not_sharded_and_use_autocast() -> None:
     assert ranks.run(_evaluate_in_bf16, 2) == [True, True]
 
 
@@ -244,7 +244,7 @@ def test_a_compiled_model_trains_alike(is_regional: bool) -> None:
     same(ranks.run(_train_compiled, 2, is_regional))
 
 
-def test_weights_of_the_meta_device_are_those_that_the_model_would_have_made() -> None:
+def test_meta_weights_are_initialised_like_a_model_on_the_cpu() -> None:
     def train() -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(3)  # as the other ranks' seeds need not be
         if Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).process_index > 0:
@@ -299,7 +299,7 @@ def _whole_tensors() -> dict[str, Any]:
     }
 
 
-def test_what_every_rank_holds_whole_is_sent_by_rank_0_too() -> None:
+def test_rank_0_sends_unsharded_tensors() -> None:
     first, second = ranks.run(_whole_tensors, 2)
     torch.testing.assert_close(second["weights"], first["weights"])
     assert first["weights"]["1.bias"].tolist() == first["weights"]["1.running_mean"].tolist() == [0, 1, 2]
@@ -405,7 +405,7 @@ def _train_views(is_sharded: bool, compiler: str = "no") -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("compiler", ["no", "aot_eager"])
-def test_what_a_unit_returns_may_be_changed_in_place(compiler: str) -> None:
+def test_outputs_of_units_may_be_changed_in_place(compiler: str) -> None:
     (expected,) = ranks.run(_train_views, 1, False)
     torch.testing.assert_close(ranks.run(_train_views, 2, True, compiler)[0], expected)
 
@@ -462,11 +462,11 @@ def _train_loaded_in(dtype: torch.dtype, precision: str) -> tuple[set[torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_was_loaded_in_fewer_bits_is_trained_in_fp32_with_mixed_precision(dtype: torch.dtype) -> None:
+def test_16_bit_weights_are_trained_in_fp32(dtype: torch.dtype) -> None:
     assert ranks.run(_train_loaded_in, 2, dtype, "bf16")[0][0] == {torch.float32}
 
 
-def test_without_mixed_precision_a_model_is_trained_in_the_dtype_that_it_has() -> None:
+def test_without_mixed_precision_models_keep_their_dtype() -> None:
     assert ranks.run(_train_loaded_in, 2, torch.bfloat16, "no")[0][0] == {torch.bfloat16}
 
 
@@ -575,7 +575,7 @@ def _stepped_after_free_memory(settings: dict[str, Any] | None) -> Any:
     return accelerator.get_state_dict(model)
 
 
-def test_an_optimizer_is_given_the_shards_of_its_parameters_after_free_memory_too() -> None:
+def test_optimizers_get_shards_after_free_memory() -> None:
     (alone,) = ranks.run(_stepped_after_free_memory, 1, None)
     torch.testing.assert_close(ranks.run(_stepped_after_free_memory, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
 
@@ -592,7 +592,7 @@ def _norms(norm_type: float, ignored: str | None) -> float:
 
 
 @pytest.mark.parametrize(("norm_type", "ignored"), [(2.0, "exit"), (1.0, None), (float("inf"), None)])
-def test_norms_are_those_of_all_parts(norm_type: float, ignored: str | None) -> None:
+def test_norms_cover_all_shards(norm_type: float, ignored: str | None) -> None:
     model = network()
     model(data().tensors[0]).pow(2).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)  # type: ignore[misc]
@@ -624,7 +624,7 @@ def _warnings_of_ignored(is_frozen: bool) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_what_ranks_train_each_for_itself_is_warned_of_once() -> None:
+def test_unsharded_trained_weights_warn_once() -> None:
     (message,), others = ranks.run(_warnings_of_ignored, 2, False)
     assert message.startswith("ignored_modules leaves exit.weight, exit.bias to each rank")
     assert "requires_grad_(False)" in message
@@ -664,6 +664,6 @@ def _backends_for(offload: bool) -> list[str | None]:
     return asked
 
 
-def test_what_is_offloaded_is_exchanged_over_gloo_where_gpus_use_nccl() -> None:
+def test_offloaded_shards_use_gloo_beside_nccl() -> None:
     assert ranks.run(_backends_for, 2, True) == [["cpu:gloo,cuda:nccl"]] * 2
     assert ranks.run(_backends_for, 2, False) == [[], []]

@@ -240,9 +240,7 @@ def test_hooks_find_nothing_left_of_a_checkpoint_in_shards(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [("FULL_STATE_DICT", None), (None, "SHARDED_STATE_DICT")])
-def test_whole_states_are_those_of_models_that_are_not_sharded(
-    tmp_path: Path, before: str | None, after: str | None
-) -> None:
+def test_full_states_equal_unsharded_ones(tmp_path: Path, before: str | None, after: str | None) -> None:
     folder = tmp_path / "state"
     going_on = ranks.run(_save, 2, before, str(folder))
     names = {path.name for path in folder.iterdir()}
@@ -326,7 +324,7 @@ def _save_own_way(folder: str) -> str:
     return str(refused.value)
 
 
-def test_a_file_of_one_rank_s_shards_is_refused(tmp_path: Path) -> None:
+def test_saving_one_ranks_shards_is_rejected(tmp_path: Path) -> None:
     for refused in ranks.run(_save_own_way, 2, str(tmp_path)):
         assert "would write only the main process's shards" in refused
         assert "accelerator.save_model(model, folder)" in refused

@@ -180,7 +180,7 @@ def _train(
 
 
 @pytest.mark.parametrize("build", [Gpt, Around, Applied, Nested, Helped])
-def test_what_a_model_leaves_as_it_was_built_is_so_too(build: Callable[[], nn.Module]) -> None:
+def test_values_from_construction_are_kept(build: Callable[[], nn.Module]) -> None:
     expected = ranks.run(_train, 2, build, "cpu")[0]
     found = ranks.run(_train, 2, build, "meta")[0]
     torch.testing.assert_close(found, expected)
@@ -192,7 +192,7 @@ def _make_linear(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", [None, _make_linear], ids=["model", "param_init_fn"])
-def test_what_nothing_makes_is_named_before_training(make: Callable[[nn.Module], Any] | None) -> None:
+def test_uninitialised_tensors_are_named_before_training(make: Callable[[nn.Module], Any] | None) -> None:
     with pytest.raises(ranks.RankFailed) as caught:
         ranks.run(_train, 2, Scaled, "meta", make)
     text = str(caught.value)
@@ -217,13 +217,13 @@ def _allocated() -> dict[str, torch.Tensor]:
     return dict(accelerator.get_state_dict(accelerator.prepare(_built(Gpt, "meta"))))
 
 
-def test_memory_that_param_init_fn_allocates_is_taken_as_it_is() -> None:
+def test_memory_from_param_init_fn_is_used() -> None:
     found = ranks.run(_allocated, 2)[0]
     assert found.keys() == Gpt().state_dict().keys()
     assert all(tensor.isnan().all() for tensor in found.values())
 
 
-def test_what_is_tied_is_made_once_and_stays_tied() -> None:
+def test_tied_weights_are_initialised_once() -> None:
     found = ranks.run(_train, 2, Tied, "meta")[0]
     assert all(tensor.isfinite().all() for tensor in found.values())
     for first, second in (("entry.weight", "head.weight"), ("norms.0.running_var", "norms.1.running_var")):
@@ -240,7 +240,7 @@ def _weights_beside_others() -> dict[str, torch.Tensor]:
     return dict(accelerator.get_state_dict(accelerator.prepare(model)))
 
 
-def test_what_a_module_has_already_stays_when_the_rest_is_made() -> None:
+def test_existing_values_of_a_module_are_kept() -> None:
     found = ranks.run(_weights_beside_others, 2)[0]
     assert torch.equal(found["0.weight"], torch.full((3, 3), 5.0))
     assert torch.equal(found["1.running_mean"], torch.full((3,), 5.0))
@@ -267,7 +267,7 @@ def _tensors_of_gpt2(device: str) -> tuple[dict[str, torch.Tensor], dict[str, to
     return dict(accelerator.get_state_dict(model)), dict(model.named_buffers())
 
 
-def test_a_model_of_transformers_makes_all_of_its_own() -> None:
+def test_transformers_initialise_their_weights() -> None:
     expected, buffers = ranks.run(_tensors_of_gpt2, 2, "cpu")[0]
     (weights, _), *_ = found = ranks.run(_tensors_of_gpt2, 2, "meta")
     assert weights.keys() == expected.keys()
@@ -291,7 +291,7 @@ _DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-def test_what_has_not_been_written_shows(dtype: torch.dtype) -> None:
+def test_unwritten_elements_are_detected(dtype: torch.dtype) -> None:
     tensor = unwritten(torch.empty(2, 3, dtype=dtype, device="meta"))
     assert is_unwritten(tensor)
     tensor[0] = torch.zeros((), dtype=dtype)

@@ -77,7 +77,7 @@ def test_tied_weights_go_to_a_unit_around_both() -> None:
     assert _units(Tied(), transformer_cls_names_to_wrap=["Linear", "Block"]) == ["middle.linear", "middle"]
 
 
-def test_what_is_never_called_is_no_unit() -> None:
+def test_uncalled_modules_are_not_units() -> None:
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.ModuleList([nn.Linear(8, 8)]))
     assert _units(model, auto_wrap_policy=lambda module: True) == ["1.0", "0"]
 
@@ -128,7 +128,7 @@ def test_ignored_modules() -> None:
         ({"min_num_params": "many"}, "min_num_params='many' is not a number"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         FullyShardedDataParallelPlugin(**settings)
     assert message in str(caught.value)
@@ -211,7 +211,7 @@ def test_views_that_a_unit_hands_on_are_not_warned_of() -> None:
         (OffloadPolicy(), False),
     ],
 )
-def test_what_says_whether_parts_lie_in_host_memory(offload: Any, expected: bool) -> None:
+def test_forms_of_cpu_offload(offload: Any, expected: bool) -> None:
     plugin = FullyShardedDataParallelPlugin(cpu_offload=offload)
     assert plugin.cpu_offload is expected
     assert isinstance(plugin.offload_policy(), CPUOffloadPolicy) == expected
@@ -237,7 +237,7 @@ def test_a_policy_s_numbers_may_go_by_name(dtype: Any) -> None:
         wrong.precision_policy(None)
 
 
-def test_what_units_return_is_no_view_unless_its_memory_has_two_names() -> None:
+def test_units_return_no_views_of_unshared_memory() -> None:
     class Layer(nn.Module):
         def __init__(self, is_shared: bool) -> None:
             super().__init__()
@@ -321,7 +321,7 @@ def _report() -> list[str]:
     return [event.text for event in emitted if isinstance(event, Note)]
 
 
-def test_a_line_shows_what_every_rank_holds() -> None:
+def test_a_note_shows_the_size_of_each_ranks_shards() -> None:
     line = "Net: 5.00 kB of weights sharded over 2 ranks, 1.00 kB to 4.00 kB each; and more"
     assert ranks.run(_report, 2) == [[line], []]
 

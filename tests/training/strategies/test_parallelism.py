@@ -286,7 +286,7 @@ def _one_after_another() -> list[tuple[str, bool]]:
     return found
 
 
-def test_a_later_accelerator_shards_as_the_one_before_unless_it_is_asked_otherwise() -> None:
+def test_later_accelerators_shard_by_default() -> None:
     expected = [("FSDP", True)] * 3 + [("MULTI_CPU", False)] * 2
     assert ranks.run(_one_after_another, 2) == [expected] * 2
 
@@ -344,7 +344,7 @@ def _refused() -> list[str]:
         ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "fsdp_plugin"),
     ],
 )
-def test_a_torch_without_what_shards_need_is_refused_at_once(settings: dict[str, Any], asked: str) -> None:
+def test_old_torch_is_rejected_at_once(settings: dict[str, Any], asked: str) -> None:
     def use() -> None:
         del torch.nn.utils.get_total_norm  # as in torch 2.5
         with pytest.raises(
@@ -355,7 +355,7 @@ def test_a_torch_without_what_shards_need_is_refused_at_once(settings: dict[str,
     ranks.run(use, 2)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_divisions_are_rejected() -> None:
     messages, _ = ranks.run(_refused, 2)
     for message, part in zip(
         messages,
@@ -405,7 +405,7 @@ def test_a_configuration_that_can_not_be(sizes: dict[str, Any], message: str) ->
         ParallelismConfig(**sizes)
 
 
-def test_sequence_parallelism_of_deepspeed_is_refused_with_what_to_use() -> None:
+def test_deepspeed_sequence_parallelism_is_rejected() -> None:
     refusal = r"\(sp_size\) is not available.* ParallelismConfig\(cp_size=\.\.\.\) shards"
     with pytest.raises(NotImplementedError, match=refusal):
         ParallelismConfig(sp_size=2)

@@ -125,7 +125,7 @@ def _assert_alike(some: Any, others: Any) -> None:
     ("kind", "before", "after"),
     [("SHARDED_STATE_DICT", 2, (1, 2, 4)), ("FULL_STATE_DICT", 2, (1,)), ("SHARDED_STATE_DICT", 1, (2,))],
 )
-def test_shards_of_registered_objects_are_loaded_on_any_number_of_ranks(
+def test_any_number_of_ranks_loads_registered_shards(
     tmp_path: Path, kind: str, before: int, after: tuple[int, ...]
 ) -> None:
     expected = list(_of_one_process())
@@ -205,7 +205,7 @@ def _per_rank(folder: str, per_rank: bool | None, is_saving: bool, kept: str) ->
     return holder.state["common"]["value"], holder.state["samples"][0].tolist()
 
 
-def test_states_that_differ_between_ranks_are_each_rank_s_own(tmp_path: Path) -> None:
+def test_differing_states_stay_with_their_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     first, second, own = "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "custom_checkpoint_0_rank1.pkl"
     assert ranks.run(_per_rank, 2, folder, None, True, "own")[0] == [first, own, second]
@@ -248,9 +248,7 @@ def _refused(folder: str, name: str) -> str:
         ("raises", "no such thing"),
     ],
 )
-def test_states_that_can_not_be_saved_are_refused_on_all_ranks(
-    tmp_path: Path, name: str, message: str
-) -> None:
+def test_unsavable_states_are_rejected_on_all_ranks(tmp_path: Path, name: str, message: str) -> None:
     for text in ranks.run(_refused, 2, str(tmp_path), name):
         assert message in text
 

@@ -40,7 +40,7 @@ def _read(folder: Path, owner: object = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rate", [0.5, numpy.float64(0.5), (0.9, 0.5), None, [1, "two", True]])
-def test_what_is_no_tensor_comes_back(rate: Any, tmp_path: Path) -> None:
+def test_other_objects_come_back(rate: Any, tmp_path: Path) -> None:
     shard_files.write(_state(rate), tmp_path / "shards", is_alone=True)
     read = _read(tmp_path / "shards")
     assert read["rate"] == rate
@@ -72,7 +72,7 @@ class Scheduled(torch.optim.SGD):
     """An optimizer of the user's own, whose groups hold objects."""
 
 
-def test_classes_beside_that_of_the_optimizer_are_trusted(tmp_path: Path) -> None:
+def test_classes_of_the_optimizers_module_are_trusted(tmp_path: Path) -> None:
     shard_files.write(_state(Schedule(0.5)), tmp_path / "shards", is_alone=True)
     owner = Scheduled([torch.zeros(1)])
     assert _read(tmp_path / "shards", owner)["rate"] == Schedule(0.5)
