@@ -1,14 +1,14 @@
-"""Gradient accumulation: when gradients are synchronised and the optimizer steps, by :class:`AccumulationState`.
+"""Gradient accumulation: :class:`AccumulationState` decides when gradients are synchronised and optimizers step.
 
-Every Accelerator has its own. It counts micro-steps and knows the loader that is being read, from the stack of the
-loaders of the process (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` acts on
-what it decides (the strategy's ``no_sync`` where a micro-step begins, ``num_steps`` as divisor of losses), and so does
-the optimizer wrapper.
+Every Accelerator has its own. It counts micro-steps, and knows the loader being read from the process's stack of
+loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` applies its decisions
+(the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as divisor of losses), and so do prepared
+optimizers.
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
 
-Models that are accumulated apart have a :class:`Window` each, by which their optimizers step:
+Models that are accumulated separately each have a :class:`Window`, which decides when their optimizers step:
 
     accumulate(D)     .       S       .       S
     accumulate(G)         .       S       .       S
@@ -29,7 +29,7 @@ from nblaunch.training.options import GradientAccumulationPlugin
 
 
 def _current_command() -> tuple[int, int]:
-    """Return what distinguishes the cell, or the command of a session, that runs from those before it."""
+    """Return numbers that identify the running cell, or the running command of a session."""
     shell = user_code.ipython_shell()
     return context.current().num_commands, 0 if shell is None else shell.execution_count
 
@@ -38,28 +38,28 @@ class LoaderStack:
     """The prepared loaders that a process is reading, outermost first."""
 
     def __init__(self) -> None:
-        # Weak: a loader that the user drops in the middle of an epoch must go, with the data it holds.
+        # The references are weak: a loader that the user drops in the middle of an epoch must be freed with its data.
         self._entries: list[tuple[tuple[int, int], weakref.ref[Any]]] = []
 
     def enter(self, loader: Any) -> None:
-        """Make ``loader`` the active one: it begins an epoch, until it ends or another one begins inside."""
+        """Make ``loader`` the active one. Call it at the start of an epoch."""
         self._entries.append((_current_command(), weakref.ref(loader)))
 
     def leave(self, loader: Any) -> None:
-        """Forget ``loader``, whose epoch ended or was abandoned; the one around it, if any, is active again."""
+        """Forget ``loader``, whose epoch ended or was left early. The enclosing loader, if any, is active again."""
         for position in range(len(self._entries) - 1, -1, -1):
             if self._entries[position][1]() is loader:
                 del self._entries[position]
                 return
 
     def forget_earlier_commands(self) -> None:
-        """Forget the loaders of earlier cells, which a traceback or a variable keeps in the middle of their epoch."""
+        """Forget loaders of earlier cells that a traceback or a variable keeps alive in the middle of an epoch."""
         now = _current_command()
         self._entries = [entry for entry in self._entries if entry[0] == now]
 
     @property
     def innermost(self) -> Any:
-        """The active loader; None outside of any."""
+        """The active loader; None if no loader is being read."""
         while self._entries:
             loader = self._entries[-1][1]()
             if loader is not None:
@@ -68,19 +68,19 @@ class LoaderStack:
         return None
 
     def entered(self) -> list[Any]:
-        """Return all of them, outermost first."""
+        """Return all loaders being read, outermost first."""
         found = (reference() for _, reference in self._entries)
         return [loader for loader in found if loader is not None]
 
 
 class Window:
-    """Micro-steps of models that are accumulated together, since their gradients were synchronised last.
+    """The micro-steps of models that are accumulated together, since their gradients were last synchronised.
 
     Args:
-        modules: the users' own; none: of no model in particular.
+        modules: the user's modules; empty: the window does not belong to particular models.
 
-    ``step`` counts since the last end of a loader, ``size`` since the last synchronisation. ``is_short``: it ends with
-    less micro-steps than others have, as at the end of a loader.
+    ``step`` counts from the last end of a loader, ``size`` from the last synchronisation. ``is_short``: the window ends
+    with fewer micro-steps than usual, for example at the end of a loader.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
@@ -92,41 +92,40 @@ class Window:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Its models that there still are."""
+        """The window's models that still exist."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def is_of(self, modules: Sequence[torch.nn.Module]) -> bool:
-        """Return whether it is of just these models."""
+        """Return whether the window belongs to exactly these models."""
         references = self._modules
         if len(references) != len(modules):
             return False
-        if len(references) == 1:  # as at most steps
+        if len(references) == 1:  # the usual case
             return references[0]() is modules[0]
         return all(reference() is module for reference, module in zip(references, modules, strict=True))
 
     def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Go on as the window of these models."""
+        """Assign the window to these models."""
         self._modules = [weakref.ref(module) for module in modules]
 
     @property
     def parameters(self) -> set[int]:
-        """The ids of its models' parameters."""
+        """The ids of the models' parameters."""
         return {id(parameter) for module in self.modules for parameter in module.parameters()}
 
 
 class AccumulationState:
-    """The accumulation windows of an Accelerator, and the prepared loaders that are being read.
+    """The accumulation windows of an Accelerator, and the prepared loaders being read.
 
-    Loops around the Accelerator are among them. What an earlier cell, or command of a session, has left in the
-    middle is not.
+    A loader whose loop began before the Accelerator was created counts. A loader that an earlier cell, or command of a
+    session, left in the middle of an epoch does not.
 
     ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
     the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
-    averaged gradients over ranks, which the next step leaves out. ``plugin`` has the settings; another one may be
-    assigned.
+    averaged gradients over ranks, and the next step skips that. ``plugin`` has the settings, and can be assigned.
 
     Args:
-        loaders: loaders of the process; None = a window without loaders.
+        loaders: loaders of the process; None: a window without loaders.
         plugin: the settings.
     """
 
@@ -146,7 +145,7 @@ class AccumulationState:
 
     @property
     def step(self) -> int:
-        """Micro-steps of the current window since the last end of a loader; set, it counts for all windows."""
+        """Micro-steps of the current window since the last end of a loader. Setting it applies to all windows."""
         return self.current.step
 
     @step.setter
@@ -156,7 +155,7 @@ class AccumulationState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends in an optimizer step; may be set."""
+        """Whether the current micro-step ends in an optimizer step; settable."""
         return self.current.sync_gradients
 
     @sync_gradients.setter
@@ -165,21 +164,21 @@ class AccumulationState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-steps per optimizer step; may be set, for the windows that follow."""
+        """Number of micro-steps per optimizer step; settable, for later windows."""
         return self.plugin.num_steps
 
     @num_steps.setter
     def num_steps(self, num_steps: int) -> None:
-        self.plugin = dataclasses.replace(self.plugin, num_steps=num_steps)  # the user's own stays as it is
+        self.plugin = dataclasses.replace(self.plugin, num_steps=num_steps)  # don't change the user's plugin
 
     def is_of(self, loaders: LoaderStack) -> bool:
-        """Return whether the window is of the process that reads these loaders."""
+        """Return whether this state belongs to the process that reads these loaders."""
         return self._stack is loaders
 
     def enter(self, window: Window) -> Window | None:
-        """Begin one more micro-step of ``window``: decide whether it ends in an optimizer step.
+        """Begin a micro-step of ``window``: decide whether it ends in an optimizer step.
 
-        Returns the window around it, for :meth:`leave`; None outside of any.
+        Return the enclosing window, for :meth:`leave`; None if there is none.
         """
         self._advance(window)
         outer, self._entered = self._entered, window
@@ -187,13 +186,13 @@ class AccumulationState:
         return outer
 
     def leave(self, outer: Window | None) -> None:
-        """End the micro-step that began last, inside the window ``outer``."""
+        """End the current micro-step, and return to the enclosing window ``outer``."""
         self._entered = outer
         if outer is not None:
             self.current = outer
 
     def advance(self) -> None:
-        """Begin one more micro-step of the current window."""
+        """Begin a micro-step of the current window."""
         self._advance(self.current)
 
     def _advance(self, window: Window) -> None:
@@ -207,10 +206,10 @@ class AccumulationState:
         window.is_short = window.sync_gradients and window.size < plugin.num_steps
 
     def window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
-        """Return the window of just these models; a new one where there is none.
+        """Return the window of exactly these models; create it if there is none.
 
         Raises:
-            RuntimeError: some of the models, together with others or without, are in the middle of a window.
+            RuntimeError: some of the models are in the middle of another window.
         """
         if self.current.is_of(modules):
             return self.current
@@ -230,7 +229,7 @@ class AccumulationState:
         self._windows = [window for window in self._windows if not any(window is one for one in related)]
         nameless = next((window for window in self._windows if not window.modules), None)
         if nameless is not None and self._entered is None:
-            nameless.take_over(modules)  # it may go on where a checkpoint was
+            nameless.take_over(modules)  # its counts may come from a checkpoint
             return nameless
         made = related[0] if len(related) == 1 else Window()
         made.take_over(modules)
@@ -238,13 +237,13 @@ class AccumulationState:
         return made
 
     def window_for(self, optimizer: Any) -> Window:
-        """Return the window by which an optimizer steps: of the models whose parameters it has.
+        """Return the window that decides when an optimizer steps: the window of the models whose parameters it has.
 
         Args:
-            optimizer: prepared; has a method ``has_any(ids of parameters)``.
+            optimizer: a prepared optimizer, with a method ``has_any(ids of parameters)``.
 
         Raises:
-            RuntimeError: it has parameters of several models, whose windows end at different micro-steps.
+            RuntimeError: the optimizer has parameters of several models whose windows end at different micro-steps.
         """
         if len(self._windows) == 1:
             return self.current
@@ -265,34 +264,34 @@ class AccumulationState:
     def syncs_each_batch(self) -> bool:
         """Whether ranks average gradients in every micro-step.
 
-        Not where they join: a rank at its end answers with zeros, by which averages of earlier micro-steps would be
-        averaged once more.
+        False in ``join_uneven_inputs``: a rank without data contributes zeros, and averages of earlier micro-steps
+        would be averaged with these.
         """
         return self.plugin.sync_each_batch and not self._is_joining
 
     def forget_owners(self) -> None:
-        """Look anew for the models of optimizers, whose parameters have changed."""
+        """Forget the windows of optimizers, because the parameters of one have changed."""
         self._of_optimizers.clear()
 
     def gradient_factor(self, optimizer: Any) -> float:
-        """Return what brings an optimizer's gradients, each divided by ``num_steps``, to the mean of its window."""
+        """Return the factor from gradients divided by ``num_steps`` to the mean over the optimizer's window."""
         window = self.window_for(optimizer)
         return self.num_steps / window.size if window.sync_gradients and window.size else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the windows are, for a rank that has taken fewer micro-steps."""
+        """Return the counts of all windows, for a rank that has taken fewer micro-steps."""
         return {"windows": [(one.step, one.size, one.sync_gradients) for one in self._windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the windows of another rank are; those that have not begun here are left out."""
+        """Set the counts of all windows to another rank's, except windows that have not begun here."""
         for window, (step, size, sync_gradients) in zip(self._windows, state["windows"], strict=False):
             window.step, window.size, window.sync_gradients = step, size, sync_gradients
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Let ranks reach the end of a loader at different micro-steps in the block, and reduce in the same ones.
+        """Make all ranks reduce in the same micro-steps in the block, although their loaders end at different ones.
 
-        Where ranks have unequal numbers of batches, the end closes no window there.
+        The end of a loader closes no window in the block if ranks have unequal numbers of batches.
         """
         before, self._is_joining = self._is_joining, True
         try:
@@ -302,32 +301,32 @@ class AccumulationState:
 
     @property
     def _ends_alone(self) -> bool:
-        """Whether other ranks have more or fewer batches of the active loader, and join."""
+        """Whether ranks have unequal numbers of batches of the active loader, in ``join_uneven_inputs``."""
         return self._is_joining and bool(self.active_loader.is_uneven)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is pickled with an optimizer finds the window of the process that it arrives in.
+        # An unpickled optimizer uses the window of the process that unpickled it.
         return _of_this_process, ()
 
     @property
     def active_loader(self) -> Any:
-        """The loader that is being read, the innermost of several; None outside of any."""
+        """The innermost loader being read; None if there is none."""
         return self._stack.innermost
 
     @property
     def loaders(self) -> list[Any]:
-        """All loaders that are being read, outermost first."""
+        """All loaders being read, outermost first."""
         return self._stack.entered()
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch in the user's hands is the last one of the active loader."""
+        """Whether the current batch is the last one of the active loader."""
         loader = self.active_loader
         return loader is not None and bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
-        """Real rows in the last global batch of the active loader: 0 = all of them, -1 = not known."""
+        """Number of real rows in the last global batch of the active loader: 0 means all of them, -1 unknown."""
         loader = self.active_loader
         return -1 if loader is None else int(loader.remainder)
 

@@ -1,9 +1,7 @@
-"""What a training loop calls for its gradients: backward, the block of a micro-step, true gradients.
+"""Gradients of a training loop: backward, the block of a micro-step, unscaling and clipping.
 
-True gradients are averaged and unscaled, as clipping needs them.
-
-Methods of the ``Accelerator`` call these functions, with its :class:`Preparer`. When gradients are synchronised is
-decided in ``accumulation.py``, how by the strategy, and in which number format by the precision.
+Methods of the ``Accelerator`` call these functions with its :class:`Preparer`. ``accumulation.py`` decides when
+gradients are synchronised, the strategy how, and the precision in which number format.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from nblaunch.training.shared_state import get_shared_state
 
 
 def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) -> None:
-    """Compute gradients, and show the loss; see ``Accelerator.backward``. Called at every micro-step.
+    """Compute gradients, and show the loss; see ``Accelerator.backward``. Called in every micro-step.
 
     Args:
-        preparer: of the Accelerator.
+        preparer: the Accelerator's preparer.
         loss: a tensor of one element.
         options: keyword arguments of :meth:`torch.Tensor.backward`, or ``learning_rate``.
     """
@@ -67,11 +65,11 @@ def _lomo_optimizers(preparer: Preparer) -> list[Any]:
 
 
 class MicroStep(ContextDecorator):
-    """Runs its block as one micro-step; see ``Accelerator.accumulate``. Not a generator: those cost more at every step.
+    """Runs its block as one micro-step; see ``Accelerator.accumulate``. A generator would cost more in every step.
 
     Args:
-        preparer: of the Accelerator.
-        models: whose gradients are accumulated.
+        preparer: the Accelerator's preparer.
+        models: the models whose gradients are accumulated.
     """
 
     __slots__ = ("_accumulation", "_models", "_outer", "_preparer", "_unsynchronised")
@@ -113,7 +111,7 @@ class MicroStep(ContextDecorator):
 
 
 def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
-    """Say once, on rank 0, by what the gradients of a short window are divided."""
+    """Warn once, on rank 0, about the divisor of gradients in a short window."""
     size, num_steps = accumulation.current.size, accumulation.num_steps
     accumulation.has_named_short_window = True
     if rank == 0 and accumulation.plugin.divide_by_actual is None:
@@ -127,7 +125,7 @@ def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
 
 @contextmanager
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
-    """Have the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
+    """Make the next ``backward`` in the block reduce gradients; see ``Accelerator.trigger_sync_in_backward``."""
     with ExitStack() as stack:
         for strategy in list(get_shared_state().strategies.values()):
             stack.enter_context(strategy.sync_in_backward(model))
@@ -135,7 +133,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
 
 
 def unscale(preparer: Preparer, optimizer: Any) -> None:
-    """Bring fp16 gradients to their true size; see ``Accelerator.unscale_gradients``."""
+    """Unscale fp16 gradients; see ``Accelerator.unscale_gradients``."""
     for one in preparer.optimizers if optimizer is None else nested.leaves(optimizer):
         preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
@@ -143,7 +141,7 @@ def unscale(preparer: Preparer, optimizer: Any) -> None:
 def clip_grad_norm(preparer: Preparer, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip gradients by their total norm; see ``Accelerator.clip_grad_norm_``."""
     listed, owners = _bring_to_true_size(preparer, parameters)
-    if max_norm != math.inf:  # by which a norm is measured
+    if max_norm != math.inf:  # an infinite norm only measures
         preparer.shared.watch.before_clip(owners)
     return preparer.strategy.clip_grad_norm(listed, max_norm, norm_type)
 
@@ -158,11 +156,10 @@ def clip_grad_value(preparer: Preparer, parameters: Any, clip_value: float) -> N
 def _bring_to_true_size(
     preparer: Preparer, parameters: torch.Tensor | Iterable[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[AcceleratedOptimizer]]:
-    """Bring gradients of ``parameters`` to their true size; return these as a list, and the optimizers that have any.
+    """Average and unscale gradients of ``parameters``; return the parameters as a list, and their optimizers.
 
-    The gradients are averaged over ranks, unless backward has done it, and unscaled. Optimizers without any of the
-    parameters are not touched, because they may have no gradients yet. If no prepared optimizer has any of them, all
-    are unscaled.
+    Gradients are averaged over ranks unless backward has done so. Optimizers without any of the parameters are not
+    touched, because they may have no gradients yet. If no prepared optimizer has any of them, all are unscaled.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in listed}

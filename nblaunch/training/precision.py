@@ -1,12 +1,12 @@
-"""In which number format the forward pass computes, and what that asks of backward, clipping and step.
+"""The number format of the forward pass, and its consequences for backward, clipping and step.
 
-:class:`Precision` is full precision: every method does nothing beyond plain PyTorch. The others change only what they
-must. Which formats a device can do is decided by the backend; which one is used, step by step:
+:class:`Precision` is full precision: its methods add nothing to plain PyTorch. Subclasses override only what their
+format needs. The backend decides which formats a device supports. These functions choose the format:
 
     argument ──> ``StrategyPlugin.precision_name`` ──> ``arguments.resolve_precision`` ──> :func:`make`
              ──> ``Strategy.adapt_precision``
 
-Training in fp8 is done by torchao, with linear layers that compute in 8 bits: :class:`AORecipeKwargs`.
+torchao trains in fp8, with linear layers that compute in 8 bits: :class:`AORecipeKwargs`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Precision:
 
     Args:
         backend: the device family.
-        handlers: of the Accelerator, by type, where the user may assign others: they may have settings of autocast, the
-            gradient scaler and fp8.
+        handlers: the Accelerator's handlers, by type, with settings of autocast, the gradient scaler and fp8. Users may
+            replace them at any time.
     """
 
     name = "no"
     dtype: torch.dtype | None = None
     scales_gradients = False
-    """Whether steps and cleared gradients concern it; else an optimizer steps without it."""
+    """Whether optimizers must step and clear gradients through this object."""
 
     def __init__(self, backend: Backend, handlers: Mapping[type, Any]) -> None:
         self._backend = backend
@@ -55,10 +55,10 @@ class Precision:
         return None
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take notice of an optimizer that was prepared."""
+        """Record a prepared optimizer."""
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Run the block, outside a prepared model's forward, in this precision. ``options`` beat the constructor's."""
+        """Run the block in this precision, outside a prepared model's forward. ``options`` override the handler."""
         if self.dtype is None:
             return nullcontext()
         options = options or self._handlers.get(AutocastKwargs) or AutocastKwargs()
@@ -67,30 +67,30 @@ class Precision:
         )
 
     def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
-        """Replace layers by those that compute in this precision, before :meth:`prepare_forward`."""
+        """Replace layers by layers that compute in this precision. Called before :meth:`prepare_forward`."""
 
     def prepare_forward(self, model: torch.nn.Module) -> None:
-        """Make ``model.forward`` compute in this precision. An earlier preparation is undone first."""
+        """Make ``model.forward`` compute in this precision, after undoing an earlier preparation."""
         restore_forward(model)
         if self.dtype is not None:
             wrapped = AutocastForward(model, self)
-            # Past Module.__setattr__, which is for parameters, buffers and submodules.
+            # Bypass Module.__setattr__, which handles parameters, buffers and submodules.
             model.__dict__.update(_original_forward=wrapped.original, forward=wrapped)
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        """Call ``loss.backward(**options)``, scaled where the precision needs it."""
+        """Call ``loss.backward(**options)``, with a scaled loss if the precision needs it."""
         loss.backward(**options)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of ``optimizer`` to their true size, before they are clipped or looked at."""
+        """Unscale the gradients of ``optimizer``, before they are clipped or read."""
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take notice that the gradients of ``optimizer`` were cleared."""
+        """Record that the gradients of ``optimizer`` were cleared."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | torch.Tensor:
         """Step ``optimizer``. Return whether the step was skipped because gradients overflowed.
 
-        The answer is a tensor where the device decides it, so that nothing waits for the device unless it is asked.
+        If the device decides this, the answer is a tensor, and only reading it waits for the device.
         """
         if closure is None:
             optimizer.step()
@@ -107,7 +107,7 @@ class Bf16Precision(Precision):
 
 
 class Fp8Precision(Bf16Precision):
-    """Linear layers compute in 8 bits, by torchao; all else as in bf16."""
+    """Linear layers compute in 8 bits, with torchao; the rest of the model uses bf16."""
 
     name = "fp8"
 
@@ -120,23 +120,23 @@ class Fp8Precision(Bf16Precision):
 
 
 class DeviceBf16Precision(Precision):
-    """The device represents fp32 as bfloat16 by itself; nothing is left to do here."""
+    """bf16 on a device that represents fp32 as bfloat16: there is nothing to do."""
 
     name = "bf16"
 
 
 class ReplacedFp16Precision(Precision):
-    """Full precision, where it takes the place of fp16."""
+    """Full precision on a device that does not support fp16."""
 
     name = "fp16"
 
 
 class Fp16Precision(Precision):
-    """Autocast to float16, with the loss scaled so that small gradients don't vanish.
+    """Autocast to float16, with a scaled loss to keep small gradients from vanishing.
 
-    Several optimizers share one gradient scaler. torch's scaler wants one ``update`` per round of backward passes and
-    steps, after the steps of all optimizers: it may change the scale, which those that have not stepped yet still need,
-    and it forgets whose gradients were unscaled. When a round is over, is decided here::
+    Several optimizers share one gradient scaler. torch's scaler needs one ``update`` per round of backward passes and
+    steps, after all optimizers have stepped: ``update`` may change the scale, which the remaining optimizers still
+    need, and forgets whose gradients were unscaled. This class decides when a round is over::
 
         backward   unscale(a) unscale(b)   step(a)   step(b)   -> update
         backward   unscale(a)   step(a)   backward   ...       -> update before the second backward
@@ -159,7 +159,7 @@ class Fp16Precision(Precision):
         self._done: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
 
     def __getstate__(self) -> dict[str, Any]:
-        # A model that is copied has this with its forward; the optimizers are not copied with it.
+        # Copying a model copies this object with its forward, but not the optimizers.
         return {name: value for name, value in vars(self).items() if not isinstance(value, weakref.WeakSet)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -168,10 +168,7 @@ class Fp16Precision(Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """torch's scaler, with the scale of the next round where this one has ended.
-
-        What it is asked for directly is right, too.
-        """
+        """torch's scaler. If the round has ended, it already has the scale of the next round."""
         if not self._waiting():
             self._end_round()
         return self._scaler
@@ -180,7 +177,11 @@ class Fp16Precision(Precision):
         self._optimizers.add(optimizer)
 
     def backward(self, loss: torch.Tensor, options: dict[str, Any]) -> None:
-        """Compute scaled gradients. RuntimeError where gradients of true size would be mixed with them, or were."""
+        """Compute scaled gradients.
+
+        Raises:
+            RuntimeError: unscaled gradients of an optimizer would be mixed with scaled ones.
+        """
         for optimizer in list(self._unscaled):
             if not _has_gradients(optimizer):
                 self.forget_gradients(optimizer)
@@ -196,7 +197,7 @@ class Fp16Precision(Precision):
         self.register(optimizer)
         if optimizer in self._done:
             self._end_round()
-        # The scaler refuses to unscale twice in a round; clipping by norm and then by value is a fair thing to do.
+        # The scaler rejects unscaling twice in a round, but users may clip by norm and then by value.
         if optimizer not in self._unscaled and _has_gradients(optimizer):
             self._scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
@@ -218,7 +219,7 @@ class Fp16Precision(Precision):
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._unscaled:
-            self._done.add(optimizer)  # the scaler may forget it
+            self._done.add(optimizer)  # it no longer keeps the round open
 
     def _waiting(self) -> bool:
         """Return whether an optimizer may still step in this round."""
@@ -232,18 +233,18 @@ class Fp16Precision(Precision):
 
     @contextmanager
     def _watching_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Record in ``_was_skipped`` whether a call of ``optimizer.step`` in the block changes nothing.
+        """Record in ``_was_skipped`` whether the scaler skips ``optimizer.step`` in the block.
 
-        The scaler calls the optimizer only where all gradients are finite, and asks the device for that anyway. It
-        always calls a fused optimizer, and hands it a tensor, ``found_inf``, by which that skips the step on the
+        The scaler calls an optimizer only if all gradients are finite, for which it waits for the device anyway. It
+        always calls a fused optimizer, with a tensor ``found_inf`` that makes the optimizer skip the step on the
         device.
 
-        Not by a hook: that needs what ``Optimizer.__init__`` makes, and optimizers around another one may not call it.
+        A step hook would not work: it needs ``Optimizer.__init__``, which optimizers around another one may not call.
         """
         attributes, step = vars(optimizer), optimizer.step
-        own = attributes.get("step")  # as a scheduler sets it
+        own = attributes.get("step")  # a scheduler may have set it
 
-        @functools.wraps(step)  # the scaler looks at the signature
+        @functools.wraps(step)  # the scaler inspects the signature
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._was_skipped = attributes.get("found_inf", False)
             return step(*args, **kwargs)
@@ -275,16 +276,17 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Return numbers that change whenever a gradient does."""
-    with torch.no_grad():  # otherwise each look at a shard makes a new tensor
+    """Return numbers that change whenever a gradient changes."""
+    with torch.no_grad():  # otherwise each access to a shard creates a new tensor
         held = [dtensor.local(gradient) for gradient in _gradients(optimizer)]
     return [(id(one), one._version) for one in held]
 
 
 class AutocastForward:
-    """A model's ``forward`` under autocast, with outputs in fp32 so that losses are computed in full.
+    """A model's ``forward`` under autocast, with fp32 outputs for computing losses in full precision.
 
-    An object rather than a closure: deep copies of the model (averaged weights, say) then call *their* forward.
+    It is an object rather than a closure: deep copies of the model, such as averaged weights, then call *their*
+    forward.
     """
 
     def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
@@ -294,7 +296,7 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The model's own, as :mod:`inspect` looks for it: transformers' generate passes what the signature has."""
+        """The model's own ``forward``, for :mod:`inspect`: transformers' generate passes arguments by its signature."""
         return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +306,7 @@ class AutocastForward:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward`` with outputs in fp32, as forwards in half precision have them after ``prepare``."""
+    """Return ``model_forward`` with fp32 outputs, like forwards in half precision after ``prepare``."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -328,7 +330,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
     """Return the precision called ``name``.
 
     Raises:
-        ValueError: the name is unknown, or the device can't compute in it; or there is a recipe for another one.
+        ValueError: the name is unknown, the device does not support it, or there is an fp8 recipe for another one.
     """
     name = str(getattr(name, "value", name)).lower()
     check_choice("mixed_precision", name, MIXED_PRECISIONS)
@@ -350,7 +352,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
 # --- fp8 --------------------------------------------------------------------------------------------------------------
 
 _MULTIPLE = 16
-"""Sizes of layers that the GPU's 8-bit multiplication takes are multiples of it; see ``torch._scaled_mm``."""
+"""The GPU's 8-bit multiplication needs layer sizes that are multiples of this; see ``torch._scaled_mm``."""
 
 
 @dataclass
@@ -358,14 +360,14 @@ class AORecipeKwargs(KwargsHandler):
     """How ``Accelerator(mixed_precision="fp8")`` trains, by torchao.
 
     Args:
-        config: torchao's ``Float8LinearConfig``; None: it is made of the last two fields. With ``emulate=True`` any
-            device computes the same numbers, slowly: for tests.
-        module_filter_func: ``function(module, name)`` that returns whether a linear layer is converted. None: all are
-            but the first and the last one, and those whose sizes are no multiples of 16.
-        pad_inner_dim: pad matrices of other sizes. None: as launched (``--fp8_pad_inner_dim``), or the variable
+        config: torchao's ``Float8LinearConfig``; None: built from the last two fields. With ``emulate=True``, any
+            device computes the same numbers, but slowly; use it for tests.
+        module_filter_func: ``function(module, name)`` that returns whether to convert a linear layer. None: convert all
+            except the first, the last, and layers whose sizes are not multiples of 16.
+        pad_inner_dim: pad matrices of other sizes. None: the launch's ``--fp8_pad_inner_dim``, or the variable
             ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
-        enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: as launched, or the variable
-            ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. Without FSDP2 it has no effect.
+        enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: the launch's setting, or the variable
+            ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. It has no effect without FSDP2.
 
     Raises:
         ImportError: torchao is not installed.
@@ -391,11 +393,11 @@ class AORecipeKwargs(KwargsHandler):
 
     @property
     def is_emulated(self) -> bool:
-        """Whether any device can do it."""
+        """Whether the recipe works on any device."""
         return bool(self.config.emulate)
 
     def convert(self, model: torch.nn.Module, is_sharded: bool) -> None:
-        """Convert the layers of ``model`` in place; their parameters stay, or are wrapped to be gathered in 8 bits."""
+        """Convert the layers of ``model`` in place. Parameters stay, or are wrapped to be gathered in 8 bits."""
         config = self.config
         if not is_sharded and config.enable_fsdp_float8_all_gather:
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
@@ -413,7 +415,7 @@ def _library() -> Any:
 
 
 def _inner_layers(model: torch.nn.Module) -> Callable[[torch.nn.Module, str], bool]:
-    """Return a filter for all linear layers but the first and the last: in 8 bits these make training unstable."""
+    """Return a filter for all linear layers except the first and the last, which are unstable in 8 bits."""
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     kept = {*linear[:1], *linear[-1:]}
 

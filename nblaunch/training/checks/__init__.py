@@ -1,16 +1,16 @@
-"""Checks for errors of a training loop that raise nothing: the training goes on, and its result is wrong.
+"""Checks for errors in a training loop that raise no exception: training continues, but its result is wrong.
 
-    watch.py       when the checks look: at the first steps, and now and then later
-    check.py       what a check is
+    watch.py       runs the checks in the first steps, and in a few later ones
+    check.py       the interface of a check
     gradients.py   gradients that are never cleared, never computed, or clipped too late
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
     noise.py      loaders whose processes draw equal random numbers
-    hints.py       what may be meant, for those who ask
+    hints.py       possible mistakes that may be intended, shown on request
     scaling.py     a gradient scaler that has collapsed
 
-A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and says
-what is wrong once, with the ranks, the line and what to do (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
-communicate for a check, and nothing is added to the steps between its looks.
+A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and reports
+each error once, with the ranks, the line and a remedy (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
+communicate for a check, and steps without checks take no extra time.
 """

@@ -1,4 +1,4 @@
-"""Checks of loaders that were not prepared: ranks that read the same samples, or the same order in each epoch."""
+"""Checks for loaders that were not prepared: ranks read the same samples, or every epoch has the same order."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from nblaunch.progress.plain_loops import plain_loops
 from nblaunch.training.checks.check import Check, Prepared, Report
 
-_NUM_EPOCHS = 3  # a first batch that is looked at, and a run for warming up, are epochs, too
+_NUM_EPOCHS = 3  # looking at a first batch, and a warm-up run, also count as epochs
 
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
-    """Return the iterator of torch's loader whose batch was read last; None inside of a prepared loader's loop."""
+    """Return the iterator of torch's loader that was read last; None inside a prepared loader's loop."""
     return plain_loops().last_iterator if prepared.accumulation.active_loader is None else None
 
 
 def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of single samples; None if batches are chosen in another way."""
+    """Return the sampler of single samples; None without torch's ``BatchSampler``."""
     batches = getattr(iterator, "_index_sampler", None)
     return batches.sampler if type(batches) is BatchSampler else None
 
 
 class SameSamples(Check):
-    """Each rank reads all samples of a data set, in the same order as the other ranks."""
+    """Each rank reads all samples of a dataset, in the same order as the other ranks."""
 
     name = "same_samples"
 
@@ -37,7 +37,7 @@ class SameSamples(Check):
             return
         if not prepared.models or len(sampler) < 2:
             return
-        # A loader draws this number as it begins an epoch: where it is equal, so is the order that it draws.
+        # A loader draws this number at the start of an epoch. If it is equal on all ranks, so is the order.
         seed = iterator._base_seed if isinstance(sampler, RandomSampler) else 0
         self.report(
             f"each rank trains on the same {len(sampler):,} samples, in the same order",
@@ -48,7 +48,7 @@ class SameSamples(Check):
 
 
 class FixedOrder(Check):
-    """A ``DistributedSampler`` stays in one epoch, so that each epoch has the order of the first."""
+    """A ``DistributedSampler`` stays in one epoch, so every epoch has the same order."""
 
     name = "epoch_not_set"
 

@@ -1,4 +1,4 @@
-"""Checks of gradients: never cleared, never computed, or clipped after they were used."""
+"""Checks for gradients that are never cleared, never computed, or clipped after the step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils.weak import TensorWeakRef
 from nblaunch.training.checks.check import Check, Prepared, Report, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
 
-_NUM_SAMPLED = 3  # parameters whose gradients are looked at
+_NUM_SAMPLED = 3  # parameters whose gradients are examined
 _NUM_UNCLEARED = 2  # steps in a row
 _NUM_EMPTY = 3  # steps in a row
 
 
 @dataclass(eq=False)
 class _LastStep:
-    """What is known of an optimizer's gradients since its last step.
+    """The state of an optimizer's gradients since its last step.
 
     Args:
-        sample: parameters that had a gradient then, and these gradients.
-        is_cleared: these gradients were gone, or zero, before a backward pass.
-        is_added_to: there was a backward pass.
+        sample: some parameters that had a gradient in the step, with these gradients.
+        is_cleared: whether the gradients were gone, or zero, before a backward pass.
+        is_added_to: whether there was a backward pass.
     """
 
     sample: list[tuple[torch.nn.Parameter, TensorWeakRef]]
@@ -34,19 +34,19 @@ class _LastStep:
     is_added_to: bool = False
 
     def look(self) -> None:
-        """Look at the gradients before a backward pass."""
+        """Examine the gradients before a backward pass."""
         self.is_added_to = True
         # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
         self.is_cleared = self.is_cleared or not all(_has_gradient(parameter) for parameter, _ in self.sample)
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other gradients have come in their place, by a backward pass that was not looked at."""
+        """Whether a backward pass that was not examined has replaced the gradients."""
         return any(gradient() is not parameter.grad for parameter, gradient in self.sample)
 
 
 class UnclearedGradients(Check):
-    """An optimizer steps again and again, and backward passes add to the gradients of all steps before."""
+    """An optimizer never clears its gradients, and backward passes add to the gradients of all earlier steps."""
 
     name = "gradients_not_cleared"
 
@@ -64,7 +64,7 @@ class UnclearedGradients(Check):
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
-        # An optimizer of the user's own may have backward passes that are not looked at.
+        # An unprepared optimizer may have backward passes that are not examined.
         is_prepared = any(one.optimizer is optimizer for one in prepared.optimizers)
         if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
@@ -91,7 +91,7 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 class ForeignParameters(Check):
-    """An optimizer steps and none of its parameters has a gradient: they belong to no model that is trained."""
+    """An optimizer steps without any gradients, because its parameters belong to no trained model."""
 
     name = "optimizer_without_gradients"
 
@@ -107,13 +107,13 @@ class ForeignParameters(Check):
         if self._streaks.add(optimizer, is_empty) == _NUM_EMPTY:
             self.report(
                 f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
-                "It was built from parameters of another model, or before the model was replaced or its layers were: "
-                "build it from model.parameters() of the model that you train",
+                "The optimizer was built from another model's parameters, or before the model or its layers were "
+                "replaced: build it from model.parameters() of the model that you train",
             )
 
 
 class LateClipping(Check):
-    """Gradients are clipped after the step that has used them, and before the next backward pass."""
+    """Gradients are clipped after the step that used them, and before the next backward pass."""
 
     name = "clipping_after_step"
 

@@ -1,4 +1,4 @@
-"""Hints: what is often a mistake and may be meant. Nothing is shown of them but how many there are."""
+"""Hints: behaviour that is often a mistake, but may be intended. By default, only their number is shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NAMED = 4
 
 
 class LossDividedTwice(Check):
-    """The loop divides its losses by the micro-steps of a window, as ``accelerator.backward`` does."""
+    """The loop divides losses by the number of micro-steps, although ``accelerator.backward`` does so, too."""
 
     name = "loss_divided_twice"
     is_hint = True
@@ -38,7 +38,7 @@ class LossDividedTwice(Check):
                 self.report(
                     f"losses are divided by {num_steps} before accelerator.backward(), which divides them by "
                     f"gradient_accumulation_steps={num_steps} as well",
-                    "Pass the loss as it is",
+                    "Pass the undivided loss",
                 )
 
 
@@ -54,7 +54,7 @@ class TrainModeEvaluation(Check):
             if kinds and not torch.is_grad_enabled():
                 self.report(
                     f"the {type(model).__name__} was evaluated in training mode, in which {', '.join(sorted(kinds))} "
-                    "computes something else",
+                    "computes other values",
                     "Call model.eval() before the evaluation, and model.train() after it",
                 )
 
@@ -64,7 +64,7 @@ def _differs(layer: torch.nn.Module) -> bool:
 
 
 class UntrainedParameters(Check):
-    """Some parameters of an optimizer never get a gradient, and others do."""
+    """Some parameters of an optimizer never get a gradient, although others do."""
 
     name = "parameters_without_gradients"
     is_hint = True

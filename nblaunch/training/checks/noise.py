@@ -1,11 +1,11 @@
-"""Check of the random numbers that the processes of a loader draw: equal ones give equal noise.
+"""A check for loader processes that draw equal random numbers, which give samples equal noise.
 
-torch seeds each process of a loader differently. A ``worker_init_fn`` that seeds all alike undoes that. A generator
-that the data set itself holds is not seeded: every process gets the same copy.
+torch seeds each worker process of a loader differently. A ``worker_init_fn`` that seeds them alike undoes that. torch
+does not seed a generator that the dataset itself holds: every process gets the same copy.
 
-    process of a loader ── digests of its generators, around two batches ──> shared memory ──> check on the rank
+    loader process ── digests of its generators, around two batches ──> shared memory ──> check on the rank
 
-Only data sets with an index are looked at: processes of an iterable one may all draw alike and share what they draw.
+The check examines only indexed datasets: processes of an iterable dataset may draw alike and share the samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nblaunch.training.checks.check import Check, Prepared, Report
 _NUM_BATCHES = 2
 _NUM_ROWS = 64
 _MAX_LOADERS = 256
-_MAX_OBJECTS = 64  # of a data set, among which generators are looked for
+_MAX_OBJECTS = 64  # objects of a dataset to search for generators
 _SOURCES = ("random", "numpy.random", "torch", "a generator that the data set holds")
 _ROW = struct.Struct(
     f"qq{len(_SOURCES)}q"
@@ -48,20 +48,20 @@ class EqualNoise(Check):
         for source in self._table.find_equal():
             self.report(
                 f"processes of a DataLoader draw the same random numbers from {source}, so samples get equal noise",
-                "Seed by get_worker_info().seed, which differs between processes, in worker_init_fn or at the first "
+                "Seed with get_worker_info().seed, which differs between processes, in worker_init_fn or at the first "
                 "sample",
             )
 
 
 class _Table:
-    """What processes of loaders have drawn, in memory that they share with this process, their parent."""
+    """Digests of the random numbers that loader processes drew, in memory that they share with their parent."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _NUM_ROWS * _ROW.size)
         self._shuffled: dict[int, None] = {}
 
     def note_loader(self, iterator: Any) -> None:
-        """Remember a loop over a loader with processes, if it shuffles: an evaluation may want equal noise."""
+        """Record a loop over a loader with processes, if it shuffles: an evaluation may want equal noise."""
         sampler = iterator._index_sampler
         while (
             inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -73,14 +73,14 @@ class _Table:
                 self._shuffled.pop(next(iter(self._shuffled)))
 
     def write(self, digests: list[int]) -> None:
-        """Write what this process of a loader has drawn."""
+        """Write the digests of this loader process."""
         info: Any = get_worker_info()
         base_seed = info.seed - info.id
         row = (base_seed + info.id) % _NUM_ROWS
         _ROW.pack_into(self._memory, row * _ROW.size, base_seed, info.id, *digests)
 
     def find_equal(self) -> Iterator[str]:
-        """Yield the sources from which two processes of one loader have drawn the same."""
+        """Yield the sources from which two processes of one loader drew the same numbers."""
         seen: set[tuple[int, int, int]] = set()
         for base_seed, _, *digests in _ROW.iter_unpack(self._memory[:]) if self._shuffled else ():
             for source, digest in enumerate(digests):
@@ -101,7 +101,7 @@ def _table() -> _Table:
         begin(self, *args, **kwargs)
         table.note_loader(self)
 
-    @functools.wraps(loop)  # also its name, by which a fresh process finds the original
+    @functools.wraps(loop)  # keeps the name, with which a new process finds the original
     def watch_and_loop(*args: Any, **kwargs: Any) -> None:
         _watch_fetches(table)
         loop(*args, **kwargs)
@@ -131,7 +131,7 @@ def _watch_fetches(table: _Table) -> None:
 
 
 def _digests(states: list[tuple[list[int], list[int]]]) -> list[int]:
-    """Return a digest for each source; 0 where not every batch has drawn from it, or each has drawn the same."""
+    """Return a digest for each source; 0 if not every batch drew from it, or all drew the same numbers."""
     digests = []
     for source in range(len(_SOURCES)):
         path = [(before[source], after[source]) for before, after in states]
@@ -152,7 +152,7 @@ def _states(dataset: Any) -> list[int]:
 
 
 def _generators_in(dataset: Any) -> Iterator[Any]:
-    """Yield the generators of random numbers among the attributes of a data set, its transforms and inner data sets."""
+    """Yield the random generators in the attributes of a dataset, its transforms and inner datasets."""
     numpy: Any = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
     if numpy is not None:

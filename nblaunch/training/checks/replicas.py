@@ -1,6 +1,6 @@
-"""Checks of models that every rank holds whole: gradients, weights and statistics that should be equal on all ranks.
+"""Checks for replicated models, whose gradients, weights and statistics must be equal on all ranks.
 
-Ranks send a few elements each, which the launcher compares.
+Each rank sends a few elements, and the launcher compares them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NUM_ELEMENTS = 2  # of each
 
 
 class DifferentReplicas(Check):
-    """Ranks step by different gradients, or from different weights, so that each trains a model of its own.
+    """Ranks step with different gradients or weights, so each trains a different model.
 
-    Models that a user averages in another way are left out: models with a communication hook, and models of
+    Models that the user averages in another way are left out: models with a communication hook, and models in
     :class:`~nblaunch.LocalSGD` (``left_out``).
     """
 
@@ -40,11 +40,11 @@ class DifferentReplicas(Check):
             if not trained:
                 continue
             name = type(model.module).__name__
-            # Weights first: where these differ, gradients do as well.
+            # Report weights first: if these differ, gradients do, too.
             self.report(
                 f"the weights of the {name} differ between ranks",
-                "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or "
-                "on every rank",
+                "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make "
+                "the same change on every rank",
                 value=("weights", *_elements(trained)),
                 judged_by="equal",
             )
@@ -58,7 +58,7 @@ class DifferentReplicas(Check):
 
 
 class DifferentStatistics(Check):
-    """Ranks have evaluated a model with different statistics of its batch normalisation."""
+    """Ranks evaluated a model with different statistics of batch normalisation."""
 
     name = "statistics_differ"
 
@@ -70,15 +70,16 @@ class DifferentStatistics(Check):
                 self.report(
                     f"ranks have evaluated the {type(model.module).__name__} with different statistics of "
                     f"{type(layers[0]).__name__}",
-                    "Leave broadcast_buffers=True, convert the model by torch.nn.SyncBatchNorm.convert_sync_batchnorm, "
-                    "or evaluate the model that accelerator.prepare() returned",
+                    "Leave broadcast_buffers=True, convert the model with "
+                    "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate the model that accelerator.prepare() "
+                    "returned",
                     value=tuple(_elements(means)),
                     judged_by="equal",
                 )
 
 
 def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
-    """Yield the models that torch averages in its own way, over all ranks of the job."""
+    """Yield the models whose gradients torch averages over all ranks of the job, without a communication hook."""
     if prepared.shared.parallelism is not None:
         return
     for model in prepared.models:

@@ -1,4 +1,4 @@
-"""Check of fp16's gradient scaler."""
+"""A check for fp16's gradient scaler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUM_OVERFLOWS = 10  # in a row: a scaler that starts too high needs a few
 
 
 class CollapsedScale(Check):
-    """Gradients of fp16 overflow at every step: the scaler halves its scale, and no step is taken."""
+    """fp16 gradients overflow in every step: the scaler keeps halving its scale, and skips all steps."""
 
     name = "loss_scale_collapsed"
 
@@ -31,7 +31,7 @@ class CollapsedScale(Check):
         self._scale = scale
         if self._num_overflows == _NUM_OVERFLOWS:
             self.report(
-                f"gradients of fp16 overflow at each step, and {_NUM_OVERFLOWS} steps in a row were skipped: the loss "
+                f"fp16 gradients overflow in every step, and {_NUM_OVERFLOWS} steps in a row were skipped: the loss "
                 f"scale has fallen to {scale:g}",
                 "Look for a loss or an activation that is not finite, or use mixed_precision='bf16'",
             )

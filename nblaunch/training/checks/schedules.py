@@ -1,4 +1,4 @@
-"""Checks of learning rates: zero for several steps, or changed where no optimizer steps."""
+"""Checks for learning rates that are zero for several steps, or change without an optimizer step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ZeroLearningRate(Check):
         if self._streaks.add(optimizer, is_zero) == _NUM_ZERO:
             self.report(
                 f"the learning rate of the {type(optimizer).__name__} is 0 for {_NUM_ZERO} steps, which change nothing",
-                "Check the scheduler. A prepared one advances by the number of ranks at each step, so its total counts "
+                "Check the scheduler. A prepared one advances by the number of ranks in each step, so its total counts "
                 "the batches of all ranks: compute it from the length of the loader before prepare",
             )
 
 
 class ScheduledMicroSteps(Check):
-    """A scheduler that was not prepared advances at micro-steps, at which no optimizer steps."""
+    """An unprepared scheduler advances in every micro-step, although the optimizer steps only at the window's end."""
 
     name = "scheduler_per_micro_step"
 
@@ -64,8 +64,8 @@ class ScheduledMicroSteps(Check):
                 if self._num_windows == _NUM_WINDOWS:
                     self.report(
                         f"the learning rate of the {type(optimizer).__name__} changes between the micro-steps of an "
-                        "accumulation window: its scheduler advances at each of them",
-                        "Pass the scheduler to accelerator.prepare(), or call it where accelerator.sync_gradients",
+                        "accumulation window: its scheduler advances in each micro-step",
+                        "Pass the scheduler to accelerator.prepare(), or step it only if accelerator.sync_gradients",
                     )
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
@@ -74,11 +74,11 @@ class ScheduledMicroSteps(Check):
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rates of all groups; none where the optimizer chooses them itself."""
+    """Return the learning rates of all groups; an empty list if the optimizer chooses them itself."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [] if None in rates else [float(rate or 0) for rate in rates]
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scheduler of torch was made for an optimizer: it marks the optimizer's ``step``."""
+    """Return whether an optimizer has a torch scheduler, which marks the optimizer's ``step``."""
     return any(hasattr(optimizer.step, mark) for mark in ("_wrapped_by_lr_sched", "_with_counter"))

@@ -1,8 +1,8 @@
-"""When the checks look: :class:`Watch` calls them in the first steps of a training, and in a few steps now and then.
+"""Run the checks: :class:`Watch` calls them in the first steps of a training, and in a few later ones.
 
     steps of optimizers   0 ... 9      16 ... 21      32 ... 37      64 ... 69      128 ...
 
-Between these windows a backward pass costs one comparison of numbers, and a step of an optimizer nothing.
+Between these windows, a backward pass costs one comparison of numbers, and an optimizer step costs nothing.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _NEVER = 1 << 62
 class Watch:
     """Runs the checks of this process.
 
-    ``NBLAUNCH_CHECKS=off`` runs none of them, ``NBLAUNCH_CHECKS=-name`` all but those that it names.
+    ``NBLAUNCH_CHECKS=off`` turns all checks off, ``NBLAUNCH_CHECKS=-name`` turns off the named ones.
 
     Args:
-        process: says how many steps optimizers have taken, and sends what the checks have seen.
+        process: counts the steps of optimizers, and sends the observations of checks.
     """
 
     def __init__(self, process: ProcessContext) -> None:
         settings = env.read("NBLAUNCH_CHECKS")
-        # An Accelerator of the notebook holds the watch longer than its inline launch lives.
+        # An Accelerator in the notebook may keep the watch after its inline launch has ended.
         self._context = weakref.ref(process)
         self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
@@ -63,19 +63,19 @@ class Watch:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Look at the next steps: they are the first ones of a command."""
+        """Examine the next steps, which are the first ones of a command."""
         self._num_looked_at = 0
         self.due_at = 0 if self._checks else _NEVER
         self._until = _FIRST_WINDOW
 
     @property
     def is_looking(self) -> bool:
-        """Whether the present step is looked at."""
+        """Whether checks run in the current step."""
         return self._remove_hook is not None
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        """Look before a backward pass from ``loss``; called from ``due_at`` steps of optimizers on."""
-        # Without a launcher, nothing counts steps that are not looked at: there, only the first window is.
+        """Run checks before a backward pass from ``loss``; called after ``due_at`` steps of optimizers or more."""
+        # Without a launcher, nothing counts steps outside of windows, so there is only the first window.
         num_steps = max(self._slot.num_updates, self._num_looked_at)
         if num_steps >= self._until:
             self._end_window(num_steps)
@@ -87,23 +87,23 @@ class Watch:
         self._call("before_backward", prepared, loss)
 
     def before_clip(self, optimizers: Sequence[Any]) -> None:
-        """Look before gradients of prepared ``optimizers`` are clipped."""
+        """Run checks before gradients of prepared ``optimizers`` are clipped."""
         if self.is_looking:
             self._call("before_clip", self._prepared, optimizers)
 
     def after_evaluation(self) -> None:
-        """Look after a loop over a prepared loader that has trained nothing."""
+        """Run checks after a loop over a prepared loader that has trained nothing."""
         if self._prepared is not None:
             self._call("after_evaluation", self._prepared)
 
     def leave_out(self, model: torch.nn.Module) -> None:
-        """Let ranks hold different weights of ``model``."""
+        """Allow different weights of ``model`` on the ranks."""
         for check in self._checks:
             if isinstance(check, DifferentReplicas):
                 check.left_out.add(model)
 
     def report(self, check: Check, problem: str, remedy: str, value: Any, judged_by: str) -> None:
-        """Send what a check has seen; without a launcher, warn of what is wrong in itself."""
+        """Send an observation of a check; without a launcher, warn if it needs no comparison with other ranks."""
         if judged_by == "itself" and check.name in self._reported:
             return
         self._reported.add(check.name)
@@ -145,7 +145,7 @@ class Watch:
                 self._call("before_step", self._prepared, optimizer)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all checks; one that fails is dropped: it must not end a training."""
+        """Call a method of all checks. Drop a check that fails, because it must not end the training."""
         for check in list(self._checks):
             try:
                 getattr(check, method)(*arguments)
@@ -154,11 +154,11 @@ class Watch:
 
 
 _ended: list[Callable[[], None]] = []
-"""Remove hooks of watches that are gone. A hook can't remove itself while torch goes through all of them."""
+"""Functions that remove the hooks of watches that are gone. A hook can't remove itself while torch calls hooks."""
 
 
 def _add_hook(watch: Watch) -> Callable[[], None]:
-    """Have torch call a watch before steps of optimizers; return what removes the hook."""
+    """Make torch call a watch before steps of optimizers; return a function that removes the hook."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)
