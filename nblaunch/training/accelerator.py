@@ -307,8 +307,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the model that ``prepare`` returned.
             keep_fp32_wrapper: False: also restore the module's original ``forward``, without mixed precision.
-            keep_torch_compile: True: return the module of a compiled model compiled. False: return it without any
-                compiled part; if parts are compiled, it is a copy with plain names that shares all parameters.
+            keep_torch_compile: True: if the model is compiled, return a compiled module. False: return a module without
+                compiled parts; if there are any, it is a copy with plain names that shares all parameters.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -626,7 +626,7 @@ class Accelerator(AcceleratorProperties):
         load_kwargs: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> None:
-        """Load a checkpoint of :meth:`save_state`. Call it on all ranks, after ``prepare`` of the same objects.
+        """Load a checkpoint that :meth:`save_state` wrote. Call it on all ranks, after preparing the same objects.
 
         It checks that the checkpoint is complete and fits before it changes anything; shards, and weights if there are
         hooks, are checked as they are loaded. To continue in the middle of an epoch, on any number of ranks, use

@@ -187,7 +187,7 @@ def given_plugin(
 
 
 def argument_of(name: str) -> str:
-    """Return the argument of the Accelerator by which the strategy ``name`` is chosen."""
+    """Return the name of the Accelerator's argument that chooses the strategy ``name``."""
     return next((argument for argument, kind in PLUGINS.items() if kind.name == name), "strategy")
 
 
@@ -248,7 +248,7 @@ def plugin_if_none_given(
     Args:
         kept: the plugin of an earlier Accelerator of this process.
         handlers: the Accelerator's handlers, which may have settings for replicas.
-        parallelism: how to divide ranks from now on; None: as before. Without shards in it, a plugin that shards is
+        parallelism: how to divide ranks from now on; None: as before. If it has no shards, a plugin that shards is
             not kept.
     """
     without_shards = parallelism is not None and not parallelism.is_for_fsdp

@@ -97,7 +97,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 
 
 def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
-    """Tell processes that ``multiprocessing`` starts from now on that their parent is a rank.
+    """Mark processes that ``multiprocessing`` starts from now on as children of a rank.
 
     With every start method, a process inherits its parent's ``_config``. The environment does not suffice: a forkserver
     keeps the one that it started with. The entry has only types that any interpreter can unpickle.

@@ -38,7 +38,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         backend: notified of every step.
         place_state: move state to its parameter's device if it is on another one.
 
-    ``steps_in_backward``: whether the optimizer steps while it computes gradients, like those of ``lomo_optim``.
+    ``steps_in_backward``: whether the optimizer steps while it computes gradients, as ``lomo_optim.Lomo`` does.
     """
 
     # Views that the Accelerator adds for users. Nothing here reads them.

@@ -41,7 +41,7 @@ class PrecisionType(Word):
 
 
 class RNGType(Word):
-    """Names of random number generators, including those of unsupported devices."""
+    """Names of random number generators, including generators of unsupported devices."""
 
     GENERATOR = "generator"
     TORCH = "torch"
@@ -484,7 +484,8 @@ def project_of(
         config.set_directories(given)
     elif os.fspath(config.project_dir) != given:
         warn(
-            f"project_dir={given!r} has no effect: project_config has project_dir={config.project_dir!r}, its own "
-            "or from an earlier Accelerator. Set it in project_config, one for each training run"
+            f"project_dir={given!r} has no effect, because project_config already has "
+            f"project_dir={config.project_dir!r}, perhaps from an earlier Accelerator. Create a project_config for "
+            "each training run, and set project_dir there"
         )
     return config

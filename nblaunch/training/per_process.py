@@ -24,7 +24,7 @@ from nblaunch.context import ProcessContext
 from nblaunch.training.collectives import operations
 
 _HAS_PREPARED = (
-    "this Accelerator of the notebook has prepared objects for one process, so the ranks would train separately. "
+    "this Accelerator has prepared objects in the notebook, for a single process, so the ranks would train separately. "
     "Call prepare only inside the function (free_memory() in the notebook drops the prepared objects), or create "
     "the Accelerator there"
 )

@@ -183,8 +183,8 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     shared: SharedState = here.training
     if cpu and shared.process.device.type != "cpu":
         raise ValueError(
-            f"cpu=True, but this process already computes on {shared.process.device}, as its first Accelerator or "
-            "PartialState chose"
+            f"cpu=True, but this process already computes on {shared.process.device}. Pass cpu=True to its first "
+            "Accelerator or PartialState"
         )
     return shared
 

@@ -191,7 +191,7 @@ class AcceleratorState(View, ProcessMethods):
     def __init__(self, mixed_precision: str | None = None) -> None:
         shared: SharedState | None = context.current().training
         if shared is None or shared.precision is None:
-            raise ValueError("AcceleratorState() needs an Accelerator; build `Accelerator()` first")
+            raise ValueError("AcceleratorState() needs an Accelerator; create `Accelerator()` first")
         if mixed_precision is not None and mixed_precision != shared.precision.name:
             raise ValueError(
                 f"mixed_precision={mixed_precision!r}, but the Accelerator of this process was built with "

@@ -178,7 +178,7 @@ def test_one_that_has_prepared_objects_is_refused_at_the_line_that_uses_it(share
     prepared = f"{CELL}\naccelerator.prepare(model, optimizer)\ndef train():\n    return {use}\n"
     for how in ("num_processes=2", "engine='inline'"):
         cell = shared.run(f"{prepared}notebook_launcher(train, (), {how})", raises="RuntimeError")
-        assert "of the notebook has prepared objects" in cell.raised.value
+        assert "has prepared objects in the notebook" in cell.raised.value
         assert use in cell.raised.text
     shared.run("accelerator.free_memory()")
     shared.run("notebook_launcher(train, (), 2)")

@@ -108,12 +108,12 @@ def test_states_that_are_damaged_or_of_another_model_are_refused(kind: str, tmp_
     ranks.run(save_those_of_another_model, 2)
     for found in ranks.run(problems, 2):
         for name, message in zip(names, found, strict=True):
-            assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)
+            assert re.search(rf"{name}(_0|\.bin) does not fit the prepared objects, or is damaged", message)
     for path in (path for name in names for path in tmp_path.glob(f"{name}*")):
         (path if path.is_file() else path / ".metadata").write_bytes(b"no states")
     for found in ranks.run(problems, 2):
         for name, message in zip(names, found, strict=True):
-            assert re.search(rf"{name}(_0|\.bin) does not fit what is prepared, or is damaged", message)
+            assert re.search(rf"{name}(_0|\.bin) does not fit the prepared objects, or is damaged", message)
 
 
 def _save_as_the_reference_does(folder: Path) -> tuple[Any, Any]:

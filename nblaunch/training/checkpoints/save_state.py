@@ -276,7 +276,7 @@ class Saver:
         def run() -> None:
             try:
                 write()
-            except BaseException as error:  # the next call that waits for it raises it
+            except BaseException as error:  # wait() raises it later
                 self._thread_error = error
                 if self._live.rank == 0:  # rank 0 knows all ranks' problems
                     context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))

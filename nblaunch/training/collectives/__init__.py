@@ -5,5 +5,5 @@ metrics.py      gather_for_metrics: gathers each sample of the dataset once
 nested.py       functions that walk these structures
 containers.py   reads a container's contents, and rebuilds the container with other contents
 dtensor.py      sharded tensors
-rng.py          random states: seeds them, makes them equal on all ranks, saves them for checkpoints
+rng.py          random states: seeds and synchronises them, and saves them for checkpoints
 """

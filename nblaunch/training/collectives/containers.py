@@ -1,4 +1,4 @@
-"""Containers of batches and outputs: reads their contents, and makes copies with other contents.
+"""Read the contents of containers in batches and outputs, and copy containers with other contents.
 
 Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys and its
 attributes (``default_factory``, ``maxlen``, attributes of a subclass), whatever its constructor's arguments are: a copy

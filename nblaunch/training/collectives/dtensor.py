@@ -52,13 +52,14 @@ def shard_like(full: Any, like: Any) -> Any:
 
 
 def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
-    """Return a shard of the same part of the full tensor as ``like``, with the elements ``held``, on their device.
+    """Return a shard with the elements ``held``, for the same part of the full tensor as ``like``.
 
-    ``held`` may be in host memory although the mesh is of GPUs, such as offloaded weights and copies for files.
+    ``held`` stays on its device. It may be in host memory although the mesh consists of GPUs, as for offloaded weights
+    and copies for files.
 
     Args:
-        like: a shard of that part.
-        held: its new elements.
+        like: a shard of the same part.
+        held: the new elements.
         mesh: a mesh of the same ranks; None: the mesh of ``like``.
     """
     from torch.distributed.tensor import DTensor
@@ -70,18 +71,17 @@ def with_local(like: Any, held: torch.Tensor, mesh: Any = None) -> Any:
 
 
 def dimensions(shard: Any) -> list[int | None]:
-    """Return which dimension of its full tensor each dimension of the mesh shards; None: none, as for replicas."""
+    """Return, for each mesh dimension, the tensor dimension that it shards; None for a dimension with replicas."""
     return [place.dim if hasattr(place, "dim") else None for place in shard.placements]
 
 
 def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence[Any]) -> Any:
-    """Return this rank's shard of ``full`` along ``dims``, as :func:`dimensions` returns them.
+    """Return this rank's shard of ``full`` along ``dims``, which :func:`dimensions` returned.
 
     Args:
         full: equal on all ranks.
         dims: one entry for each dimension of a mesh.
-        others: shards; the result uses the mesh of the first one whose mesh has that many dimensions. If there is none,
-            ``full`` is returned.
+        others: shards. The result uses the first mesh among these with as many dimensions; without one, it is ``full``.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

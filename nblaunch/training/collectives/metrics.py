@@ -261,7 +261,7 @@ def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
     # A shard may complete the last batch.
     if samples < 0 and loader.shard is not None and not _drops_last(loader):
         warn(
-            "it is unknown how many samples completed the loader's last batch, so the gathered values still "
+            "it is unknown how many samples filled up the loader's last batch, so the gathered values still "
             "include them. Use a batch_size and num_workers=0 to drop them."
         )
     is_whole = samples == loader.completed_rows

@@ -67,10 +67,10 @@ def recursively_apply(
         func: function of one leaf.
         data: nested lists, tuples and mappings.
         test_type: decides which leaves are replaced; by default tensors.
-        error_on_other_type: raise for any other leaf.
+        error_on_other_type: raise an error for leaves that ``test_type`` rejects.
 
     Raises:
-        TypeError: there is another leaf, and ``error_on_other_type`` is True.
+        TypeError: ``test_type`` rejects a leaf, and ``error_on_other_type`` is True.
     """
 
     def apply(leaf: Any) -> Any:
@@ -154,7 +154,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join batches of the same structure along dimension ``dim``. A single batch is returned unchanged.
 
     Raises:
-        TypeError: a leaf that is not a tensor would have to be joined.
+        TypeError: a leaf is not a tensor.
         RuntimeError: shapes don't fit.
     """
     first = data[0]

@@ -1,4 +1,4 @@
-"""Random numbers: seeds all generators, makes ranks agree on one, and keeps states for checkpoints."""
+"""Seed random generators, synchronise their states over ranks, and save these states in checkpoints."""
 
 from __future__ import annotations
 

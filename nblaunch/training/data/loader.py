@@ -59,9 +59,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset, **options: as for :class:`torch.utils.data.DataLoader`.
         device: where batches go; None: they stay where they are.
-        rng_types: generators to synchronise with rank 0 at the start of every epoch; None: only those that decide an
-            order that ranks share.
-        synchronized_generator: one more generator to synchronise, beside those of the samplers.
+        rng_types: generators to synchronise with rank 0 at the start of every epoch; None: only generators that decide
+            an order that ranks share.
+        synchronized_generator: one more generator to synchronise, beside the samplers' generators.
         skip_batches: batches of this rank to leave out of the first epoch.
         use_stateful_dataloader: read with torchdata.
         _drop_last: the underlying loader drops an incomplete last batch.
@@ -230,7 +230,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self.shard is not None and self._is_shard_read_here:
             self.remainder = self.shard.tail_rows
         elif self.num_processes == 1 and isinstance(self.dataset, IterableDataset):
-            # The rows of some tensors may not be samples, so count those of the longest tensor.
+            # The rows of some tensors may not be samples, so count the rows of the longest tensor.
             tensors = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
             rows = max((len(tensor) for tensor in tensors), default=0)
             self.remainder = rows if rows < self.total_batch_size else 0
@@ -330,7 +330,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _expected_remainder(self) -> int:
         if self._is_of_dividing_stream:
             return -1  # such a loader adds no rows
-        # A single process without a shard adds no rows either. Only a batch size from torch tells how the data ends.
+        # A single process without a shard adds no rows either. Only torch's BatchSampler forms batches of known size.
         is_known = self.num_processes > 1 or self.shard is not None or self._are_cut_by_torch
         if self._drops_last or not is_known:
             return -1

@@ -41,7 +41,7 @@ class LoaderTarget:
         rank: the rank, from 0.
         world_size: number of ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators to synchronise with rank 0 at the start of every epoch, beside those of a shared order.
+        rng_types: generators to synchronise with rank 0 at the start of every epoch, beside a shared order's.
         slice_fn: returns a rank's part of a dispatched batch; None: divide the rows.
         is_static: fill up the last batch even in a single process, because the device compiles for every new shape.
     """
@@ -274,7 +274,7 @@ def _shard_iterable(
         # The dataset can divide itself, as datasets.IterableDataset can: each rank then reads only its own part.
         if config.even_batches:
             _warn_of_uneven_parts(
-                dataset, "Let rank 0 read for all, by DataLoaderConfiguration(dispatch_batches=True), or t"
+                dataset, "Let rank 0 read for all, with DataLoaderConfiguration(dispatch_batches=True), or t"
             )
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1

@@ -69,9 +69,10 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
 
     Args:
         dataloader: the loader, prepared or not. It keeps its position, and both loaders can read later epochs.
-        num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: what all ranks
-            had seen when the last loaded checkpoint was saved, even if their number was another; nothing, if no epoch
-            was being read. An indexed dataset does not load the skipped samples; a stream reads and drops them.
+        num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: all samples
+            before the position in the last loaded checkpoint, which another number of ranks may have saved; none if
+            it was saved between epochs. An indexed dataset does not load the skipped samples; a stream reads and drops
+            them.
 
     Raises:
         ValueError: ``num_batches`` is negative.

@@ -42,7 +42,7 @@ class _Registrations:
 
 
 class LateParameters:
-    """Find and average the late parameters of one DDP model.
+    """Finds late parameters of a DDP model, and averages their gradients.
 
     Args:
         model: the DDP model, just after its construction.

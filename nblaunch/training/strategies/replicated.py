@@ -54,7 +54,7 @@ class ReduceAtStepStrategy(Strategy):
         super().place(model, process)
 
     def setup_module(self, model: torch.nn.Module, process: JoinedProcess) -> torch.nn.Module:
-        """Broadcast those of rank 0's weights that differ from other ranks' weights.
+        """Broadcast the weights of rank 0 that differ from other ranks' weights.
 
         Ranks compare checksums, so workers that share the kernel's model send nothing. They compare only after the
         move: workers that build their models one after the other start when the previous worker has moved its model.

@@ -29,7 +29,7 @@ from nblaunch.training.joining import waiting
 from nblaunch.training.trusted_types import trusted_types, trusting
 
 NOT_SAVED = "shards of the state were not saved; nothing was changed."
-_UNFIT = "does not fit what is prepared, or is damaged"
+_UNFIT = "does not fit the prepared objects, or is damaged"
 _DISABLED = "torch.distributed is disabled, unavailable or uninit"
 
 _SHARDED = ("TensorProperties", "MEM_FORMAT_ENCODING", "ShardMetadata", "ShardedTensorMetadata")

@@ -104,7 +104,7 @@ class TrackerHub:
     def take_over(self, starts: Sequence[Start]) -> None:
         """Start the trackers that were started in the notebook at their first use in this process.
 
-        An earlier start would create a run for a function that logs nothing, or starts its own.
+        Starting them earlier would create a run even if the function logs nothing, or starts its own trackers.
         """
         self._carried = list(starts)
 
@@ -169,7 +169,7 @@ class TrackerHub:
         )
 
     def finish(self) -> None:
-        """End all runs. If some fail, raise the first error after all have been asked to end."""
+        """End all runs, and then raise the first error, if any."""
         trackers, self._trackers, self.starts, self._carried = self._trackers, [], [], []
         first: Exception | None = None
         for tracker in trackers:

@@ -42,10 +42,10 @@ class GeneralTracker:
     """
 
     main_process_only = True
-    """Whether it runs only on the main process."""
+    """Whether the tracker runs only on the main process."""
 
     library: str | None = None
-    """The module that it needs; None: only Python's standard library."""
+    """The module that the tracker needs; None: only Python's standard library."""
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:

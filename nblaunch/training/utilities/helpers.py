@@ -87,10 +87,10 @@ _BYTES = {"bool": 1 / 8, "int2": 1 / 4, "int4": 1 / 2, "fp8": 1}
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Return the bytes of one element of a dtype; ``"int2"``, ``"int4"`` and ``"fp8"`` are known by name.
+    """Return the size of one element of a dtype in bytes; also accepts ``"int2"``, ``"int4"`` and ``"fp8"``.
 
     Raises:
-        ValueError: it is not a dtype.
+        ValueError: ``dtype`` is not a dtype.
     """
     name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
     if name in _BYTES:
@@ -107,7 +107,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names, sorted, of each parameter that has several names; ``kwargs`` are for older callers."""
+    """Return the sorted names of each tied parameter; ``kwargs`` are for older callers."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -115,7 +115,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the rows of the first tensor in nested ``data``; None if there is none."""
+    """Return the number of rows in the first tensor of nested ``data``; None if there is none."""
     try:
         return find_batch_size(data)
     except (TypeError, ValueError):

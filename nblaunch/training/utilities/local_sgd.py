@@ -20,14 +20,15 @@ class LocalSGD:
                 optimizer.step(); optimizer.zero_grad()
                 local.step()
 
-    At the end of the block the weights are averaged once more, so that they are equal on all ranks. Ranks exchange
+    At the end of the block, ranks average the weights once more, which makes them equal on all ranks. Ranks exchange
     fewer messages, which helps on slow networks; the result differs from training with averaged gradients. Each rank
     keeps its own buffers and optimizer state.
 
     Args:
         accelerator: the Accelerator that prepared ``model``.
         model: the prepared model.
-        local_sgd_steps: calls of :meth:`step` between two averages, at least 1. With accumulation, these are batches.
+        local_sgd_steps: number of calls of :meth:`step` between two averages, at least 1. With gradient accumulation,
+            count batches, not optimizer steps.
         enabled: False: change nothing, and average gradients as usual.
 
     Raises:
@@ -42,7 +43,7 @@ class LocalSGD:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is less than 1")
         if accelerator._preparer.strategy.holds_shards:
             raise ValueError(
-                f"LocalSGD averages whole models, and with {accelerator.distributed_type.value} every rank holds "
+                f"LocalSGD averages whole models, but with {accelerator.distributed_type.value} every rank holds "
                 "only a shard; leave out LocalSGD or the plugin"
             )
         self.enabled = enabled and accelerator.use_distributed

@@ -1,4 +1,4 @@
-"""Logging and progress bars in several processes: once instead of N times, or in the order of ranks."""
+"""Log and show progress bars in several processes: only once instead of N times, or in the order of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
-    """A logger for one process of several.
+    """A logger that knows the rank of its process.
 
     All its methods take two more arguments:
 

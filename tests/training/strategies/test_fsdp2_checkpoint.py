@@ -426,7 +426,7 @@ def _load_other(folder: str) -> str:
 def test_parts_of_another_model_are_reported(tmp_path: Path) -> None:
     ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
     for message in ranks.run(_load_other, 2, str(tmp_path / "state")):
-        assert "pytorch_model_fsdp_0 does not fit what is prepared" in message
+        assert "pytorch_model_fsdp_0 does not fit the prepared objects" in message
         assert "weight" in message
 
 

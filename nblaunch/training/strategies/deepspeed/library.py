@@ -68,7 +68,7 @@ def load(process: JoinedProcess) -> Any:
     kind = process.backend.device_type
     if kind not in DEVICES:
         raise ValueError(
-            f"DeepSpeed is used on {' and '.join(DEVICES)}, but this process uses {process.backend.name}"
+            f"DeepSpeed supports {' and '.join(DEVICES)}, but this process uses {process.backend.name}"
         )
     # DeepSpeed would use any GPU that it sees. It also reads the local rank from the environment.
     env.apply({"DS_ACCELERATOR": kind, "LOCAL_RANK": str(process.topology.local_rank)})

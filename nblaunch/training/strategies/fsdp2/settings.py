@@ -120,8 +120,8 @@ class ShardingSettings:
         if str(self.fsdp_version) != "2":
             raise ValueError(
                 f"fsdp_version={self.fsdp_version!r}: nblaunch shards with torch's fully_shard, which is version 2; "
-                "leave fsdp_version out. What changes for you: reshard_after_forward=True stands for FULL_SHARD, False "
-                "for SHARD_GRAD_OP"
+                "leave fsdp_version out. In version 2, reshard_after_forward=True corresponds to FULL_SHARD, and False "
+                "to SHARD_GRAD_OP"
             )
         self.sharding_strategy = _sharding_name(self.sharding_strategy)
         self.cpu_offload = _offload(self.cpu_offload)
