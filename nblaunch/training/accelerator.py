@@ -181,7 +181,7 @@ class Accelerator(AcceleratorProperties):
 
     def _choose_strategy(
         self,
-        given: StrategyPlugin | None,
+        passed: StrategyPlugin | None,
         parallelism_config: ParallelismConfig | None,
         mixed_precision: str | None,
         wanted_accumulation: GradientAccumulationPlugin,
@@ -190,15 +190,15 @@ class Accelerator(AcceleratorProperties):
         """Choose the plugin, precision, accumulation and strategy for the process, in the order of dependence."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
-        plugin = given or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
+        plugin = passed or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
         if parallelism is not None:
             plugin = arguments.parallel_plugin(plugin, parallelism, shared.process)
         name = plugin.precision_name(mixed_precision, backend)
-        asked = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
+        requested = arguments.resolve_precision(name, shared.precision, backend, self._handlers)
         accumulation = AccumulationState(shared.loaders, plugin.accumulation_settings(wanted_accumulation))
-        setup = TrainingSetup(shared.process, asked, accumulation, data.split_batches, parallelism)
+        setup = TrainingSetup(shared.process, requested, accumulation, data.split_batches, parallelism)
         strategy = plugin.build(setup)
-        precision = strategy.adapt_precision(asked)
+        precision = strategy.adapt_precision(requested)
         shared.adopt(plugin, strategy, setup, precision)
         return precision, strategy, accumulation
 

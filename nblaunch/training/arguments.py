@@ -178,10 +178,10 @@ def given_plugin(
         "fsdp_plugin": fsdp_plugin,
         "strategy": strategy if isinstance(strategy, StrategyPlugin) else None,
     }
-    given = {name: value for name, value in passed.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were both given; choose one strategy for all models")
-    for name, value in given.items():
+    plugins = {name: value for name, value in passed.items() if value is not None}
+    if len(plugins) > 1:
+        raise ValueError(f"{' and '.join(plugins)} were both given; choose one strategy for all models")
+    for name, value in plugins.items():
         return PLUGINS.get(name, type(value)).from_argument(name, value)
     return None
 
@@ -191,23 +191,23 @@ def argument_of(name: str) -> str:
     return next((argument for argument, kind in PLUGINS.items() if kind.name == name), "strategy")
 
 
-def resolve_parallelism(given: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
+def resolve_parallelism(config: Any, kept: ParallelismConfig | None) -> ParallelismConfig | None:
     """Return how to divide the ranks: from the argument, an earlier Accelerator, the launch or the environment.
 
     None: all ranks are replicas.
     """
-    if given is None:
+    if config is None:
         launched = context.current().accelerator_defaults.get("parallelism_config")
         if kept is None and launched is not None:
             return ParallelismConfig.of_launch(launched)
         asked = env.read("ACCELERATE_USE_PARALLELISM_CONFIG")
         return kept or (ParallelismConfig() if asked else None)
-    if not isinstance(given, ParallelismConfig):
+    if not isinstance(config, ParallelismConfig):
         raise TypeError(
-            f"parallelism_config={given!r:.80} is a {type(given).__module__}.{type(given).__name__}; pass a "
+            f"parallelism_config={config!r:.80} is a {type(config).__module__}.{type(config).__name__}; pass a "
             "nblaunch.ParallelismConfig, which has the same fields"
         )
-    return given
+    return config
 
 
 def parallel_plugin(

@@ -479,12 +479,12 @@ def project_of(
     config = config or ProjectConfiguration()
     if project_dir is None:
         return config
-    given = os.fspath(project_dir)
+    folder = os.fspath(project_dir)
     if config.project_dir is None:
-        config.set_directories(given)
-    elif os.fspath(config.project_dir) != given:
+        config.set_directories(folder)
+    elif os.fspath(config.project_dir) != folder:
         warn(
-            f"project_dir={given!r} has no effect, because project_config already has "
+            f"project_dir={folder!r} has no effect, because project_config already has "
             f"project_dir={config.project_dir!r}, perhaps from an earlier Accelerator. Create a project_config for "
             "each training run, and set project_dir there"
         )

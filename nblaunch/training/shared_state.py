@@ -162,8 +162,8 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
     init = init or InitProcessGroupKwargs()
     is_joined = joining.is_distributed() and (here.training is None or here.training.init != init)
     if is_joined and init.to_kwargs():
-        given = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
-        warn(f"{given} has no effect, because this process has already joined its process group")
+        settings = ", ".join(f"{name}={value}" for name, value in init.to_kwargs().items())
+        warn(f"{settings} has no effect, because this process has already joined its process group")
     if here.training is None:
         process = joining.join(cpu, init)
         reports, loaders = get_reports(), LoaderStack()

@@ -170,8 +170,8 @@ def _convert(module: nn.Module, weights: Mapping[str, Any], dtype: torch.dtype) 
             owner._buffers[name.rpartition(".")[2]] = tensor.to(dtype)
 
 
-def _check_arguments(function: str, given: Collection[str], valid: Collection[str]) -> None:
-    for name in given:
+def _check_arguments(function: str, passed: Collection[str], valid: Collection[str]) -> None:
+    for name in passed:
         if name not in valid:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
@@ -206,8 +206,8 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     frozen = quantised_entries(module, state).keys()
     special = tuple(special_prefixes(module))
     wrong = [
-        f"size mismatch for {name}: {there} in the file, {here} in the model"
-        for name, here, there in shape_mismatches(module, state, saved)
+        f"size mismatch for {name}: {saved_shape} in the file, {own_shape} in the model"
+        for name, own_shape, saved_shape in shape_mismatches(module, state, saved)
         if name not in frozen
     ]
     if strict:

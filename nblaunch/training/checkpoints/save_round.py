@@ -451,10 +451,10 @@ class Participant(_Side):
         """Post where this rank is if rank 0 asks; return whether rank 0 asks, or is about to."""
         collectives = _collectives_begun(self._backend)  # before checking whether the rank is present
         with self._lock:
-            asked = self._thread_mail.read("round", Round)
-            if asked is None or asked.is_decided:
+            newest = self._thread_mail.read("round", Round)
+            if newest is None or newest.is_decided:
                 return self._is_present
-            whereabouts = Whereabouts(asked.number, self._is_present, False, collectives)
+            whereabouts = Whereabouts(newest.number, self._is_present, False, collectives)
             self._thread_mail.post(f"rank/{self._rank}", whereabouts)
             return True
 

@@ -189,10 +189,10 @@ class DdpStrategy(Strategy):
         models = [_own(each) for each in joinables]
         answering = [each for each in models if isinstance(each, Joinable)]
         if not answering:
-            given = ", ".join(type(each).__name__ for each in models) or "nothing"
+            classes = ", ".join(type(each).__name__ for each in models) or "nothing"
             warn(
                 "join_uneven_inputs has no effect, because none of its arguments is a model that was prepared for "
-                f"training. It got {given}."
+                f"training. It got {classes}."
             )
             yield None
             return

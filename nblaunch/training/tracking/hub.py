@@ -193,15 +193,15 @@ def _report_location(tracker: Any, rank: int) -> None:
 
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
     """Return the tracker classes and trackers that ``log_with`` selects, each once, except uninstalled ones."""
-    asked = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
-    asked = [
+    choices = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    choices = [
         str(choice) if isinstance(choice, (str, enum.Enum)) else choice
-        for choice in asked
+        for choice in choices
         if choice is not None
     ]
     chosen: list[Any] = []
     missing: list[str] = []
-    for choice in asked:
+    for choice in choices:
         if choice == "all":
             for kind in LOGGER_TYPE_TO_CLASS.values():
                 if _can_be_used(kind) and (logging_dir is not None or not _needs_folder(kind)):

@@ -39,9 +39,9 @@ def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[
     """Merge ``source`` into ``destination``, recursively for nested dicts, and return it."""
     pending: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [(source, destination)]
     while pending:
-        given, merged = pending.pop()
-        nested = {key: items for key, items in given.items() if isinstance(items, dict)}
-        merged.update((key, item) for key, item in given.items() if key not in nested)
+        added, merged = pending.pop()
+        nested = {key: items for key, items in added.items() if isinstance(items, dict)}
+        merged.update((key, item) for key, item in added.items() if key not in nested)
         pending += [(items, merged.setdefault(key, {})) for key, items in nested.items()]
     return destination
 

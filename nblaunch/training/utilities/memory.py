@@ -44,10 +44,10 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         if parameter is None:
             return None
         bare = parameter.detach()
-        there = bare.to(device)
-        if there is bare:
+        on_device = bare.to(device)
+        if on_device is bare:
             return None  # unchanged, so that tied weights stay tied
-        moved = torch.nn.Parameter(there, requires_grad=parameter.requires_grad)
+        moved = torch.nn.Parameter(on_device, requires_grad=parameter.requires_grad)
         moved.__dict__.update(parameter.__dict__)
         return moved
 

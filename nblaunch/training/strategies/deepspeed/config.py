@@ -95,14 +95,14 @@ class EngineInputs:
     device_type: str = "cpu"
 
 
-def complete(given: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
+def complete(configured: Mapping[str, Any], prepared: EngineInputs) -> dict[str, Any]:
     """Return the plugin's configuration with its "auto" values filled in, for an engine of the ``prepared`` objects.
 
     Raises:
         ValueError: the configuration contradicts the objects, or no object determines an "auto" value. The message
             names the keys.
     """
-    config = copy.deepcopy(dict(given))
+    config = copy.deepcopy(dict(configured))
     for kind in ("fp16", "bf16"):
         asked = f"mixed_precision={prepared.precision!r}"
         set_or_check(config, f"{kind}.enabled", prepared.precision == kind, asked)
@@ -134,23 +134,23 @@ def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
     sizes = [size for size in prepared.batch_sizes if size is not None]
     if prepared.splits_batches:
         sizes = [max(1, size // prepared.world_size) for size in sizes]
-    there, total = get(config, micro), get(config, "train_batch_size")
-    if there is None or there == AUTO:
+    batch_size, total = get(config, micro), get(config, "train_batch_size")
+    if batch_size is None or batch_size == AUTO:
         if sizes:
-            there = min(sizes) if prepared.is_train_batch_min else max(sizes)
+            batch_size = min(sizes) if prepared.is_train_batch_min else max(sizes)
         elif isinstance(total, int):
-            there = max(1, total // (prepared.num_steps * prepared.world_size))
+            batch_size = max(1, total // (prepared.num_steps * prepared.world_size))
         else:
-            there = 1  # without a loader, the engine only counts samples with it
-        put(config, micro, there)
-    elif sizes and len(sizes) == len(prepared.batch_sizes) and there not in sizes:
+            batch_size = 1  # without a loader, the engine only counts samples with it
+        put(config, micro, batch_size)
+    elif sizes and len(sizes) == len(prepared.batch_sizes) and batch_size not in sizes:
         raise ValueError(
-            f"the DeepSpeed configuration has {micro}={there}, but the loaders' batches have "
+            f"the DeepSpeed configuration has {micro}={batch_size}, but the loaders' batches have "
             f'{" and ".join(map(str, sizes))} rows per rank; write "auto"'
         )
     num_steps, num_ranks = get(config, accumulation), prepared.world_size
-    product = there * num_steps * num_ranks
-    source = f"{micro}={there} x {accumulation}={num_steps} x {num_ranks} ranks = {product}"
+    product = batch_size * num_steps * num_ranks
+    source = f"{micro}={batch_size} x {accumulation}={num_steps} x {num_ranks} ranks = {product}"
     set_or_check(config, "train_batch_size", product, source)
 
 
@@ -201,8 +201,8 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
                 "DummyOptim is a placeholder for the optimizer in the DeepSpeed configuration, which has no "
                 "'optimizer'; add it, or pass a torch optimizer to prepare"
             )
-        given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
-        _fill_params(config, "optimizer", given)
+        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        _fill_params(config, "optimizer", values)
         if _needs_torch_adam(config, prepared.device_type):
             described.setdefault("params", {}).setdefault("torch_adam", True)
     elif optimizer is not None:
@@ -263,12 +263,12 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
     yield from scheduler.kwargs.items()
 
 
-def _fill_params(config: dict[str, Any], section: str, given: Mapping[str, Any]) -> None:
+def _fill_params(config: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:
     """Fill in "auto" values of ``section.params``. Without a value, remove the key to get the class's default."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
-        if name in given:
-            put(config, key, given[name])
+        if name in values:
+            put(config, key, values[name])
         else:
             del get(config, key.rpartition(".")[0])[name]
 
@@ -336,12 +336,12 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set a key that is missing or "auto"; raise ValueError if it has another value than ``value`` from ``source``."""
-    there = get(config, key)
-    if there is None or there == AUTO:
+    present = get(config, key)
+    if present is None or present == AUTO:
         put(config, key, value)
-    elif value not in (there, AUTO):
+    elif value not in (present, AUTO):
         raise ValueError(
-            f"the DeepSpeed configuration has {key}={there!r}, which contradicts {source}. Set it in one place, or "
+            f"the DeepSpeed configuration has {key}={present!r}, which contradicts {source}. Set it in one place, or "
             f'write "auto" for {key} in the configuration.'
         )
 

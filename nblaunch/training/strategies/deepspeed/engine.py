@@ -68,10 +68,10 @@ def check_clipping(
             'configuration; set it in one place, or write "auto" there'
         )
     trainable = {id(parameter) for parameter in engine.module.parameters() if parameter.requires_grad}
-    given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    if given != trainable:
+    passed = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if passed != trainable:
         raise ValueError(
-            f"clip_grad_norm_ was given {len(given)} trainable parameters, but DeepSpeed clips all {len(trainable)} "
+            f"clip_grad_norm_ got {len(passed)} trainable parameters, but DeepSpeed clips all {len(trainable)} "
             "parameters of its model together; pass model.parameters()"
         )
 

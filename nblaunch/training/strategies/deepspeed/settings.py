@@ -99,12 +99,12 @@ class DeepSpeedSettings:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
-        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        fields = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         is_configured = self.hf_ds_config is not None
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config if is_configured else _BATCHES)
         self.deepspeed_config = self.hf_ds_config.config
-        for name, value in given.items():
+        for name, value in fields.items():
             set_or_check(self.deepspeed_config, _KEYS[name], value, f"DeepSpeedPlugin({name}={value!r})")
         if is_configured and _ZERO not in self.deepspeed_config:
             raise ValueError(
@@ -157,12 +157,12 @@ class DeepSpeedSettings:
         for name in ("fp16", "bf16"):
             if self.get_value(f"{name}.enabled") is not True:
                 continue
-            given = f"the DeepSpeed configuration has {name}.enabled=True, which"
+            setting = f"the DeepSpeed configuration has {name}.enabled=True, which"
             reason = backend.precision_refusal(name)
             if reason is not None:
-                raise ValueError(f"{given} can't be used on {backend.name}: {reason}")
+                raise ValueError(f"{setting} can't be used on {backend.name}: {reason}")
             if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
-                raise ValueError(f"{given} contradicts mixed_precision={str(asked)!r}; set it in one place")
+                raise ValueError(f"{setting} contradicts mixed_precision={str(asked)!r}; set it in one place")
             return name
         name = str(getattr(asked, "value", asked)).lower()
         if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:

@@ -148,9 +148,9 @@ class ShardingSettings:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
         for name in _OF_VERSION_1:
             if getattr(self, name):
-                given = f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60})"
+                setting = f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60})"
                 warn(
-                    f"{given} has no effect: FSDP version 2, torch's fully_shard, does not have this setting"
+                    f"{setting} has no effect: FSDP version 2, torch's fully_shard, does not have this setting"
                 )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
