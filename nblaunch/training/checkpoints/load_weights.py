@@ -37,12 +37,12 @@ from nblaunch.weights.state_dicts import (
     with_versions,
 )
 
-_OF_ACCELERATE = (
+_SPLIT_ARGUMENTS = (
     "max_memory", "no_split_module_classes", "offload_folder", "offload_buffers", "offload_state_dict", "skip_keys",
     "preload_module_classes", "force_hooks", "full_state_dict", "broadcast_from_rank0",
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
-_OF_ITS_LOADING = ("keep_in_fp32_modules", "offload_8bit_bnb")
+_LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
 """Arguments of only load_checkpoint_in_model; with the first one, Accelerate loads any model."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
@@ -88,7 +88,7 @@ def load_checkpoint_in_model(
     is_mixed = bool(others.get("keep_in_fp32_modules"))
     if is_mixed and device_map is None and any(tensor.is_meta for *_, tensor in _tensors(model)):
         device_map = {"": "cpu"}  # None means the same place, but with None Accelerate converts nothing
-    _check_arguments("load_checkpoint_in_model", others, (*_OF_ACCELERATE, *_OF_ITS_LOADING))
+    _check_arguments("load_checkpoint_in_model", others, (*_SPLIT_ARGUMENTS, *_LOADING_ARGUMENTS))
     if _is_cut(device_map) or (is_mixed and device_map is not None):
         others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
         from_accelerate("load_checkpoint_in_model")(plain_module(model), checkpoint, device_map, **others)
@@ -133,7 +133,7 @@ def load_checkpoint_and_dispatch(
         ValueError: ``dtype`` is not a floating point type.
     """
     target = _dtype(dtype)
-    _check_arguments("load_checkpoint_and_dispatch", others, _OF_ACCELERATE)
+    _check_arguments("load_checkpoint_and_dispatch", others, _SPLIT_ARGUMENTS)
     if _is_cut(device_map):
         others |= {"max_memory": max_memory, "no_split_module_classes": no_split_module_classes}
         others |= {"dtype": target, "strict": strict}

@@ -186,7 +186,7 @@ def _take_own_part(
             "loader the batch_size of one rank, and leave split_batches out"
         )
     if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
-        _warn_of_uneven_parts(loader.dataset, "T")
+        _warn_of_uneven_parts(loader.dataset, can_dispatch=False)
     if isinstance(loader.dataset, IterableDataset):
         sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     else:
@@ -273,9 +273,7 @@ def _shard_iterable(
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
         # The dataset can divide itself, as datasets.IterableDataset can: each rank then reads only its own part.
         if config.even_batches:
-            _warn_of_uneven_parts(
-                dataset, "Let rank 0 read for all, with DataLoaderConfiguration(dispatch_batches=True), or t"
-            )
+            _warn_of_uneven_parts(dataset, can_dispatch=True)
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
         world_size = 1
     if world_size == 1:
@@ -292,20 +290,23 @@ def _num_shards(dataset: Any) -> int:
     return getattr(dataset, "n_shards", 0) if hasattr(dataset, "shard") else 0
 
 
-def _warn_of_uneven_parts(dataset: Any, way_out: str) -> None:
+def _warn_of_uneven_parts(dataset: Any, can_dispatch: bool) -> None:
     """Warn on rank 0 that nothing makes the ranks' parts of a divided dataset equally long.
 
     Args:
         dataset: the divided dataset, whose parts may have any length.
-        way_out: what the user can do, up to the first letter of "train in ...".
+        can_dispatch: whether rank 0 could read the dataset for all ranks.
     """
     if current_topology().rank > 0:
         return
+    advice = "Train in `with accelerator.join_uneven_inputs([model]):`"
+    if can_dispatch:
+        advice += ", or let rank 0 read for all, with DataLoaderConfiguration(dispatch_batches=True)"
     warn(
         f"each rank reads its own part of the {type(dataset).__name__}, and even_batches=True does not fill these "
         "parts: ranks with more batches than others would wait in backward until the collective times out. "
-        f"{way_out}rain in `with accelerator.join_uneven_inputs([model]):`. If all ranks have the same number of "
-        "batches, or stop at the same step, pass DataLoaderConfiguration(even_batches=False)."
+        f"{advice}. If all ranks have the same number of batches, or stop at the same step, pass "
+        "DataLoaderConfiguration(even_batches=False)."
     )
 
 

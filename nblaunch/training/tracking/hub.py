@@ -40,7 +40,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 """Name for ``log_with`` -> tracker class, including registered classes."""
 
 
-_OF_ACCELERATE = {
+_ONLY_IN_ACCELERATE = {
     "aim": "aim.Run()",
     "clearml": "clearml.Task.init(project_name=...)",
     "dvclive": "dvclive.Live()",
@@ -230,11 +230,11 @@ def _resolve(choice: Any) -> Any:
     if isinstance(choice, type) and issubclass(choice, GeneralTracker):
         return choice
     valid = ", ".join(map(repr, ("all", *sorted(LOGGER_TYPE_TO_CLASS))))
-    if isinstance(choice, str) and choice.lower() in _OF_ACCELERATE:
+    if isinstance(choice, str) and choice.lower() in _ONLY_IN_ACCELERATE:
         name = choice.lower()
         raise ValueError(
             f"log_with={name!r}: Accelerate has a tracker for {name}, but nblaunch does not. Write a subclass of "
-            f"nblaunch.tracking.GeneralTracker whose start() calls {_OF_ACCELERATE[name]} (pip install {name}), "
+            f"nblaunch.tracking.GeneralTracker whose start() calls {_ONLY_IN_ACCELERATE[name]} (pip install {name}), "
             "and pass it, Accelerator(log_with=MyTracker()), or register the class under this name with "
             f"nblaunch.tracking.register_tracker_class. Built-in trackers are {valid}"
         )

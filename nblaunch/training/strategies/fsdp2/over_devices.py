@@ -26,7 +26,7 @@ from nblaunch.training.strategies.fsdp2 import units
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 
 # Settings that the compiler can't support, with what to do instead.
-_REFUSED = {
+_UNSUPPORTED = {
     "cpu_offload": "shards stay on the devices, so leave it out",
     "activation_checkpointing": "call torch_xla.utils.checkpoint.checkpoint in the model's forward instead",
     "mixed_precision_policy": "pass mixed_precision='bf16' to the Accelerator instead",
@@ -40,7 +40,7 @@ class DeviceShardsStrategy(Strategy):
     name = "fsdp2 over devices"
 
     def __init__(self, process: JoinedProcess, settings: ShardingSettings) -> None:
-        for field, instead in _REFUSED.items():
+        for field, instead in _UNSUPPORTED.items():
             if getattr(settings, field):
                 raise ValueError(
                     f"{field}={getattr(settings, field)!r:.60} can't be used with strategy='spmd': {instead}"

@@ -27,7 +27,7 @@ _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_r
 _TRUTH = {"true": True, "false": False}  # spellings in files and environment variables
 _SHARDING = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 # Fields of FSDP version 1 without a counterpart in torch's fully_shard.
-_OF_VERSION_1 = (
+_VERSION_1_FIELDS = (
     "backward_prefetch", "forward_prefetch", "state_dict_config", "optim_state_dict_config", "use_orig_params",
     "sync_module_states",
 )  # fmt: skip
@@ -146,7 +146,7 @@ class ShardingSettings:
         self.transformer_cls_names_to_wrap = _class_names(self.transformer_cls_names_to_wrap)
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError("activation_checkpointing_offload=True needs activation_checkpointing=True")
-        for name in _OF_VERSION_1:
+        for name in _VERSION_1_FIELDS:
             if getattr(self, name):
                 setting = f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r:.60})"
                 warn(
