@@ -224,7 +224,7 @@ class _HandlerRecipe:
         return handler
 
 
-class _StandardStreamHandler(logging.StreamHandler[Any]):
+class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can not index it
     """Writes to the standard stream of the moment: a forkserver's workers have other streams than their server."""
 
     def __init__(self, name: str) -> None:

@@ -1,0 +1,48 @@
+"""The package imports on the oldest Python that it supports: no class is indexed that got its index later.
+
+The checkers do not see this: mypy reads stubs, in which these classes are generic, and vermin knows modules and
+functions only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.architecture.source import listing, modules
+
+NOT_INDEXED = {
+    "logging.StreamHandler": "3.11",
+    "logging.LoggerAdapter": "3.11",
+    "array.array": "3.12",
+    "argparse._SubParsersAction": "never",
+}
+"""Class that is generic in the stubs -> the first Python that can index it at run time."""
+
+
+def test_no_class_is_indexed_that_python_3_10_can_not_index() -> None:
+    offenders = [
+        f"{module.at(index)} {name} (indexed since: {NOT_INDEXED[name]})"
+        for module in modules()
+        for index in _indexed_at_run_time(module.tree)
+        if (name := ast.unparse(index.value)) in NOT_INDEXED
+    ]
+    assert not offenders, f"write the class without an index:{listing(offenders)}"
+
+
+def test_an_indexed_base_is_seen() -> None:
+    code = "import logging\nclass Handler(logging.StreamHandler[int]):\n    x: logging.LoggerAdapter[int] = None\n"
+    indices = [ast.unparse(index) for index in _indexed_at_run_time(ast.parse(code))]
+    assert indices == ["logging.StreamHandler[int]"]
+
+
+def _indexed_at_run_time(tree: ast.AST) -> Iterator[ast.Subscript]:
+    """Yield every index of a name or attribute that Python evaluates, which excludes annotations."""
+    for name, value in ast.iter_fields(tree):
+        if name in ("annotation", "returns"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.Subscript) and isinstance(node.value, (ast.Name, ast.Attribute)):
+                yield node
+            if isinstance(node, ast.AST):
+                yield from _indexed_at_run_time(node)
