@@ -5,24 +5,24 @@
 base.py            Dashboard: what the launcher calls with events and readings of the progress board
 fold.py            the view of the job after each of them
 view.py            JobView: the state of a job as it is shown
-rates.py           rates of a rank over the last seconds, and what they let one expect
+rates.py           rates of a rank over the last seconds, and forecasts from them
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
-failures.py        failures: the cause, and what it has caused
-result.py          the figures of a job that has ended, and whether its ranks did the same
-notices.py         slow and stalled ranks, losses that are not finite; a rank that has stopped has the rate 0
+failures.py        failures: the cause first, then its consequences
+result.py          the figures of a finished job, and whether all ranks did the same
+notices.py         slow and stalled ranks, non-finite losses; sets the rate of a stopped rank to 0
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place
 html.py            the table as HTML
 charts.py          losses and logged metrics as curves
 palette.py         colours and shapes of states and outcomes
-notebook.py        the dashboard for notebooks: an output of a cell that is updated, with live widgets or a table
+notebook.py        the dashboard for notebooks: a cell output, updated in place, with live widgets or a table
   widget_panel.py      the widgets: headline, buttons, rows, charts
   widget_logs.py       the last lines of ranks, in tabs
   widget_throttle.py   updates within a budget
-folded_lines.py    many lines of a cell behind one of them
-lines.py           output of workers in the cell or on the terminal: labelled, merged, shortened; the last lines
+folded_lines.py    folds many lines of output behind one
+lines.py           output of workers in the cell or terminal, labelled, merged and shortened; the last lines
 
-:func:`choose` picks the dashboards for the front end. Importing this package imports nothing of Jupyter.
+:func:`choose` picks the dashboards for the front end. Importing this package does not import Jupyter.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _FIRST_LINES_S = 0.3
 def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     """Return the dashboards for a job, in the order in which the launcher must call them.
 
-    In a Jupyter kernel: widgets that are replaced by a table at the end, or a table that is updated in place; below it
-    the output of the workers, unless the job runs in the background. Where a user may be looking, the last lines are
-    part of the display while the job runs, so that it stays in sight, and all lines follow at the end. Elsewhere:
-    progress lines and a final table on stderr, the output of the workers on stdout.
+    In a Jupyter kernel, the display is a set of widgets that a table replaces at the end, or a table that is updated
+    in place. The output of the workers appears below it, unless the job runs in the background. If a user may be
+    watching, the display includes only the last lines while the job runs, so that it stays in sight; all lines follow
+    at the end. Elsewhere, progress lines and a final table go to stderr and the output of the workers to stdout.
 
     Args:
         kind: ``"auto"`` and ``"widgets"``: widgets if a user may see them (:func:`is_interactive`) and, for
@@ -87,7 +87,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
         return []
     shell = kernel_shell()
     if shell is None:
-        # Other output would break what is redrawn in place, and the caller of a background job may print.
+        # Other output breaks a table that is redrawn in place, and the caller of a background job may print.
         return text_dashboards(is_live=not background)
     is_watched = is_interactive()
     has_widgets = is_watched and (kind == "widgets" or (kind == "auto" and is_installed("ipywidgets")))
@@ -117,10 +117,10 @@ def text_dashboards(*, is_live: bool = True, shortens: bool = True) -> list[Dash
 
 
 def lines_printer(**options: Any) -> Dashboard:
-    """Return what shows the output of workers and all notes, without a table, in the running cell or on stdout.
+    """Return a dashboard that prints workers' output and all notes, without a table, in the cell or on stdout.
 
     Args:
-        **options: of :class:`LinesPrinter`.
+        **options: passed to :class:`LinesPrinter`.
     """
     shell = kernel_shell()
     publish = publish_in_shell(shell) if shell is not None else None
@@ -141,7 +141,7 @@ def connect(dashboards: Sequence[Dashboard], job: ShownJob) -> None:
 
     Args:
         dashboards: from :func:`choose`.
-        job: also one that its cell waits for, which has no buttons.
+        job: the job; it gets no buttons if its cell waits for it.
     """
     job.show_with(partial(show_again, dashboards))
     for dashboard in dashboards:

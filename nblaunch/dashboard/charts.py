@@ -8,7 +8,8 @@
     step└──┬────┬────┬──
           100  200  300
 
-The curves of ranks are thin and behind their mean. A chart depends only on the values, so equal runs have equal charts.
+The curves of ranks are thin lines behind their mean. A chart depends only on the values, so equal runs have equal
+charts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
 _SIZE = (256, 118)  # pixels; three of them side by side in the cell of a laptop
-_LARGE = (526, 196)  # as wide as two of them
+_LARGE = (526, 196)  # as wide as two small ones
 _LEFT, _TOP = 46, 6  # edges of the curves, in pixels
 _RIGHT_GAP, _BOTTOM_GAP = 6, 18
 _GAP = 14
@@ -116,7 +117,7 @@ def chart(
 
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
     """Return the mean of lines of at least two points each; their distances may differ by a factor of 2, 4, 8..."""
-    # The last point of a line is closer if its bin is incomplete, and points are missing if losses were nan.
+    # The last point of a line is closer if its bin is incomplete; points are missing where the loss was NaN.
     width = max(median(b[0] - a[0] for a, b in pairwise(line)) for line in lines) or 1.0
     bins: dict[int, list[Point]] = {}
     for line in lines:
@@ -250,12 +251,12 @@ def _placed(value: float, low: float, high: float, at_low: float, at_high: float
 
 
 def _group(lines: Sequence[str], style: str) -> str:
-    """Return lines in a common style; they are faint as a group, because overlapping faint lines would add up."""
+    """Return lines in a common style. The group is faint, not each line: overlapping faint lines would add up."""
     return f'<g fill="none" stroke-linejoin="round" {style}>{"".join(lines)}</g>' if lines else ""
 
 
 def _path(axes: _Axes, line: Sequence[Point], digits: int) -> str:
-    """Return a line with each point relative to the one before, which takes the fewest bytes."""
+    """Return a line whose points are relative to the previous point, which takes the fewest bytes."""
     places = [(round(axes.x(x)), round(axes.y(y), digits)) for x, y in line]
     steps = " ".join(f"{x - left} {y - top:.{digits}f}" for (left, top), (x, y) in pairwise(places))
     return f'<path d="M{places[0][0]} {places[0][1]:.{digits}f}l{steps}"></path>'

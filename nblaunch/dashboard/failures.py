@@ -34,7 +34,7 @@ def failures(view: JobView) -> tuple[Failure, ...]:
     failed = [rank for rank in view.ranks if rank.failure]
     causes = [rank for rank in failed if not rank.is_consequence]
     others = [rank for rank in failed if rank.is_consequence]
-    if not causes:  # the cause is not known yet, or has no failure of its own
+    if not causes:  # the cause is not known yet, or is not a failure
         causes, others = others[:1], others[1:]
     shown = _causes(view, causes)
     if others:

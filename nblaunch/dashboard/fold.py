@@ -1,7 +1,6 @@
 """Pure functions that return the view of a job after an event or a reading of the progress board.
 
-Events report starts, ends, output and metrics of ranks; readings have counts of steps and samples, times, losses and
-memory.
+Events report the start, end, output and metrics of ranks. Readings contain steps, samples, times, losses and memory.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from nblaunch.events import Event, WorkerState
 from nblaunch.formatting import single_line
 from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
-_PAUSE_S = 2.0  # between two epochs: rates go on after a shorter one
+_PAUSE_S = 2.0  # rates continue after a shorter pause between epochs
 
 
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed.
 
-    That of a job that is over stays: a finished rank has the numbers of its training, not what the board showed last.
+    The view of a finished job does not change: its ranks keep the numbers of their training, not the board's last
+    ones.
     """
     if view.is_over:
         return view
@@ -47,9 +47,9 @@ def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) 
 
 
 def _has_moved_on(before: Sequence[RankView], ranks: Sequence[RankView]) -> bool:
-    """Return whether a rank has taken a step, and none is left of which the launcher knows that it makes no progress.
+    """Return whether a rank has taken a step while no rank is known to be stuck.
 
-    Other changes do not count: ranks that were interrupted in a hang have changed, too.
+    Other changes do not count, because ranks that were interrupted in a hang change, too.
     """
     has_stepped = any(
         old.stepped_s and new.stepped_s > old.stepped_s for old, new in zip(before, ranks, strict=True)
@@ -70,9 +70,9 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
     points = with_point(before, reading)
     last_rates = rank.steps_per_s, rank.samples_per_s, rank.busy_step_s
     if rank.is_evaluating and not is_evaluating:
-        last_rates = rank.trained_rates  # the rates of the evaluation are not its own
+        last_rates = rank.trained_rates  # not the rates of the evaluation
     rates = steps_per_s, samples_per_s, busy_step_s = rates_of(points, last_rates)
-    # An evaluation inside an epoch hides how far that is.
+    # An evaluation inside an epoch hides the progress of the epoch.
     trained_fraction = rank.trained_fraction if rank.is_evaluating else rank.fraction or 0.0
     if rank.warm_up is None and rank.first_epoch and not is_evaluating and not is_warming_up(points):
         warm_job_steps = rank.changed_s, last.job_steps[0]
@@ -101,7 +101,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
 
 
 def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
-    """Return seconds, steps and samples of the training, with those since the last reading if none was evaluated."""
+    """Return seconds, steps and samples of the training; the time since the last reading counts unless it evaluated."""
     last = rank.reading
     if (
         is_evaluating
@@ -119,13 +119,13 @@ def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) 
 
 
 def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
-    """Return whether the loop that the board shows, or showed last, is one that evaluates."""
+    """Return whether the current or last loop on the board is an evaluation."""
     if reading.state is WorkerState.EVALUATING:
         return True
-    # Inside a training loop, the finished one stays on the board until that goes on.
+    # A finished evaluation stays on the board until the training loop around it continues.
     is_shown = reading.loop == rank.reading.loop
     if not is_shown and reading.state is not WorkerState.TRAINING and _has_trained(reading):
-        # A short one was over before it was seen.
+        # A short evaluation ended before a reading saw it.
         return (reading.step, reading.total) != reading.trained[:2]
     return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
 
@@ -134,7 +134,7 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the fields about the length of an epoch that change."""
     if not reading.epoch:
         return {}
-    # Another training has a loop of its own; after a look at a batch the board goes back to an earlier one.
+    # A second training has its own loop. After a single batch is looked at, the board returns to the previous loop.
     is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
         return {
@@ -157,7 +157,7 @@ def _has_trained(reading: SlotReading) -> bool:
 
 
 def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[RatePoint, ...]:
-    """Return the rate points that a reading goes on from; none in another phase, or in a new loop after a pause."""
+    """Return the rate points that a reading continues; none in another phase, or in a new loop after a pause."""
     points = rank.rate_points
     is_new_loop = reading.loop != rank.reading.loop
     has_paused = is_new_loop and points and reading.step_time_s - points[-1].time_s >= _PAUSE_S
@@ -165,12 +165,12 @@ def _points_before(rank: RankView, reading: SlotReading, *, is_evaluating: bool)
 
 
 def _state(rank: RankView, read: WorkerState) -> WorkerState:
-    """Return the state of a rank: events decide its start and end, the board what is between."""
+    """Return the state of a rank: events decide its start and end, the board everything in between."""
     if rank.state.is_final:
         return rank.state
     if rank.has_returned:
         return WorkerState.FINISHING
-    if read.is_final:  # the event that follows reports how it ended
+    if read.is_final:  # the next event reports how it ended
         return rank.state
     return max(read, WorkerState.RUNNING) if rank.state >= WorkerState.RUNNING else read
 
@@ -181,7 +181,7 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGIN
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:
-    """Return the view after events, in the order of their arrival. Those of unknown types or ranks change nothing."""
+    """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing."""
     for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _RANK_FOLDS):
         view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
     return view
@@ -195,7 +195,7 @@ def _fold_others(view: JobView, group: Iterable[Event]) -> JobView:
 
 
 def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
-    ranks = list(view.ranks)  # once: to copy hundreds of ranks takes as long as all else of an event
+    ranks = list(view.ranks)  # copied once: a copy of hundreds of ranks takes as long as the rest of an event
     for event in group:
         if 0 <= event.rank < len(ranks):
             ranks[event.rank] = _RANK_FOLDS[type(event)](ranks, ranks[event.rank], event)
@@ -213,7 +213,7 @@ def _job_started(view: JobView, event: events.AttemptStarted) -> JobView:
         view,
         start=event,
         end=NOT_ENDED,
-        # After a restart it is still the same job for its user.
+        # For the user, a restarted job is still the same job.
         started_s=view.started_s if event.attempt and view.started_s else event.time_s,
         now_s=event.time_s,
         hang=(),
@@ -253,11 +253,11 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
         message = _first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message
         if rank.exit_status is not None and rank.failure.startswith(str(rank.exit_status)):
-            failure = message or rank.failure  # how the process ended is in the message, and what it means
+            failure = message or rank.failure  # the message says how the process ended and what it means
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
-    # What ranks that waited have raised when their peers were stopped explains nothing.
+    # Errors that waiting ranks raise when their peers are stopped explain nothing.
     was_waiting = view.end.has_hung and rank.is_consequence
     if rank.state is WorkerState.FAILED and (was_ended or was_waiting):
         return replace(rank, state=WorkerState.STOPPED, failure="")
@@ -311,7 +311,7 @@ def _metric(view: JobView, event: events.Metric) -> JobView:
     view = replace(_with_rank(view, rank), curves=_with_points(view, event))
     if not event.epoch:
         return view
-    # Logged in the epoch that lasts, or after the one that has ended.
+    # Logged during the current epoch, or after the last one ended.
     key = rank.training + (event.epoch < rank.ended_epoch), event.epoch
     epoch = view.epochs.get(key, EpochView())
     return _with_epoch(view, key, replace(epoch, metrics={**epoch.metrics, **event.values}))
@@ -353,7 +353,7 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
 
 
 def _position(step: object, curve: Curve) -> float:
-    """Return where a point logged with ``step`` stands; behind the others if it is not a number."""
+    """Return the x of a point logged with ``step``; after all others if ``step`` is not a number."""
     if isinstance(step, (int, float)) and abs(step) < LARGEST_DRAWN:
         return float(step)
     return float(curve.num_seen)
@@ -367,7 +367,7 @@ def _host_memory(view: JobView, event: events.HostMemory) -> JobView:
     view = _with_rank(view, replace(rank, host_bytes=event.num_bytes, host_peak_bytes=peak))
     if not event.is_proportional:  # a sum would count shared pages once for each rank
         return view
-    # Ranks that have exited hold no memory. Samples of other machines arrive later than they were taken.
+    # Ranks that have exited hold no memory. Samples from other machines arrive late.
     total = sum(rank.host_bytes or 0 for rank in view.ranks if rank.exited_s > event.time_s)
     return replace(view, host_peak_bytes=max(total, event.job_peak_bytes, view.host_peak_bytes or 0))
 
@@ -411,7 +411,7 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
         return rank
     is_success = event.status.code == 0 or not event.status.is_known
     if rank.has_returned and (is_success or event.status.code in _STOP_SIGNALS):
-        # The launcher may have stopped it because a thread of it did not end.
+        # The launcher may have stopped it because one of its threads did not end.
         return replace(rank, state=WorkerState.DONE)
     over = (WorkerState.FAILED, WorkerState.STOPPED)
     others_ended = any(other.state in over for other in ranks if other.rank != rank.rank)

@@ -1,4 +1,4 @@
-"""The lines that a job prints in a cell; many of them are folded.
+"""The lines that a job prints in a cell, folded if they are many.
 
 the first lines, as they arrive
 ▸ show all: 7,942 more lines

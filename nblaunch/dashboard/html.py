@@ -5,8 +5,8 @@ front end removes inline styles and SVG, too, a plain table with numbers and cap
 inherited and tints are half-transparent greys, so the HTML is legible in light and dark themes. Colours only repeat
 what the text next to them says.
 
-The same rows are shown while a job runs and after its end, so nothing moves when it ends. Tables have a caption for
-screen readers, heads with scopes, and bars with the role of a progress bar.
+The same rows are shown while a job runs and after its end, so nothing moves when it ends. For screen readers, tables
+have captions, column heads have scopes, and bars have the progress bar role.
 """
 
 from __future__ import annotations

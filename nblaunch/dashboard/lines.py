@@ -2,7 +2,7 @@
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701
-    [0-3] a warning of a library                                      equal on three or more ranks
+    [0-3] a warning of a library                                      the same on three or more ranks
     [1] ... 9,480 lines not shown; complete log: /tmp/nblaunch-1000/20261120-153000-4242-1/attempt_0/rank_1.log
     [1] last line
 

@@ -41,7 +41,7 @@ Publish = Callable[[Bundle, str, bool], None]
 class Output:
     """One output, which several cells can show.
 
-    It has a display id in each cell: VS Code updates of outputs with the same id only the one that was displayed last.
+    It has one display id per cell, because VS Code updates only the last of several outputs with the same id.
 
     Args:
         publish: default: through IPython.
@@ -60,7 +60,7 @@ class Output:
 
         Args:
             bundle: the content to show.
-            is_final: no update follows. It is then published even if the output already shows it.
+            is_final: no update follows; publish it even if the output already shows it.
 
         Returns:
             Number of cells in which it was published.
@@ -126,12 +126,12 @@ def is_on_colab() -> bool:
 
 @final
 class NotebookDashboard(ViewingDashboard):
-    """A job in the output of a cell: live widgets that a table replaces at the end, or a table from the beginning.
+    """A job in a cell output: live widgets that a table replaces at the end, or a table from the start.
 
     A short job only publishes its final table. If widgets fail, the table replaces them.
 
-    A second output below the widgets has the table, updated every few seconds. A saved notebook shows it if the kernel
-    of the job has died; as long as the widgets are alive, it is hidden.
+    A second output below the widgets holds the table, updated every few seconds. It is hidden while the widgets are
+    alive; a saved notebook shows it if the kernel has died.
 
     Args:
         background: the cell returns while the job runs. The output is then created here, in the thread of the cell,
@@ -139,10 +139,10 @@ class NotebookDashboard(ViewingDashboard):
             Widgets have buttons, because the kernel can receive clicks.
         has_widgets: show widgets while the job runs; ``is_html`` must be True.
         is_html: publish HTML and text; text alone if False.
-        is_watched: a user may be looking at the cell. The last lines of output are then part of the table while the job
-            runs: printed below it, they would push it out of sight.
+        is_watched: a user may be looking at the cell. The table then includes the last lines of output while the job
+            runs, because lines printed below the table would push it out of sight.
         publish: default: through IPython.
-        open_panel: creates the widgets; default: as in ``widget_panel.py``.
+        open_panel: creates the widgets; default: the panel of ``widget_panel.py``.
         clock: seconds on a clock that never jumps.
     """
 
@@ -203,10 +203,10 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(self._table(view, has_logs=False) if has_two else table, is_final=True)
         if has_two:  # an output can't be removed
             self._lasting.show(log_bundle(view), is_final=True)
-        # After the output was replaced, so that no empty output is visible.
+        # Closed after the output was replaced, so that no empty output is visible.
         if self._panel is not None:
-            # Colab saves all widgets in a form that GitHub refuses to show. It presumably keeps the output of a cell up
-            # to date without a page.
+            # Colab saves widgets in a form that GitHub refuses to show. It presumably keeps a cell's output up to
+            # date without an open page.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:
@@ -220,10 +220,10 @@ class NotebookDashboard(ViewingDashboard):
         self._pace.note_published()
 
     def _show_lasting(self, panel: Panel) -> None:
-        """Update the output that remains of the job if this process dies."""
+        """Update the output that the notebook still shows if this process dies."""
         now_s = self._clock()
         is_first = self._lasting.shown is None
-        # A background job must create its outputs in the thread of the cell, which makes the first call.
+        # A background job must create its outputs in the cell's thread, which makes the first call.
         is_early = is_first and not self._is_background and self._pace.elapsed_s < _FIRST_LASTING_S
         if is_early or now_s < self._next_lasting_s:
             return

@@ -1,16 +1,15 @@
-"""Notices about slow and stalled ranks and losses that are not finite; a rank that has stopped gets the rate 0.
+"""Notices about slow ranks, stalled ranks and non-finite losses; the rate of a rank that has stopped is 0.
 
-The launcher says why steps are slow by a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Where it does not
-know, ranks that are slower than the others are named.
+The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Without an
+explanation, the notice names the ranks that are slower than the others.
 
-A stalled rank is one that trains, evaluates or waits without any change, output included, for 20 s, or the time of 20
-of its steps where that is more; and one of which the launcher says so by a ``Stalled`` event, from half of the time
-after which it reports a hang (``launcher/hang_watch.py``). Its report, with stacks, is a ``Note`` of kind ``"hang"``,
-and shown as a notice of kind ``"stalled"``.
+A rank is stalled if it trains, evaluates or waits without any change, output included, for 20 s or the time of 20 of
+its steps, whichever is longer. It is also stalled if the launcher emits ``Stalled`` for it, which happens after half
+of the hang timeout (``launcher/hang_watch.py``). The launcher's report of a hang, with stacks, is a ``Note`` of kind
+``"hang"``, shown as a notice of kind ``"stalled"``.
 
-Nothing but the view is read. That has what was measured last; what is true now follows from the time since:
-:func:`as_of_now` returns the view with the rates of the moment, and :func:`stall_text` what a rank does that makes no
-progress.
+These functions read only the view, which holds the last measurements. :func:`as_of_now` adjusts the rates to the time
+that has passed since, and :func:`stall_text` describes a rank that makes no progress.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ class Notice:
 
 @dataclass(frozen=True)
 class Standstill:
-    """A job of which no rank makes progress.
+    """A job in which no rank makes progress.
 
     Args:
         text: a sentence, with the seconds.
         is_certain: no rank can go on by itself; False where some may work without steps.
-        advice: what to do; empty where it may still go on.
+        advice: what to do; empty if the job may still go on.
     """
 
     text: str
@@ -69,7 +68,7 @@ def notices(view: JobView) -> tuple[Notice, ...]:
 
 
 def _explained(view: JobView, compared: list[Notice]) -> list[Notice]:
-    """Return the notice about slow steps: what the launcher knows of them, else how ranks compare."""
+    """Return the notice about slow steps: the launcher's explanation, or else the comparison of ranks."""
     ranks = compared[0].ranks if compared else ()
     return [Notice("slow", ranks, view.slow)] if view.slow else compared
 
@@ -79,14 +78,14 @@ def _explained(view: JobView, compared: list[Notice]) -> list[Notice]:
 
 @dataclass(frozen=True)
 class _Claim:
-    """How long a rank must be how many times slower before a notice says so.
+    """How much slower a rank must be, and for how long, before a notice reports it.
 
-    A busy machine delays ranks at random: a small difference must last longer than a large one to be one of the ranks.
+    A busy machine delays ranks at random, so a small difference must last longer than a large one.
 
     Args:
-        ratio: duration of a step, in usual ones.
-        span_s: of measurement.
-        num_parts: of that span; the rank must be so slow in each of them.
+        ratio: duration of a step, as a multiple of the usual one.
+        span_s: seconds of measurement.
+        num_parts: number of parts of the span; the rank must be this slow in each.
     """
 
     ratio: float
@@ -98,13 +97,13 @@ SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as the usual one."""
 
 _CLAIMS = (_Claim(SLOW_RATIO, WINDOW_S - 1.0, 8), _Claim(3.0, 3.0, 3))
-_MIN_STEPS = 3  # that a rate is compared by
+_MIN_STEPS = 3  # for a comparison of rates
 
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:
-    """Find ranks whose step rate is far below the others'."""
+    """Find ranks whose step rate is far below the rate of the others."""
     step_s, slower = _slower_for_long(view, attrgetter("time_s", "steps"))
     if not slower:
         return []
@@ -132,11 +131,11 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _slower_for_long(
     view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return rank -> seconds of a step, and the ranks that are slower by one of the claims -> how many times.
+    """Return the seconds of a step by rank, and how many times slower each slow rank is, by one of the claims.
 
     Args:
-        view: of the job.
-        measure: returns the seconds and the steps that had been counted at a point.
+        view: view of the job.
+        measure: returns the seconds and steps counted up to a point.
     """
     for claim in _CLAIMS:
         spans = {
@@ -155,7 +154,7 @@ def _slower_for_long(
 
 
 def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
-    """Return the fewest last points that cover a span and enough steps; none where all do not."""
+    """Return the fewest last points that cover a span and enough steps; none if there are too few."""
     points = rank.rate_points
     if len(points) < _MIN_STEPS:
         return ()
@@ -168,7 +167,7 @@ def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
 
 
 def _ends_of_part(points: Sequence[RatePoint], part: int, num_parts: int) -> tuple[RatePoint, RatePoint]:
-    """Return the first and last point of a part; parts have a step at least, and overlap where there are few steps."""
+    """Return the first and last point of a part. Parts have at least one step, and overlap if there are few steps."""
     last = len(points) - 1
     first = min(part * last // num_parts, last - 1)
     return points[first], points[max((part + 1) * last // num_parts, first + 1)]
@@ -177,7 +176,7 @@ def _ends_of_part(points: Sequence[RatePoint], part: int, num_parts: int) -> tup
 def _step_seconds(
     ends: Mapping[int, tuple[RatePoint, RatePoint]], measure: Callable[[RatePoint], tuple[float, int]]
 ) -> dict[int, float]:
-    """Return rank -> seconds of a step between two points, of ranks that have taken steps there."""
+    """Return the seconds of a step between two points, by rank, for ranks that took steps there."""
     seconds = {}
     for rank, (first, last) in ends.items():
         (from_s, from_step), (to_s, to_step) = measure(first), measure(last)
@@ -187,7 +186,7 @@ def _step_seconds(
 
 
 def _slower(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
-    """Return ranks far above the usual duration -> how many times; empty if that are more than half of them."""
+    """Return how many times slower the slow ranks are, by rank; empty if more than half of the ranks are slow."""
     usual_s = median_low(seconds.values()) if len(seconds) > 1 else 0.0
     slower = {
         rank: own_s / usual_s for rank, own_s in sorted(seconds.items()) if own_s >= ratio * usual_s > 0
@@ -235,10 +234,10 @@ _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 
 
 def _stalled(view: JobView) -> list[Notice]:
-    """Find ranks without any change for long; those that wait for others only if there are no others."""
+    """Find ranks that have not changed for long; waiting ranks only if no other rank has stalled."""
     if view.is_over:
-        # The exception of a job that was stopped for a hang has the positions. A job that is done has overcome it,
-        # unless ranks were killed while they sent their weights.
+        # If a hang stopped the job, the exception has the positions. A job that is done has overcome the hang, unless
+        # ranks were killed while they sent their weights.
         codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
         is_overcome = view.outcome == "done" and codes <= {0}
         is_shown = view.hang and not view.end.has_hung and not is_overcome
@@ -248,7 +247,7 @@ def _stalled(view: JobView) -> list[Notice]:
     if view.hang and stalls:
         text = view.hang[0]
         if all(stall.is_certain for stall in stalls.values()):
-            # The report has the time at which it was made.
+            # The report contains the time at which it was made.
             since_s = max(stall.time_s - stall.for_s for stall in stalls.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(stalls), text, view.hang[1:])]
@@ -264,9 +263,9 @@ def _stalled(view: JobView) -> list[Notice]:
 
 
 def standstill(view: JobView) -> Standstill | None:
-    """Return where a job stands still, in a sentence; None while some of its ranks make progress.
+    """Return a sentence that says where a job stands still; None while a rank makes progress.
 
-    Ranks that wait in a collective for another one, which goes on, are no standstill yet, but reported as well.
+    A rank that waits in a collective for one that still works is reported as well, although not yet as a standstill.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]
@@ -334,7 +333,7 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
-    """Return ``waiting in all_reduce (cell 5, line 14)`` or ``no progress for 12 s``; empty for a rank that moves."""
+    """Return ``waiting in all_reduce (cell 5, line 14)`` or ``no progress for 12 s``; empty if the rank moves."""
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"
@@ -356,7 +355,7 @@ def settled_state(view: JobView, rank: RankView) -> WorkerState:
 
 # --- rates of the moment ---------------------------------------------------------------------------------------------
 
-_KEPT_S, _KEPT_STEPS = 4.0, 6  # a measured rate holds for so long, or for so many of its steps
+_KEPT_S, _KEPT_STEPS = 4.0, 6  # how long a measured rate holds, in seconds and in steps
 
 
 def as_of_now(view: JobView) -> JobView:

@@ -1,8 +1,8 @@
-"""Rates of a rank, from readings of the board: points of the last seconds, and what they say of steps to come.
+"""Rates of a rank, from readings of the board over the last seconds, and forecasts from them.
 
-The first steps of a loop take longer than later ones: workers of loaders start, kernels are compiled. They count until
-there are others. A forecast leaves out a single long step, too: one pause does not show when the next one comes. Where
-pauses come again, they are part of the mean.
+The first steps of a loop take longer than later ones: workers of loaders start, kernels are compiled. They count only
+until there are later ones. A forecast also leaves out a single long step, because one pause does not show when the
+next will come. Repeated pauses are part of the mean.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Rates = tuple[float | None, float | None, float | None]
 """Steps and samples per second, and seconds of a step without waits for other ranks."""
 
 _MAX_SPACING_S = 0.5
-_NUM_SPACES = 20  # of the points while they are closer
-_MIN_STEPS = 3  # a rate is measured over, where these take longer than the window
+_NUM_SPACES = 20  # between the points of a full window
+_MIN_STEPS = 3  # that a rate is measured over, even if they take longer than the window
 _WARM_UP_STEPS = 2
-_MIN_INTERVALS = 4  # fewer do not distinguish a pause from steps that differ
+_MIN_INTERVALS = 4  # fewer can't distinguish a pause from uneven steps
 
 
 class RatePoint(NamedTuple):
@@ -58,7 +58,7 @@ def with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[Rat
     if is_warming_up(points):
         warm = tuple(point for point in points if point.steps - points[0].steps >= _WARM_UP_STEPS)
         return (*(warm or points), newest)
-    # The last point is replaced until it is far enough from the one before it.
+    # The last point is replaced until it is far enough from the previous one.
     if len(points) >= 2:
         spacing_s = min(_MAX_SPACING_S, (newest.time_s - points[0].time_s) / _NUM_SPACES)
         if points[-1].time_s - points[-2].time_s < spacing_s:
@@ -100,7 +100,7 @@ def pause_s(points: tuple[RatePoint, ...]) -> float:
 
 
 def warm_up(before: tuple[RatePoint, ...], after: tuple[RatePoint, ...]) -> tuple[float, int]:
-    """Return the seconds and the number of the first steps, which a new point has ended; zeros if there were none.
+    """Return the seconds and the number of first steps if a new point ended the warm-up; zeros otherwise.
 
     Args:
         before: the points without the new one.

@@ -1,7 +1,7 @@
 """The result of a job: its figures, such as rate, losses, metrics and memory, and whether its ranks did the same.
 
-Rates are means over the whole training, without its evaluations. The best value of a metric is shown if its name says
-which way is better: ``loss`` falls, ``accuracy`` rises.
+Rates are means over the whole training, without its evaluations. The best value of a metric is shown if the metric's
+name says which direction is better: ``loss`` falls, ``accuracy`` rises.
 """
 
 from __future__ import annotations

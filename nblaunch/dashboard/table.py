@@ -37,7 +37,7 @@ MAX_ALL_IN_ROWS = 16
 """Largest number of ranks that all have their own row."""
 
 MAX_DIFFERING_ROWS = 12
-"""Largest number of rows for ranks that differ; more of them are collapsed as well."""
+"""Largest number of rows for ranks that differ; further ones are collapsed as well."""
 
 HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""
@@ -61,7 +61,7 @@ class Row:
         state_text: text of the state column.
         cells: one text per column of the table; may be empty.
         fraction: progress, 0 to 1, or None.
-        detail: the worker's progress bar as text, or where it waits, or its last line, or its exit status.
+        detail: the worker's progress bar as text, the call in which it waits, its last line or its exit status.
         is_marked: the rank differs from the others.
         is_secondary: it failed because another rank failed.
         is_stuck: others wait for it, or all ranks stand still.
@@ -103,7 +103,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
     whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
     ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
     rows = (*whole, *ranks)
-    if view.is_over:  # no later text would need an empty column
+    if view.is_over:  # no later text needs an empty column
         used = [index for index in range(len(columns)) if any(row.cells[index] for row in rows)]
         columns = tuple(columns[index] for index in used)
         rows = tuple(replace(row, cells=tuple(row.cells[index] for index in used)) for row in rows)
@@ -119,7 +119,7 @@ def _with_mean_rates(rank: RankView) -> RankView:
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
-    """Return the names of the columns: all of training at once, because a later column would move the others."""
+    """Return the names of the columns. All columns of a training appear at once: a later one would move the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
     has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
@@ -136,7 +136,7 @@ def _used_columns(view: JobView) -> tuple[str, ...]:
 
 
 class _RankStatus(NamedTuple):
-    """The activity of a rank: its state, a word for it, and its place if it does not move."""
+    """The activity of a rank: its state, a word for it, and its place in the code if it makes no progress."""
 
     state: WorkerState
     word: str
@@ -157,7 +157,7 @@ def _status_of(view: JobView, rank: RankView) -> _RankStatus:
 def _row(
     view: JobView, rank: RankView, status: _RankStatus, marks: Mapping[int, str], columns: Sequence[str]
 ) -> Row:
-    # A single rank has no others to differ from; the state of a stalled rank already shows it.
+    # A single rank can't differ from others, and the state of a stalled rank already shows that it is stalled.
     mark = marks.get(rank.rank, "") if len(view.ranks) > 1 and not rank.state.is_final else ""
     words = "" if mark == "stalled" else mark
     cells = {
@@ -250,7 +250,7 @@ def _detail(rank: RankView) -> str:
 
 
 def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, columns: Sequence[str]) -> Row:
-    """Return the row of all ranks: progress of the last one, and the throughput and the memory of all together."""
+    """Return the row of all ranks: the progress of the slowest, and the throughput and memory of all together."""
     ranks = view.ranks
     last = furthest_behind(view)
     (most, _), *_ = Counter(status.state for status in statuses).most_common(1)
@@ -294,7 +294,7 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
         (status.word for status in statuses if status.state is WorkerState.FAILED), key=_CUT_OFF.__eq__
     )
     if set(words) == {_NO_PROGRESS, WorkerState.WAITING.name.lower()}:
-        return _NO_PROGRESS  # the headline says which ranks are where
+        return _NO_PROGRESS  # the headline says where each rank is
     stalled = [_NO_PROGRESS] * (_NO_PROGRESS in words)
     first, *others = dict.fromkeys([*failed, *stalled, *(word for word, _ in words.most_common())])
     named = others[0] if len(others) == 1 else "other"
@@ -347,7 +347,7 @@ class EpochTable:
     """The table of epochs as text cells.
 
     Args:
-        columns: their names.
+        columns: names of the columns.
         rows: the last epochs, oldest first; a cell per column.
         note: text below the table, if there are more epochs.
     """
@@ -368,12 +368,12 @@ class Table:
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
-        standstill: where it stands still; None while it makes progress.
+        standstill: where the job stands still; None while it makes progress.
         setting: number of processes, backend, start method.
         fallback: reason for an unusual start method; empty if it is usual.
         failures: root cause first.
         figures: numbers of a job that has ended.
-        alike: what all ranks did, in words, if ``rows`` adds nothing to it; empty otherwise.
+        alike: what all ranks did, in words, if ``rows`` add nothing; empty otherwise.
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
@@ -463,8 +463,8 @@ def headline(view: JobView) -> str:
 def progress(view: JobView) -> str:
     """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
 
-    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. It is empty
-    for a job with a failed rank, which would not end by itself.
+    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. Empty for
+    a job with a failed rank, which would never finish.
     """
     if view.is_over or not view.ranks or any(rank.failure for rank in view.ranks):
         return ""

@@ -37,12 +37,12 @@ def is_terminal(stream: Any) -> bool:
 
 
 def moves_cursor(stream: Any) -> bool:
-    """Return whether a stream is a terminal that understands escape sequences, by the words of rich."""
+    """Return whether rich takes a stream for a terminal that understands escape sequences."""
     return is_terminal(stream) and env.read("TERM").lower() not in ("dumb", "unknown")
 
 
 def has_colour(stream: Any) -> bool:
-    """Return whether to write colours to a stream: if it is a terminal, unless NO_COLOR or FORCE_COLOR decides.
+    """Return whether to write colours to a stream: only to a terminal, unless NO_COLOR or FORCE_COLOR is set.
 
     Source: https://no-color.org and https://force-color.org; NO_COLOR wins, as in Python itself.
     """
@@ -62,12 +62,12 @@ def size_of(stream: Any) -> tuple[int, int]:
 
 def encodable(stream: TextIO, text: str) -> str:
     """Return text with ``?`` for characters that the encoding of the stream lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # lacks only lone surrogates
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # encodes all but lone surrogates
     return text if text.isascii() else text.encode(encoding, "replace").decode(encoding)
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write in one call, with ``?`` for characters that the encoding of the stream lacks."""
+    """Write text in one call, with ``?`` for characters that the encoding of the stream lacks."""
     stream.write(encodable(stream, text))
 
 
@@ -88,7 +88,7 @@ class LiveTable:
     """
 
     latest: ClassVar[LiveTable | None] = None
-    """The display that was opened last: a terminal has room for one."""
+    """The display that was opened last; a terminal has room for only one."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         LiveTable.latest = self
@@ -108,7 +108,7 @@ class LiveTable:
         live.update(Text.from_ansi(encodable(self._to, text)), refresh=True)
 
     def clear(self) -> None:
-        """Remove it; the cursor is then at the beginning of an empty line."""
+        """Remove the table; the cursor is then at the beginning of an empty line."""
         self._view = None
         live, self._live = self._live, None
         if live is not None:
@@ -116,7 +116,7 @@ class LiveTable:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hide it while the block writes whole lines to the terminal."""
+        """Hide the table while the block writes whole lines to the terminal."""
         view = self._view
         self.clear()
         try:
@@ -133,7 +133,8 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
 
-        # No thread, which a fork would lose, and no replaced streams: the output of workers is written around it.
+        # No thread, because a fork would lose it; no replaced streams, because workers' output is written around the
+        # table.
         self._live = Live(
             console=Console(
                 file=self._to,
@@ -173,7 +174,7 @@ class TextDashboard(ViewingDashboard):
 
     Args:
         stream: default: ``sys.stderr``, looked up at each write.
-        live: display that is redrawn on the terminal, shared with other writers; None if lines are written.
+        live: the table that is redrawn on the terminal, shared with other writers; None writes lines instead.
         clock: seconds on a clock that never jumps.
     """
 

@@ -1,4 +1,4 @@
-"""Text of a job: the table, and its progress in one line.
+"""A job as text: the table, and the progress in one line.
 
 ``terminal.py`` writes both. The table is also the plain text of a notebook's display (``html.py``, ``notebook.py``),
 for front ends without HTML.
@@ -35,7 +35,7 @@ _DISPENSABLE = ("samples/s", "peak memory", "peak device", "progress", "epoch", 
 """Columns in the order in which a narrow terminal omits them."""
 
 _MIN_OUTPUT_WIDTH = 24
-_DETAIL_WIDTH = 60  # where there is no terminal
+_DETAIL_WIDTH = 60  # without a terminal
 
 Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
@@ -64,7 +64,7 @@ def render_text(
         paint: colours states, failures and warnings.
         table: table of this view, if the caller has it.
         width: columns of the terminal; a narrow terminal shows fewer columns of the table.
-        is_live: it is redrawn in place, without epochs and metrics.
+        is_live: the table is redrawn in place, without epochs and metrics.
     """
     table = table or tabulate(view)
     lines = [_headline(view, table, paint, width if is_live else None)]
@@ -154,7 +154,7 @@ class _Column(NamedTuple):
 
 
 def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
-    """Return the columns that fit side by side: a cut number would be worse than none."""
+    """Return the columns that fit side by side. A missing number is better than a truncated one."""
     cells = {
         "rank": [row.label for row in table.rows],
         "state": [row.state_text for row in table.rows],
@@ -171,7 +171,7 @@ def _fitting_columns(table: Table, width: int | None) -> dict[str, _Column]:
                 break
             widths.pop(name, None)
     if "output" in widths:
-        widths["output"] += 0 if width is None else width - _total(widths)  # it takes the rest
+        widths["output"] += 0 if width is None else width - _total(widths)  # takes the remaining width
         cells["output"] = [_cut(row.detail, widths["output"]) for row in table.rows]
     return {name: _Column(number, cells[name]) for name, number in widths.items()}
 

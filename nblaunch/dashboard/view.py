@@ -1,12 +1,12 @@
-"""The state of a job as dashboards show it: immutable data, of which ``fold.py`` makes the next one.
+"""The state of a job as dashboards show it: immutable data from which ``fold.py`` makes the next state.
 
     view = JobView()
-    view = fold(view, *events)                      # for those that have arrived, in their order
+    view = fold(view, *events)                      # in order of arrival
     view = fold_readings(view, readings, now_s)     # for every reading of the board
 
-Holds states, rates, remaining times, histories, and the progress bars that workers draw themselves (tqdm's default
-format; source: ``tqdm.std.tqdm.format_meter``). All renderers (text, HTML, widgets) read the same view, so that they
-show the same numbers.
+The view holds states, rates, remaining times, histories, and the progress bars that workers draw (in tqdm's default
+format; source: ``tqdm.std.tqdm.format_meter``). All renderers (text, HTML, widgets) read the same view, so they show
+the same numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ else:
     def replace(state, /, **changes):
         """Return a copy of a frozen dataclass with other values in some fields, as :func:`dataclasses.replace` does.
 
-        That one calls the constructor, which sets the 30 fields of a rank one by one: each event would take ten times
-        as long.
+        ``dataclasses.replace`` calls the constructor, which sets the 30 fields of a rank one by one and takes ten
+        times as long.
         """
         changed = object.__new__(type(state))
         object.__setattr__(changed, "__dict__", vars(state) | changes)
@@ -76,7 +76,7 @@ def read_bar(line: str) -> Bar | None:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a quantity over an attempt; when there are too many, every second one is dropped.
+    """Points of a quantity over an attempt. Every second point is dropped when there are too many.
 
     Args:
         xs: steps, rising.
@@ -124,7 +124,7 @@ CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
 LINE_STAYS_S = 2.0
-"""Seconds for which a progress bar stays visible after its worker has printed another line; it mostly comes back."""
+"""Seconds for which a progress bar stays visible after its worker prints another line; bars usually come back."""
 
 
 NUM_EPOCHS = 100
@@ -133,12 +133,12 @@ NUM_EPOCHS = 100
 
 @dataclass(frozen=True)
 class EpochView:
-    """One epoch, as all ranks together have reported it.
+    """One epoch, as reported by all ranks together.
 
     Args:
-        losses: sum of the mean losses of ranks.
-        num_losses: how many they are.
-        duration_s: of the slowest rank; 0.0 while the epoch lasts.
+        losses: sum of the ranks' mean losses.
+        num_losses: number of ranks in the sum.
+        duration_s: duration of the slowest rank; 0.0 while the epoch lasts.
         metrics: the last value of each metric logged in or after this epoch.
     """
 
@@ -159,17 +159,17 @@ class RankView:
 
     Args:
         rank: rank of the worker.
-        reading: the last reading of the board; of a finished rank that has trained, with the numbers of its training.
-        state: of the worker.
+        reading: the last reading of the board; once the rank has finished, with the numbers of its training.
+        state: state of the worker.
         steps_per_s: averaged over about 10 s; None if unknown.
         samples_per_s: likewise.
         busy_step_s: seconds per step without waiting for other ranks, likewise.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
-        training: number of its training, from 0: a function may train several times, as for folds of the data.
-        ended_epoch: the last epoch that has ended in it; 0 before.
+        training: number of the training, from 0: a function may train several times, for example once per fold.
+        ended_epoch: the last epoch of this training that has ended; 0 before the first.
         status_line: progress bar or unfinished line of the output, without escape sequences.
-        line_gone_s: when another line was printed over the status line; 0.0 while it is there.
+        line_gone_s: time at which another line replaced the status line; 0.0 while it is visible.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
         exit_status: status of the process; None while it runs.
@@ -179,25 +179,25 @@ class RankView:
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
-        changed_s: time of the last change of the reading, whatever of it, or of the last output; 0.0 before.
+        changed_s: time of the last change of any part of the reading, or of the last output; 0.0 before.
         stall: what the launcher knows of a rank without progress; None if it moves.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch that was seen of a training; 0 before.
-        first_epoch_s: ``now_s`` of the first reading with it.
+        first_epoch: the first epoch of the training that a reading showed; 0 before.
+        first_epoch_s: ``now_s`` of the first reading with that epoch.
         warm_up: seconds and number of the first steps of a training; None before they are over.
-        warm_job_steps: when they were over, and how many steps of optimizers a framework had counted then.
-        epoch_length_s: seconds of an epoch with its evaluation, a mean; None before the first has been trained.
+        warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
+        epoch_length_s: mean seconds of an epoch with its evaluation; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_peak_bytes: largest device memory in use so far; None if unknown.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
-        is_evaluating: the last of its loops over training and other loaders was one that evaluates.
-        trained_rates: steps and samples per second and ``busy_step_s`` when it trained last.
-        trained_fraction: progress of the epoch's training, 0 to 1, while it evaluates.
+        is_evaluating: the last loop over a loader was an evaluation.
+        trained_rates: steps per second, samples per second and ``busy_step_s`` of the last training.
+        trained_fraction: progress of the epoch's training, 0 to 1, while the rank evaluates.
         rate_points: points of the last seconds, for rates.
-        trained_span: seconds, steps and samples of its training so far, without its evaluations.
+        trained_span: seconds, steps and samples of the training so far, without evaluations.
     """
 
     rank: int
@@ -280,7 +280,7 @@ class RankView:
 
     @property
     def loss(self) -> float | None:
-        """The last loss, which may be not finite; None before the first."""
+        """The last loss, which may be non-finite; None before the first."""
         return self.reading.loss
 
     @property
@@ -306,7 +306,7 @@ class RankView:
 
     @property
     def job_fraction(self) -> float | None:
-        """The progress of all epochs, 0 to 1; of the current loop where their number is unknown."""
+        """The progress of all epochs, 0 to 1; the progress of the current loop if the number of epochs is unknown."""
         done, total = self.reading.job_steps
         if total > 0:
             return min(done / total, 1.0)
@@ -317,7 +317,7 @@ class RankView:
 
     @property
     def usual_step_s(self) -> float | None:
-        """Seconds of a step to come, without a single long one; None if unknown."""
+        """The expected seconds of the next steps, without a single long one; None if unknown."""
         if not self.steps_per_s:
             return None
         points = self.rate_points
@@ -327,7 +327,7 @@ class RankView:
 
     @property
     def warm_up_s(self) -> float:
-        """By how many seconds the first steps of the training have taken longer than others."""
+        """The extra seconds that the first steps of the training took, compared with later ones."""
         if self.warm_up is None:
             return 0.0
         span_s, num_steps = self.warm_up
@@ -337,9 +337,9 @@ class RankView:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until the end of all epochs; None if unknown, as where their number is.
+        """The estimated seconds until the end of all epochs; None if unknown, for example without a number of epochs.
 
-        Of a loop that trains nothing, until its end.
+        For a loop that does not train, the seconds until the end of the loop.
         """
         step_s = self.usual_step_s
         if self.state.is_final or self.state is WorkerState.FINISHING or not step_s:
@@ -358,11 +358,11 @@ class RankView:
         if not self.is_evaluating:
             return left_s + num_further * (self.epoch_length_s or self.total * step_s)
         if self.epoch_length_s is None:
-            return None  # the rate of an evaluation says nothing of an epoch
+            return None  # the rate of an evaluation says nothing about an epoch
         return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s
 
     def _job_steps_left_s(self, num_left: int) -> float | None:
-        """Return the seconds of the last steps of optimizers, with evaluations as far as there were some."""
+        """Return the seconds that the remaining optimizer steps take, evaluations included if there were any."""
         since_s, num_before = self.warm_job_steps
         num_done = self.reading.job_steps[0] - num_before
         if self.warm_up is None or num_done <= 0:
@@ -377,23 +377,24 @@ NOT_ENDED = JobEnded(-1, 0.0, outcome="")
 
 @dataclass(frozen=True)
 class JobView:
-    """The state of a job, of its last attempt. Times are wall-clock seconds (``time.time()``).
+    """The state of a job in its last attempt. Times are wall-clock seconds (``time.time()``).
 
     Args:
         start: how the last attempt was started.
         end: how the job ended; its outcome is empty while the job runs.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
-        runs: where the runs of trackers are seen, by tracker.
-        started_s: start of the job, of its first attempt; 0.0 before.
+        runs: address or command that shows the run of each tracker.
+        started_s: start of the first attempt; 0.0 before.
         now_s: time of the last reading.
-        notes: ``(rank, text)`` of the last notes that are no warnings; rank -1 is the launcher.
+        notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
-        hang: the last report about ranks without progress, a line each; empty when they have gone on.
-        slow: why steps are slow; empty where nothing is known.
+        hang: the last report about ranks without progress, one line per rank; empty once they have gone on.
+        slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
-        epochs: the last epochs, by the number of their training, from 0, and their own in it.
-        host_peak_bytes: largest host memory of all workers together; None if pages that they share count for each.
-        ranks: one view per worker, by rank; empty before the start.
+        epochs: the last epochs, by (number of the training from 0, number of the epoch).
+        host_peak_bytes: largest host memory of all workers together; None if shared pages are counted once per
+            worker.
+        ranks: one view per rank; empty before the start.
     """
 
     start: AttemptStarted = NOT_STARTED

@@ -20,10 +20,10 @@ MAX_TABS = 16
 """Largest number of ranks with tabs; with more ranks, only the lines of all ranks together are shown."""
 
 _LINE_LENGTH = 200
-_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab, which is sent as a whole for each new line
+_SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; each new line sends the whole tab
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between updates of the selected tab, and of the others times the number of ranks.
+# Seconds between updates of the selected tab; the other tabs wait that long times the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -32,11 +32,11 @@ _PRE = (
 
 _TABS = "nbl-tabs"
 TAB_SHEET = (
-    # Of Lumino, and of Phosphor in front ends with ipywidgets 7.
+    # Class names of Lumino, and of Phosphor in front ends with ipywidgets 7.
     f'<style>.{_TABS} [class*="-TabBar-content"]{{flex-wrap:wrap}}'
     f'.{_TABS} [class*="-TabBar-tab"]{{flex:0 0 auto!important;min-width:0!important}}</style>'
 )
-"""Style sheet of the tabs: in a narrow cell, they take several lines."""
+"""Style sheet of the tabs, which wrap in a narrow cell."""
 
 
 class LogPane:

@@ -7,8 +7,8 @@
     epochs    [All ranks] [rank 0] [rank 1] ...                              (widget_logs.py)
     metrics, folder of logs
 
-Widgets stay and only values change, so nothing flickers. This module is imported only to open a panel, because it needs
-ipywidgets (7.7 or 8). There is no Output widget, which the front end fills asynchronously, and no JavaScript.
+Only the values of widgets change, so nothing flickers. This module needs ipywidgets (7.7 or 8), so it is imported
+only to open a panel. There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
 subshell's); kernels without subshells handle it when the running cell has ended. It sends a request to the job; the
@@ -229,14 +229,14 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # Front ends mark a panel whose kernel has died (ipywidgets 8).
+        # ipywidgets 8 marks a panel whose kernel has died.
         self._hiding = (
             f"<style>.{name}.{_DEAD}{{display:none}}"
             f"body:has(.{name}:not(.{_DEAD})) .{self._lasting}{{display:none}}</style>"
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
-        # Side by side where there is room for both: the panel is less high, and wide.
+        # Side by side if there is room for both, which makes the panel lower.
         lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-start", margin="0")
         self._beside = widgets.Layout(flex="0 0 auto", margin="2px 24px 2px 0")
         self._lower = widgets.HBox([self._epochs], layout=lower)
@@ -358,8 +358,8 @@ class Panel:
 def _send_again_later(root: Any) -> None:
     """Send again what a closed panel shows, for a page that was loading when the job ended.
 
-    Such a page has already asked for the states of all widgets, and drops messages to a widget until it has created the
-    widget from its state. It does not report when it has finished.
+    Such a page has already requested the states of all widgets. It drops messages to a widget that it has not yet
+    created, and does not report when it has created all.
     """
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None:

@@ -49,7 +49,7 @@ class _Slot:
 
 
 class Throttle:
-    """Sends changes of widgets within a budget. Used by one thread at a time."""
+    """Sends changes of widgets within a budget. Only one thread may use it at a time."""
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -85,7 +85,7 @@ class Throttle:
         return slot is None or self._clock() - slot.sent_s >= every_s
 
     def flush(self) -> int:
-        """Send changes that are due; return the number of widgets."""
+        """Send the changes that are due; return the number of widgets sent."""
         now_s = self._clock()
         # Urgent messages may have overdrawn the budget; the limit lets other messages follow soon.
         budget = max(self._budget_bytes, -BURST_BYTES) + (now_s - self._filled_s) * RATE_BYTES_S

@@ -1,20 +1,20 @@
 """What happens in a worker process before, around and after the user's function.
 
 bootstrap.py         the life of a worker: set-up, the function, results, end
-process_control.py   POSIX session, end with the parent, signals and interrupts, stacks on request
-optimizer_steps.py   steps of optimizers, which an interrupt leaves whole
-inheritance/         what a worker inherits from the kernel: the inventory, and what is made right
-libraries.py         hooks on libraries: progress, plain text, Trainers that were made in the notebook
+process_control.py   POSIX session, death of the parent, signals and interrupts, stacks on request
+optimizer_steps.py   optimizer steps, which interrupts never split
+inheritance/         what a worker inherits from the kernel: the inventory, and the repairs
+libraries.py         hooks on libraries: progress, plain text, Trainers created in the notebook
 collective_hooks.py  hooks on torch's collectives
-collective_recorder.py  records them, with the user's lines
-saves.py             hooks on functions that save
-span_hooks.py        times of saves and garbage collections
-file_writes.py       files that several ranks may save at once
-output.py            output to the log file, displays to the launcher
+collective_recorder.py  records collectives, with the user's lines
+saves.py             hooks on functions that save files
+span_hooks.py        durations of saves and garbage collections
+file_writes.py       files that several ranks may write at once
+output.py            sends output to the log file and displays to the launcher
 open_files.py        files that the function leaves open
-delivery.py          the return value, then trained weights and states of optimizers
-failure.py           the user's exception, made ready to travel
-debugger.py          answers the kernel about the frames of this worker; pdb
-frames.py            where the user's code stands, and its variables
+delivery.py          sends the return value, then trained weights and optimizer states
+failure.py           prepares the user's exception for the launcher
+debugger.py          answers the kernel's questions about this worker's frames; pdb
+frames.py            the user's current line and variables
 script.py            a Python script as the function
 """

@@ -1,28 +1,28 @@
 """The life of one worker, from its first instruction to its last.
 
-    attached_debugger  the debugger of the kernel is given up
-    process_control  own POSIX session, dies with its parent, the kernel's signal handlers dropped, SIGINT handled
-    output           descriptors 1 and 2 to the log file, 0 to /dev/null; ``sys.stdin``, ``stdout``, ``stderr`` replaced
-    process_control  first to go when memory runs out, stacks on request
-    inheritance      what belongs to the kernel alone is undone; plain text for HTML; Trainers of a cell renewed
-    files            several ranks that write to a file of the kernel are noticed
-    payload          what is defined in cells is sent by value to processes that multiprocessing starts afresh
-    libraries        steps, bars and parameters are counted as progress
-    saves            files that the function saves are noticed, and how long that takes
+    attached_debugger  detaches from the kernel's debugger
+    process_control  own POSIX session, dies with its parent, drops the kernel's signal handlers, handles SIGINT
+    output           descriptors 1 and 2 to the log file, 0 to /dev/null; replaces ``sys.stdin``, ``stdout``, ``stderr``
+    process_control  killed first when memory runs out, stacks on request
+    inheritance      drops what belongs to the kernel alone; plain text instead of HTML; renews Trainers of a cell
+    files            detects ranks that write to the same file of the kernel
+    payload          pickles definitions of cells by value for fresh processes of multiprocessing
+    libraries        counts steps, bars and parameters as progress
+    saves            records which files the function saves, and how long that takes
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
-    function         the call is loaded; delivery notes the modules' tensors; the user's function is called
+    function         loads the call; delivery records the modules' tensors; calls the user's function
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
-                     (or, where the function raised: ──> Failed; after ``sys.exit(n)``, n not 0: an exit code alone;
-                     where the user has interrupted it: ──> Interrupted, the states, Failed)
-    finish           after success threads are joined; exit handlers run; what it has put into queues of the
-                     kernel is read, by the launcher if need be; files that are left open are written;
-                     after success groups are left, but gloo's; ``os._exit``
+                     (if the function raised: ──> Failed; after ``sys.exit(n)`` with n != 0: only an exit code;
+                     if the user interrupted it: ──> Interrupted, the states, Failed)
+    finish           joins threads after success; runs exit handlers; waits until the kernel or the launcher has
+                     read what the function put into queues; flushes files that are still open; after success,
+                     leaves process groups except gloo's; ``os._exit``
 
-A worker never returns into the code it was forked from.
+A worker never returns to the code that forked it.
 
-A process forked by the function (a data loader's, a pool's) inherits the rank's pipe and board slot. Only its displays
-and logs are reported under the rank; its state and result are ignored.
+A process forked by the function (a data loader's, a pool's) inherits the rank's pipe and board slot. Its displays and
+logs appear under the rank; its state and result are ignored.
 """
 
 from __future__ import annotations
@@ -82,24 +82,24 @@ def run(
 
     Args:
         assignment: what it has to do.
-        load_call: gives the function and its arguments; called once output is captured, so that an import error in a
-            pickled function is shown like any other.
-        slot: its slot of the board, where the caller has the board mapped already.
-        originals: where the launcher's tensors of the call can be read; None if they can't.
+        load_call: returns the function and its arguments. It is called after output is captured, so that an import
+            error in a pickled function is shown like any other.
+        slot: the worker's slot of the board, if the caller has already mapped the board.
+        originals: where the worker can read the launcher's tensors of the call; None if it can't.
         files: files that the parent had open when it forked this process; None in a fresh interpreter.
     """
     exit_code = 1
     try:
         exit_code = _Worker(assignment, slot, files).run(load_call, originals)
     except BaseException:
-        # an error of nblaunch, a last interrupt, or a function that has closed all descriptors: the log has it.
+        # An error of nblaunch, a late interrupt, or a function that closed all descriptors: the log shows it.
         output.append_to_log(assignment.log_path, traceback.format_exc())
     finally:
         os._exit(exit_code)
 
 
 class _Worker:
-    """The process of one rank, and what connects it to the launcher. Made in the new process, before anything else.
+    """The process of one rank and its connections to the launcher, created first in the new process.
 
     Args:
         assignment: what the rank has to do.
@@ -128,8 +128,8 @@ class _Worker:
         self._passed_breakpoints: set[str] = set()
 
     def run(self, load_call: Callable[[], FunctionCall], originals: Originals | None) -> int:
-        """Prepare, call the function, report how it ended, finish; return the exit code."""
-        # Value and error are kept until all is finished: freeing what they hold may wait for other ranks.
+        """Prepare, call the function, report the outcome, finish; return the exit code."""
+        # Value and error are kept until the worker has finished, because freeing them may wait for other ranks.
         try:
             self._prepare()
             process_control.unblock_signals()
@@ -168,7 +168,9 @@ class _Worker:
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code == 0:
-            self.slot.set_state(WorkerState.FINISHING)  # at once: an interrupt must not cost the value
+            self.slot.set_state(
+                WorkerState.FINISHING
+            )  # at once, so that an interrupt does not lose the value
         process_group.drop_destroyed_groups()
         if exit_code != 0:
             return value, exit_code
@@ -181,7 +183,7 @@ class _Worker:
         return value, 0
 
     def _deliver_interrupted(self, delivery: Delivery) -> None:
-        """Deliver what the function had trained when the user's interrupt has ended it."""
+        """Deliver what the function had trained before the user interrupted it."""
         process_group.drop_destroyed_groups()
         self.slot.set_state(WorkerState.FINISHING)
         interrupted = delivery.announce_interrupted()
@@ -270,12 +272,12 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _prepare_debugger(self) -> None:
-        """Let the kernel look into this worker, as far as the launch wants that."""
+        """Let the kernel inspect this worker, as far as the launch allows."""
         sys.breakpointhook = (
             self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
         )
         if self.assignment.post_mortem:
-            self._debugger = self._start_debugger()  # ranks that wait in a collective then answer, too
+            self._debugger = self._start_debugger()  # then even ranks that wait in a collective answer
 
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger
@@ -287,13 +289,13 @@ class _Worker:
         return debugger
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
-        """Open pdb where ``breakpoint()`` is called; not in a process that the function forked, which has no user."""
+        """Open pdb at ``breakpoint()``, except in a process that the function forked: no user can type there."""
         if not self._is_subprocess:
             self._debugger = self._debugger or self._start_debugger()
             self._debugger.stop_at(sys._getframe(1))
 
     def _pass_breakpoint(self, *args: object, **kwargs: object) -> None:
-        """Pass over ``breakpoint()`` where no user can type, with a note."""
+        """Skip ``breakpoint()`` with a note, because no user can type."""
         frame = sys._getframe(1)
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
@@ -302,7 +304,7 @@ class _Worker:
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
 
     def _become_subprocess(self) -> None:
-        """Give up the rank, in a process that was just forked from the worker."""
+        """Give up the rank in a process that was just forked from the worker."""
         self._is_subprocess = True
         self.slot.detach()
         self.locks.detach()
@@ -311,23 +313,23 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Explain what the device has to do with ``error``; never hides the error itself."""
+        """Return the device's evidence about ``error``. A failure here never hides the error."""
         try:
             return backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)
 
     def _note(self, text: str) -> None:
-        """Report what happens on all ranks alike from the first one."""
+        """Emit a note that is the same on all ranks, from the first rank only."""
         if self.assignment.rank == 0:
             self.sender.send(Note.of_job(text))
 
     def _warn(self, text: str) -> None:
-        """Warn about the job as a whole, from the rank that has noticed."""
+        """Emit a warning about the whole job from this rank."""
         self.sender.send(Note.of_job(text, "warning"))
 
     def _report_unread(self, pipes: tuple[int, ...], has_tensors: bool) -> None:
-        """Report that this rank waits until others have read what it has put into queues."""
+        """Report that this rank waits until others have read what it put into queues."""
         self.sender.send(PutUnread(self.assignment.rank, time.time(), pipes, has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:
@@ -344,9 +346,11 @@ class _Worker:
             self.slot.set_state(self._state_before_compiling)
 
     def _finish(self, exit_code: int) -> int:
-        """Do what the end of a script does: exit handlers, after success also threads. Errors are shown, not raised."""
+        """Do what the interpreter does at exit: exit handlers, and threads after success. Print errors instead of
+        raising.
+        """
         try:
-            # What the interpreter calls at its own end, which os._exit leaves out; none of it has a public name.
+            # The interpreter calls these at its exit and os._exit skips them; none has a public name.
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
@@ -358,7 +362,8 @@ class _Worker:
                 self.files.end()
             output.flush_c_streams()
             if exit_code == 0:
-                # NCCL waits for what was begun with other ranks; after a failure, until the launcher kills them all.
+                # NCCL waits for operations that it began with other ranks; after a failure, until the launcher kills
+                # them.
                 process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
@@ -370,7 +375,7 @@ class _Worker:
 
 
 _EXITED = object()
-"""Stands for the value of a function that called ``sys.exit``."""
+"""The value of a function that called ``sys.exit``."""
 
 _ONE_THREAD = (
     "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
@@ -394,15 +399,15 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
 
 
 _PARSED = (
-    "argparse rejected the command line. In a notebook, this is the command line of the kernel, {}: pass "
+    "argparse rejected the command line. In a notebook, this is the kernel's command line, {}: pass "
     "arguments, as in parse_args(['--lr', '0.1']), or parse_args([]) for the defaults"
 )
 
 
 def _has_refused_arguments(leaving: SystemExit) -> bool:
-    """Return whether ``argparse`` exits because of arguments that it can't parse, in the worker of a notebook.
+    """Return whether ``argparse`` exits in a notebook's worker because it can't parse the arguments.
 
-    A script has a command line of its own, and its exit code is what its caller expects.
+    A script has its own command line, and its caller expects its exit code.
     """
     last = leaving.__traceback__
     while last is not None and last.tb_next is not None:
@@ -412,7 +417,7 @@ def _has_refused_arguments(leaving: SystemExit) -> bool:
 
 
 def _end_subprocess(exit_code: int) -> int:
-    """End a process that the function forked and that has left the function, without a value and exit handlers."""
+    """End a forked process that has left the function, without a value and without exit handlers."""
     print(
         f"process {os.getpid()}, which the function forked, left the function and ends here. The rank returns the "
         "value of the worker. End forked processes with os._exit(0).",
@@ -424,7 +429,7 @@ def _end_subprocess(exit_code: int) -> int:
 
 
 def _limit_threads(num_threads: int) -> None:
-    """Give CPU operations their share of the cores, whether torch is imported already or later."""
+    """Give CPU operations their share of the cores, whether torch is already imported or not."""
     env.apply({"OMP_NUM_THREADS": str(num_threads)})
     torch: Any = sys.modules.get("torch")
     if torch is not None:

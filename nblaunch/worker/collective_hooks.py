@@ -1,11 +1,12 @@
-"""Hooks on torch, by which this rank records its collectives, and what starts some from C++.
+"""Hooks on torch that record this rank's collectives, and the calls that start collectives from C++.
 
-    ProcessGroup.allreduce, ...         what Python code calls, torch's own, too: all ways to a collective end there
-    torch.distributed._functional_...   what DTensor calls
-    DistributedDataParallel             its constructor, which compares ranks, and its forwards
-    torch.autograd.backward, steps      in which collectives start from C++
+    ProcessGroup.allreduce, ...         called by all Python code, torch's included, to start a collective
+    torch.distributed._functional_...   called by DTensor
+    DistributedDataParallel             the constructor, which compares ranks, and forward passes
+    torch.autograd.backward, steps      start collectives from C++
 
-Before the first process group, nothing is recorded, and the other hooks are not there. Compiled code has none of them.
+Nothing is recorded, and the other hooks are not installed, before the first process group. Compiled code has no
+hooks.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
 
 _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Records a call of a method: gets its process group, its arguments and those by name."""
+"""Records a call of a method, given the process group, the positional arguments and the keyword arguments."""
 
 
 _PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
 
 _REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
-"""What arguments raise here that torch is going to refuse."""
+"""Errors that invalid arguments raise here, before torch rejects them."""
 
 
 def record_collectives(slot: Slot) -> Callable[[], int]:
-    """Record the collectives of this process in its slot from now on, also of modules that are imported later.
+    """Record the collectives of this process in its slot from now on, including those of modules imported later.
 
     Returns:
         A function that returns how many collectives it has called.
@@ -58,10 +59,10 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
-    """Call ``watch`` before the first process group is made: a function without a group needs no other hook."""
+    """Call ``watch`` before the first process group is created. A function without a group needs no other hook."""
     cls = c10d.ProcessGroup
     make = cls.__init__
-    held = vars(cls)["__init__"]  # which torch binds to objects, unlike what the attribute gives
+    held = vars(cls)["__init__"]  # torch binds this to objects, unlike the value of the attribute
 
     @wraps(make)
     def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +87,7 @@ def _watch(hooks: _Hooks, spans: SpanWriter | None) -> None:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether an error is the end of a collective that had begun, rather than a refusal of its arguments."""
+    """Return whether an error ended a collective that had begun, rather than rejected its arguments."""
     return type(error).__name__.startswith("Dist")
 
 
@@ -99,13 +100,13 @@ class _Hooks:
         self._backwards, self._forwards, self._transfers = count(1), count(1), count(1)
         self._is_uneven = False
         self._owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Optimizer -> the group that keeps its parameters alike, None without one."""
+        """Optimizer -> the group that keeps its parameters in sync; None without one."""
         self._wrapped: list[weakref.ref[Any]] = []
 
     # --- process groups ----------------------------------------------------------------------------------------------
 
     def watch_groups(self, c10d: Any) -> None:
-        """Record what Python code calls."""
+        """Record the collectives that Python code calls."""
         for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
             if hasattr(c10d.ReduceOp, name):
                 self._reductions[int(getattr(c10d.ReduceOp, name))] = name
@@ -135,7 +136,7 @@ class _Hooks:
         return record_and_call
 
     def watch_waits(self, spans: SpanWriter, c10d: Any) -> None:
-        """Record how long Python code waits for collectives; what torch waits for in C++ has no span of its own."""
+        """Record how long Python code waits for collectives. Waits of torch in C++ have no spans."""
         wait, recorder = c10d.Work.wait, self._recorder
 
         @wraps(wait)
@@ -149,7 +150,9 @@ class _Hooks:
         c10d.Work.wait = wait_and_record
 
     def _methods(self) -> dict[str, _Describe]:
-        """Return what describes the methods of ``ProcessGroup``, by the names that they have in releases of torch."""
+        """Return a description function for each method of ``ProcessGroup``, under the names in all releases of
+        torch.
+        """
         return {
             "allreduce": self._all_reduce,
             "allreduce_coalesced": self._all_reduce,
@@ -178,7 +181,7 @@ class _Hooks:
         }
 
     def _reduction(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Return the name of the reduction in options, or of one that was passed by itself."""
+        """Return the name of the reduction, from the options or from a separate argument."""
         for one in (*args[1:], *kwargs.values()):
             operation = getattr(one, "reduceOp", one)
             if type(operation).__name__ in ("ReduceOp", "RedOpType"):
@@ -190,7 +193,7 @@ class _Hooks:
         self._recorder.record(pg, "all_reduce", form, number, size, self._reduction(args, kwargs))
 
     def _rooted(self, kind: str, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a collective with a root; ``shown`` is the place of what has the same size on all ranks."""
+        """Record a collective with a root. ``shown`` is the index of the argument with the same size on all ranks."""
         form, number, size = self._forms(args[shown])
         options = next(one for one in (*args[1:], *kwargs.values()) if hasattr(one, "rootRank"))
         reduction = self._reduction(args, kwargs) if kind == "reduce" else ""
@@ -199,7 +202,7 @@ class _Hooks:
     def _sized(
         self, kind: str, compared: int, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Record a collective; ``compared`` is the place of tensors that are as large on all ranks."""
+        """Record a collective. ``compared`` is the index of the argument with tensors of the same size on all ranks."""
         form, number, size = self._forms(args[shown])
         if compared != shown:
             size = self._forms(args[compared])[2]
@@ -207,7 +210,7 @@ class _Hooks:
         self._recorder.record(pg, kind, form, number, size, reduction)
 
     def _all_gather(self, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Ranks may have parts of different sizes, where the backend can gather them: all parts together are the same.
+        # Some backends gather parts of different sizes; the total is the same on all ranks.
         form, number, _ = self._forms(args[1])
         self._recorder.record(pg, "all_gather", form, number, self._forms(args[0][0])[2])
 
@@ -237,7 +240,7 @@ class _Hooks:
         )
 
     def _forms(self, tensors: Any) -> tuple[Form, int, int]:
-        """Return the form of the first of some tensors, how many there are, and how many elements they have in all."""
+        """Return the form of the first tensor, the number of tensors, and their total number of elements."""
         form_of = self._recorder.form_of
         if not isinstance(tensors, (list, tuple)):
             form = form_of(tensors)
@@ -251,7 +254,7 @@ class _Hooks:
     # --- DTensor -----------------------------------------------------------------------------------------------------
 
     def watch_functional(self, module: Any) -> None:
-        """Record what DTensor calls. In newer releases of torch, functions with old names call those with new ones."""
+        """Record DTensor's calls. In newer releases of torch, functions with old names call their successors."""
         names = {"broadcast": "broadcast", "all_reduce": "all_reduce", "all_to_all_single": "all_to_all"}
         names |= {"all_reduce_coalesced": "all_reduce"}
         if hasattr(module, "all_gather_single"):
@@ -272,7 +275,7 @@ class _Hooks:
     ) -> Callable[..., Any]:
         places = {name: place for place, name in enumerate(inspect.signature(original).parameters)}
         resolve = getattr(module, "_resolve_group", None) or module._resolve_group_name
-        torch = sys.modules["torch"]  # which may be half imported now
+        torch = sys.modules["torch"]  # may be only partly imported now
         recorder = self._recorder
 
         def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,7 +317,9 @@ class _Hooks:
     # --- DistributedDataParallel -------------------------------------------------------------------------------------
 
     def watch_ddp(self, module: Any) -> None:
-        """Record constructors, in which ranks compare models, and forwards, after which gradients are exchanged."""
+        """Record constructors, which compare models over ranks, and forward passes, after which gradients are
+        exchanged.
+        """
         cls = module.DistributedDataParallel
         construct, forward = cls.__init__, cls.forward
         signature = inspect.signature(construct)
@@ -322,7 +327,7 @@ class _Hooks:
 
         @wraps(construct)
         def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            with suppress(Exception):  # arguments that it is going to refuse, or a module with surprises
+            with suppress(Exception):  # invalid arguments, or an unusual module
                 self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
             construct(ddp, *args, **kwargs)
             self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
@@ -345,7 +350,7 @@ class _Hooks:
             pg = mesh.get_group(0) if mesh is not None else sys.modules["torch.distributed"].group.WORLD
         module = arguments["module"]
         if not hasattr(module, "named_parameters"):
-            return  # it is going to be refused
+            return  # torch will reject it
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         parameters = [
             parameter
@@ -393,7 +398,7 @@ class _Hooks:
         module.backward = record_and_run
 
     def watch_steps(self, module: Any) -> None:
-        """Record each step of an optimizer whose parameters a process group keeps alike, with its learning rate."""
+        """Record each step, with its learning rate, of an optimizer whose parameters a process group keeps in sync."""
         torch = sys.modules["torch"]
 
         def record(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -409,13 +414,13 @@ class _Hooks:
                     STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
                     value=float(rate) if isinstance(rate, (int, float)) else -1.0,
                 )  # fmt: skip
-            except Exception:  # a user's optimizer may refuse to be hashed, for example: it is left out
+            except Exception:  # for example an unhashable optimizer of the user, which is left out
                 return
 
         module.register_optimizer_step_pre_hook(record)
 
     def _group_of_optimizer(self, optimizer: Any) -> OpenGroup | None:
-        """Return the group over which the parameters of an optimizer are kept alike; None if none is known."""
+        """Return the group that keeps an optimizer's parameters in sync; None if unknown."""
         if optimizer not in self._owners:
             self._owners[optimizer] = self._owner_of(optimizer)
         group: OpenGroup | None = self._owners[optimizer]

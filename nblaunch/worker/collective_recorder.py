@@ -1,7 +1,7 @@
-"""What this rank remembers of its collectives while it records them: groups, forms of tensors, lines of the user.
+"""What this rank keeps while it records its collectives: groups, tensor forms, the user's lines.
 
-``collective_hooks.py`` calls this; ``wire/collective_calls.py`` has the format. Nothing here waits, and nothing is
-exchanged with other ranks.
+``collective_hooks.py`` calls this; ``wire/collective_calls.py`` has the format. Nothing here waits or communicates
+with other ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from nblaunch.user_code import is_user_file
 from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group
 
 _MAX_KNOWN = 1024
-"""Forms of tensors that are kept."""
+"""Number of tensor forms that are kept."""
 
 _INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
-"""Names of functions that say nothing about what was called."""
+"""Functions whose names do not identify the call."""
 
 _OWN_FILES = {__file__, __file__.replace("collective_recorder", "collective_hooks")}
 
@@ -33,15 +33,15 @@ NO_FORM: Form = (UNCOUNTED, "", 0, (0, 0, 0, 0))
 
 
 class OpenGroup:
-    """A process group that this process is in.
+    """A process group of which this process is a member.
 
     Attributes:
-        handle: what stands for it in a site.
-        ranks: of the job.
-        number: how many collectives this process has called in it.
-        chain: digest of them.
-        serial: number of the last one among all calls.
-        num_steps: how many steps of optimizers whose parameters it keeps alike.
+        handle: number that identifies the group in a site.
+        ranks: the members, as ranks of the job.
+        number: how many collectives this process has called in the group.
+        chain: digest of these calls.
+        serial: number of the last of them among all calls.
+        num_steps: number of steps of the optimizers whose parameters the group keeps in sync.
     """
 
     __slots__ = ("chain", "handle", "num_steps", "number", "ranks", "reference", "serial")
@@ -57,10 +57,10 @@ class CollectiveRecorder:
     """The recorder of this process.
 
     Args:
-        writer: of its region.
+        writer: writes to the region of this process.
 
     Attributes:
-        is_active: whether this process is in a process group that it has used.
+        is_active: whether this process has used a process group.
     """
 
     def __init__(self, writer: CallWriter) -> None:
@@ -73,7 +73,7 @@ class CollectiveRecorder:
         self._is_user: dict[str, bool] = {}
         self._last_place = ("", 0)
         self.last_kind = ""
-        """What was recorded last."""
+        """The last recorded call."""
 
     def num_collectives(self) -> int:
         """Return how many collectives this process has called, in all of its groups."""
@@ -94,12 +94,12 @@ class CollectiveRecorder:
 
         Args:
             pg: the process group.
-            kind: of it.
-            form: of the first tensor.
-            num_tensors: of this form, as far as that is known.
-            size: elements that must be as many on all ranks.
-            reduction: its name; empty if there is none.
-            root: its rank in the group; -1 where there is none.
+            kind: kind of the collective.
+            form: form of the first tensor.
+            num_tensors: number of tensors of this form, as far as known.
+            size: number of elements, which must be the same on all ranks.
+            reduction: name of the reduction; empty if there is none.
+            root: rank of the root in the group; -1 if there is none.
             detail: what else must be the same.
         """
         group = self.group_of(pg)
@@ -118,11 +118,11 @@ class CollectiveRecorder:
         group.serial = self._writer.put(site, group.number, group.chain, size, shape)
 
     def take_back(self, group: OpenGroup, before: tuple[int, int]) -> None:
-        """Take back the last call of a group, which torch has refused: the next one has its number.
+        """Remove the last call of a group, which torch rejected. The next call reuses its number.
 
         Args:
             group: the group.
-            before: its number and chain before the call.
+            before: number and chain of the group before the call.
         """
         if group.number > before[0]:
             group.number, group.chain = before
@@ -142,10 +142,10 @@ class CollectiveRecorder:
         """Record a call that is not a collective.
 
         Args:
-            kind: of it.
-            number: how many of the kind there were.
-            group: in which.
-            form: of its tensor.
+            kind: kind of the call.
+            number: how many calls of this kind there were.
+            group: group of the call.
+            form: form of its tensor.
             root: rank of the group at the other end.
             detail: what else is known.
             value: as in :class:`nblaunch.wire.collective_calls.Call`.
@@ -159,11 +159,11 @@ class CollectiveRecorder:
         self._writer.put(site, number, shape=shape, value=value)
 
     def note_splits(self, pg: Any, sent: Any, received: Any) -> None:
-        """Note the parts of the ``all_to_all`` that is recorded next.
+        """Store the parts of the ``all_to_all`` that is recorded next.
 
         Args:
             pg: its process group.
-            sent: rows for each rank of the group, or the tensor that is sent in equal parts.
+            sent: rows for each rank of the group, or a tensor that is sent in equal parts.
             received: likewise.
         """
         group = self.group_of(pg)
@@ -187,7 +187,7 @@ class CollectiveRecorder:
     def _place(self) -> tuple[str, str, int]:
         """Return the outermost function of libraries, and the user's file and line that called it.
 
-        Threads of autograd have no frame of the user's: then the last line that is known counts.
+        Threads of autograd have no frame of the user's code; for these, the last known line is used.
         """
         frame: FrameType | None = sys._getframe(2)
         known = self._is_user
@@ -210,15 +210,15 @@ class CollectiveRecorder:
         return name, *self._last_place
 
     def group_of(self, pg: Any) -> OpenGroup | None:
-        """Return what is kept of a process group; None of one that torch does not list."""
+        """Return the record of a process group; None if torch does not list the group."""
         known = self._groups.get(id(pg))
         if known is not None and known.reference() is pg:
             return known
         c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-        # All that are new, in the order in which they were made: that is the same on all of their ranks.
+        # All new groups in order of creation, which is the same on all of their ranks.
         for one, members in list(c10d._world.pg_group_ranks.items()):
             if isinstance(one, int):
-                continue  # stands for a group that this rank is not in
+                continue  # a placeholder: this rank is not in the group
             known = self._groups.get(id(one))
             if known is None or known.reference() is not one:
                 self._groups[id(one)] = self._opened(one, members, one is c10d.GroupMember.WORLD)
@@ -244,10 +244,10 @@ class CollectiveRecorder:
         """Return the form of a tensor.
 
         Raises:
-            ValueError: it has no data, so that no collective begins.
+            ValueError: the tensor has no data, so no collective begins.
         """
         if tensor.is_meta:
-            raise ValueError("nothing is exchanged of a tensor without data")
+            raise ValueError("a tensor without data is not exchanged")
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:

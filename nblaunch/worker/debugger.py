@@ -1,11 +1,11 @@
-"""The debugger's part in a worker: a thread that answers the kernel, and pdb that talks over the connection with it.
+"""The worker's side of the debugger: a thread that answers the kernel, and pdb over the connection to the kernel.
 
     kernel ── Inspect, ReadVariables ──> thread: reads the frames of the function's thread ── Reply ──> kernel
-           ── Debug ──> a thread with pdb at the failure, or where the function is
+           ── Debug ──> a thread with pdb at the failure, or at the function's current line
     breakpoint() ──> pdb in the thread of the function
                               └── Prompted ──> kernel ── Line ──> ... ── Resumed ──> kernel
 
-A rank in a collective answers, too: the collective does not hold the interpreter.
+A rank that waits in a collective answers as well, because the collective releases the GIL.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from nblaunch.worker import frames
 from nblaunch.worker.failure import describe_failure
 
 _SKIPPED = ("nblaunch", "nblaunch.*")
-"""Modules into which stepping does not go."""
+"""Modules that pdb does not step into."""
 
 _CALLING = ("nblaunch.worker.bootstrap", "nblaunch.session.server")
-"""Modules that call the user's code in a worker, and that it never calls."""
+"""Modules that call the user's code in a worker and that the user's code never calls."""
 
 
 class Debugger:
-    """Answers what the kernel asks about the frames of this worker.
+    """Answers the kernel's questions about the frames of this worker.
 
     Args:
         rank: rank of this worker.
-        connection: to the kernel.
+        connection: connection to the kernel.
     """
 
     def __init__(self, rank: int, connection: CommandConnection) -> None:
         self._rank = rank
         self._connection = connection
         self._sending = threading.Lock()
-        self._terminal: _Terminal | None = None  # of the pdb that was opened last
+        self._terminal: _Terminal | None = None  # of the last pdb
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
@@ -73,17 +73,17 @@ class Debugger:
         threading.Thread(target=self._serve, name="nblaunch-debugger", daemon=True).start()
 
     def wait_at(self, error: BaseException) -> None:
-        """Wait at ``error``, which has ended the function, until the kernel releases the worker.
+        """Wait at ``error``, which ended the function, until the kernel releases the worker.
 
         Raises:
-            KeyboardInterrupt: the job is ended.
+            KeyboardInterrupt: the launcher ends the job.
         """
         self._traceback = from_first_user_frame(error.__traceback__) or error.__traceback__
         while not self._released.wait(3600.0):
             continue
 
     def begin_command(self) -> None:
-        """Give up the frames of the last command of a session, and what pdb has of them."""
+        """Release the frames of a session's last command, including pdb's."""
         self._traceback, self._is_idle = None, False
         self._stops.clear()
         if self._terminal is not None:
@@ -91,18 +91,18 @@ class Debugger:
             self._terminal = None
 
     def end_command(self, error: BaseException | None) -> None:
-        """Keep the frames in which a command of a session has failed, until the next begins.
+        """Keep the frames in which a session's command failed until the next command begins.
 
-        Only frames of the user's code are kept: other frames may hold connections, and other ranks may wait for these
-        to close.
+        Only frames of the user's code are kept. Other frames may hold connections, and other ranks may wait until
+        these close.
         """
-        sys.settrace(None)  # pdb may have been stepping still
+        sys.settrace(None)  # pdb may still have been stepping
         self._is_idle = True
         if error is not None:
             self._traceback = frames.up_to_user_code(from_first_user_frame(error.__traceback__))
 
     def stop_at(self, frame: FrameType) -> None:
-        """Open pdb in this thread, at a frame that has called ``breakpoint()``. The caller must return at once."""
+        """Open pdb in this thread, at a frame that called ``breakpoint()``. The caller must return at once."""
         at = frame.f_code.co_filename, frame.f_lineno
         self._stops[at] += 1
         self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at])))
@@ -133,9 +133,9 @@ class Debugger:
                 self._reply(command)
 
     def _debug(self, terminal: _Terminal) -> None:
-        """Run pdb at the failure, or where the function is. Stepping is not possible: neither frame goes on.
+        """Run pdb at the failure or at the function's current line. Pdb can't step, because neither frame goes on.
 
-        If one of its commands raises, pdb ends, and the error is shown where the command was typed.
+        If a command of pdb raises, pdb ends, and the cell in which the command was typed shows the error.
         """
         try:
             traceback = self._traceback
@@ -188,17 +188,17 @@ class Debugger:
 
 
 class _Closed(Exception):
-    """Pdb reads no more lines."""
+    """Raised when pdb must not read another line."""
 
 
 class _Terminal:
-    """What one pdb reads from and writes to: the connection with the kernel.
+    """The input and output of one pdb, over the connection to the kernel.
 
-    When the user leaves pdb, lines that it has not read are dropped, so that the next pdb does not run them.
+    Unread lines are dropped when the user leaves pdb, so that the next pdb does not run them.
 
     Args:
-        send: takes messages for the kernel.
-        first: what the first prompt says besides the text.
+        send: sends a message to the kernel.
+        first: contents of the first prompt, besides the text.
     """
 
     encoding = "utf-8"
@@ -211,27 +211,27 @@ class _Terminal:
         self._is_closed = False
 
     def put_line(self, text: str) -> None:
-        """Take a line that the kernel has sent."""
+        """Add a line that the kernel sent."""
         self._lines.put(text)
 
     def close(self) -> None:
-        """End pdb, which may wait for the rest of a statement: ``q`` would become a part of that."""
+        """End pdb. It may be waiting for the rest of a statement, of which ``q`` would become a part."""
         self._is_closed = True
         self._lines.put(None)
 
     def write(self, text: str) -> int:
-        """Keep what pdb prints until it waits for a line."""
+        """Buffer pdb's output until it waits for a line."""
         self._written.append(text)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: a prompt sends what was written."""
+        """Do nothing: a prompt sends the buffered output."""
 
     def readline(self) -> str:
         """Prompt the kernel and wait for its line.
 
         Raises:
-            _Closed: now, and again where pdb goes on after it.
+            _Closed: the terminal is closed; raised again if pdb continues anyway.
         """
         if self._is_closed:
             raise _Closed
@@ -244,11 +244,11 @@ class _Terminal:
         return line + "\n"
 
     def isatty(self) -> bool:
-        """Return False: there is nothing to colour."""
+        """Return False, so that pdb prints no colours."""
         return False
 
     def end(self) -> None:
-        """Report that pdb was left."""
+        """Report that the user left pdb."""
         self._send(Resumed(self._taken()))
 
     def _taken(self) -> str:
@@ -258,11 +258,11 @@ class _Terminal:
 
 
 _OwnPdb: type[pdb.Pdb] = next(cls for cls in pdb.Pdb.__mro__ if cls.__module__ == "pdb")
-"""Python's own pdb: a kernel replaces it by IPython's, which writes to the kernel's terminal."""
+"""Python's own pdb. A kernel replaces it with IPython's, which writes to the kernel's terminal."""
 
 
 class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
-    """Pdb that begins at the user's innermost frame, and reports when it lets the program go on."""
+    """A pdb that begins at the user's innermost frame and reports when the program continues."""
 
     def __init__(self, terminal: _Terminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, readrc=False, skip=_SKIPPED)
@@ -272,7 +272,7 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         self._is_stepping = True
         super().set_trace(frame, **options)
-        if sys.version_info >= (3, 14):  # Pdb keeps it there, and by it the frames and all that they hold
+        if sys.version_info >= (3, 14):  # Pdb keeps the frame there, and with it all that it references
             _OwnPdb._last_pdb_instance = None
 
     def set_continue(self) -> None:
@@ -288,14 +288,14 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def do_interact(self, arg: str) -> None:
         """interact
 
-        Start an interpreter with a copy of the global and local names of the frame. exit() or quit() comes back.
+        Start an interpreter with copies of the frame's global and local names. exit() or quit() returns to pdb.
         """
-        # The frame's own mapping would lose, before Python 3.13, what was assigned to its variables in pdb.
+        # Before Python 3.13, the frame's own mapping would lose what pdb assigned to its variables.
         variables = self.curframe_locals if sys.version_info < (3, 14) else self.curframe.f_locals
         _Console(self._terminal, {**self.curframe.f_globals, **variables}, self.displayhook).run()
 
     def _cmdloop(self) -> None:
-        """Let an interrupt end the command that stands here, where pdb would go on with its next line."""
+        """Let an interrupt end the command of the session; pdb would continue with its next line."""
         self.cmdloop()
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:
@@ -306,9 +306,9 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         return result
 
     def get_stack(self, frame: FrameType | None, tb: TracebackType | None) -> tuple[list[Any], int]:
-        """Leave out what has called the user's code: the kernel, and what prepares a worker."""
+        """Leave out the callers of the user's code: the kernel, and the code that prepares a worker."""
         stack, index = super().get_stack(frame, tb)
-        # A fork also has the kernel's frames, among them the frames of the cell that launched it.
+        # A fork also has the kernel's frames, including the cell that launched it.
         is_calling = [entry.f_globals.get("__name__") in _CALLING for entry, _ in stack]
         first = len(stack) - is_calling[::-1].index(True) if True in is_calling else 0
         is_user = [is_user_file(entry.f_code.co_filename) for entry, _ in stack[first:]]
@@ -320,21 +320,21 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
             if candidate is frame:
                 self.curindex = index
                 self.curframe = candidate
-                if sys.version_info < (3, 14):  # read from the frame itself since, and a warning to set
+                if sys.version_info < (3, 14):  # newer releases read it from the frame and warn if it is set
                     self.curframe_locals = candidate.f_locals
                 self.lineno = None
 
 
 _LEAVING = ("exit()", "quit()", "exit", "quit")
-"""Lines that leave the console: in a fork, the functions of these names are the kernel's, to end the kernel."""
+"""Lines that leave the console. In a fork, the functions with these names would end the kernel."""
 
 
 class _Console(code.InteractiveConsole):
     """The interpreter of pdb's ``interact``, typed into the terminal of pdb.
 
     Args:
-        terminal: of pdb.
-        names: its variables.
+        terminal: terminal of pdb.
+        names: variables of the interpreter.
         show: prints the value of an expression.
     """
 
@@ -347,7 +347,7 @@ class _Console(code.InteractiveConsole):
         """Run statements until the user leaves.
 
         Raises:
-            KeyboardInterrupt: the command that stands here is ended, and Python's own loop would go on.
+            KeyboardInterrupt: the command of the session ends. Python's own loop would continue.
         """
         self.write("*interactive*: with copies of the variables; exit() or quit() returns to pdb\n")
         prompt = CONSOLE_PROMPT
@@ -356,7 +356,7 @@ class _Console(code.InteractiveConsole):
                 prompt = "... " if self.push(line) else CONSOLE_PROMPT
 
     def runcode(self, code: CodeType) -> None:
-        """Run a statement, and print into the terminal what it prints."""
+        """Run a statement and print its output to the terminal."""
         shown = sys.displayhook
         try:
             sys.displayhook = self._show
@@ -365,17 +365,17 @@ class _Console(code.InteractiveConsole):
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # Not by the base's method, which keeps the frames, and asks sys.excepthook.
+            # The base method would keep the frames and call sys.excepthook.
             self.write(_without_first_frame(error))
         finally:
             sys.displayhook = shown
 
     def showsyntaxerror(self, *args: Any, **options: Any) -> None:
-        """Show the error that is being handled: the typed line is not valid Python."""
+        """Show the current error: the typed line is not valid Python."""
         self.write("".join(format_exception_only(*sys.exc_info()[:2])))
 
     def write(self, data: str) -> None:
-        """Print into the terminal."""
+        """Print to the terminal."""
         self._terminal.write(data)
 
     def _ask(self, prompt: str) -> str:

@@ -1,10 +1,10 @@
-"""What a worker sends once its function has returned: the value, then the trained weights and optimizer states.
+"""What a worker sends after its function returns: the value, then the trained weights and optimizer states.
 
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
-    (or, where the user has interrupted it: ──> Interrupted ──> the states in the same way)
+    (if the user interrupted the function: ──> Interrupted ──> the states in the same way)
 
-Once every rank has sent ``Returned``, the job has its result. Weights may be large, but a failure to send them, such as
-memory that runs out or a ``state_dict()`` that raises, cannot lose this result.
+Once every rank has sent ``Returned``, the job has its result. A failure to send the weights, such as lack of memory
+or a ``state_dict()`` that raises, can't lose this result.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _ABSENT = "its arguments do not contain this object; a __getstate__ may leave it
 
 
 class Delivery:
-    """Writes what a worker has made, for its launcher.
+    """Sends a worker's results to its launcher.
 
-    Created before the function is called: it finds modules and notes where their tensors lie, and the function may
-    replace modules in containers.
+    It must be created before the function is called. It finds modules and records where their tensors lie, and the
+    function may replace modules in containers.
 
-    If every rank holds the whole module, one rank sends its weights: the first of each machine, or of the job where one
-    process collects from all machines. If ranks hold shards, each rank sends its own.
+    If every rank holds the whole module, one rank sends its weights: the first of each machine, or the first of the
+    job if one process collects from all machines. If ranks hold shards, each rank sends its own.
 
     Args:
         topology: topology of the worker.
-        outbox_fd: empty memory file for what the worker has made.
-        returns_value: whether what the function returns here is wanted.
+        outbox_fd: empty memory file for the results.
+        returns_value: whether the launcher wants this rank's return value.
         args: arguments of the function.
-        originals: where tensors of modules can still be read as they are now; None: all are sent.
+        originals: where the launcher can still read the current tensors of modules; None: all tensors are sent.
         wanted_modules: as in ``wire/assignment.py``.
         wanted_optimizers: as in ``wire/assignment.py``.
-        is_main: as in ``wire/assignment.py``; None = the first rank of each machine is.
+        is_main: as in ``wire/assignment.py``; None means the first rank of each machine.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Delivery:
         return Outbox(self._outbox_fd)
 
     def put_value(self, value: Any, *, left_by_exit: bool) -> Returned:
-        """Write the value; return the event that reports it, and which states follow.
+        """Write the value; return the event that reports it and names the states that follow.
 
         Raises:
             Exception: the value could not be written.
@@ -90,23 +90,23 @@ class Delivery:
         )
 
     def announce_interrupted(self) -> Interrupted:
-        """Return the event that reports how far the function of this rank has come, and which states follow."""
+        """Return the event that reports how far this rank's function has come and names the states that follow."""
         sends = () if steps.is_cut else self._sends()
         return Interrupted(self._rank, time.time(), step=steps.num_done, is_cut=steps.is_cut, sends=sends)
 
     def _sends(self) -> tuple[ArgPath, ...]:
-        # Where every rank holds the whole, one of them is enough.
+        # If every rank holds the whole module, one rank is enough.
         sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
         return (*sends, *self._optimizers, *self._absent) if self._is_main else sends
 
     def put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
-        """Write one state after the other; yield where each is, or why there is none."""
+        """Write one state after the other; for each, yield where it is or why it is missing."""
         in_shards = bool(paths) and self._holds_shards()
         for path in paths:
             yield self._put_state(path, in_shards)
 
     def _put_state(self, path: ArgPath, in_shards: bool) -> StateSent:
-        """Write the state of a module or optimizer; return where it is, or why there is none."""
+        """Write the state of a module or optimizer; return where it is or why it is missing."""
         if path in self._absent:
             return StateSent(self._rank, time.time(), path=path, error=_ABSENT)
         try:
@@ -120,7 +120,7 @@ class Delivery:
         return StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
 
     def _holds_shards(self) -> bool:
-        """Return whether ranks hold shards, made by a strategy or by the user's own ``fully_shard``."""
+        """Return whether ranks hold shards, created by a strategy or by the user's own ``fully_shard``."""
         optimizers = (optimizer for optimizer in self._optimizers.values() if not is_scheduler(optimizer))
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         modules = self._modules.values()
@@ -128,12 +128,12 @@ class Delivery:
         parameters += [parameter for module in modules for parameter in module.parameters()]
         return (
             any(is_sharded(parameter) or hasattr(parameter, "ds_id") for parameter in parameters)
-            # Its parameters may be gathered just now.
+            # Its parameters may be gathered at the moment.
             or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 
     def _put_weights(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
-        """Write weights; return where they are, where they end, and which parts of them could not be sent.
+        """Write weights; return where they begin, where they end, and which parts could not be sent.
 
         Raises:
             RuntimeError: ``state_dict()`` would wait for the other ranks.
@@ -150,20 +150,20 @@ class Delivery:
         )
         bare = {name for name, tensor in state.items() if getattr(tensor, "is_meta", False)}
         if len(bare) == len(state):
-            return -1, -1, ""  # it has no weights, being on the meta device still
+            return -1, -1, ""  # it has no weights, because it is still on the meta device
         left_out = set(quantised_entries(module, state))
         for name in bare | left_out:
             del state[name]
-        # Shards are new tensors, so there is nothing to compare them with: all are sent.
+        # Shards are new tensors that can't be compared with the originals, so all are sent.
         tests = self._originals.equality_tests(path, state) if self._originals and not in_shards else {}
         at, end, lost = self._outbox.put_state(path, state, tests)
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
     def _put_optimizer_state(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
-        """Write the state of an optimizer or scheduler, the same on all ranks; return as :meth:`_put_weights`.
+        """Write the state of an optimizer or scheduler, the same on all ranks; return what :meth:`_put_weights` does.
 
         Raises:
-            RuntimeError: every rank has a shard of it.
+            RuntimeError: every rank has a shard of the state.
         """
         if in_shards and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
@@ -173,7 +173,7 @@ class Delivery:
 
 
 def _describe_bare(names: Sequence[str]) -> str:
-    """Describe tensors that have no values, because their layers are offloaded or were never materialised."""
+    """Describe tensors without values, whose layers are offloaded or were never materialised."""
     if not names:
         return ""
     return f"{formatting.first(names, _MAX_NAMED)} (on the meta device, which holds no values)"

@@ -1,7 +1,7 @@
-"""The event ``Failed`` of an exception of the user's function.
+"""The ``Failed`` event for an exception of the user's function.
 
-It has the exception's text and frames, whether it looks like the loss of another rank (``is_consequence``, which
-``diagnosis/root_cause.py`` uses), and the exception itself where ``wire/exceptions.py`` can pickle it.
+The event contains the exception's text and frames, and the exception itself if ``wire/exceptions.py`` can pickle it.
+``is_consequence`` says whether it looks like the loss of another rank; ``diagnosis/root_cause.py`` uses this.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
 _MAX_FRAMES = 60
 _MAX_PARTS = 20  # of an exception group
 _MAX_FORMATTED_FRAMES = 2000
-"""Largest number of frames; of a longer traceback, only the last frames are formatted, because Python takes seconds to
-format a runaway recursion."""
+"""Largest number of frames. Only the last frames of a longer traceback are formatted, because Python takes seconds to
+format a runaway recursion.
+"""
 
 _KEPT_CHARACTERS = 8000
-"""How many characters are kept of a text that is too long to be shown."""
+"""How many characters of a very long text are kept."""
 
 _CONSEQUENCE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_WORDS = (
@@ -44,15 +45,15 @@ _CONNECTION_WORDS = (
     "broken pipe",
     "socket timeout",
 )
-"""Messages of the system, which the user's own connections report as well."""
+"""Messages of the system, which can also come from the user's own connections."""
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""How long a process may take from closing its files to its end."""
+"""The longest time between closing a process's files and its end."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
-    """Return the event that reports ``error`` to the launcher, with what the device explains about it."""
+    """Return the event that reports ``error`` to the launcher, with the device's evidence."""
     error = _death_in_loader(error) or error
     error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
@@ -66,9 +67,9 @@ def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] 
 
 
 def _death_in_loader(error: BaseException) -> BaseException | None:
-    """Return torch's exception for the death of a data loader's process, if ``error`` is what reading from it gave.
+    """Return torch's exception for the death of a loader's process if ``error`` came from reading from that process.
 
-    torch raises it in a handler of SIGCHLD, which comes sooner or later than the end of the connection.
+    torch raises it in a SIGCHLD handler, which may run before or after the connection ends.
     """
     signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if signals is None or not isinstance(error, (OSError, EOFError)):
@@ -154,7 +155,8 @@ def _is_consequence(error: BaseException) -> bool:
     while current is not None and id(current) not in chain:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    # Errors of collectives come from C++ and have no OSError behind them; errors of the user's own connections do.
+    # Errors of collectives come from C++ without an OSError as their cause; errors of the user's connections have
+    # one.
     is_own = any(isinstance(cause, OSError) for cause in chain.values())
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
     return any(_is_collective_error(cause, words) for cause in chain.values())

@@ -1,9 +1,9 @@
-"""Notices files that the user's function writes, so that the launcher sees where several ranks write the same one.
+"""Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
-Each save to a path (``saves.py``) is an :class:`~nblaunch.events.Observation`. Ranks that write one file at the same
-point of the program, with no collective and no step of an optimizer between them, write it in an order that chance
-decides. Files that a library writes for itself, as a cache, are left out: between the user's line and the call there
-are only libraries that write what the user passes to them.
+Each save to a path (``saves.py``) is an :class:`~nblaunch.events.Observation`. Ranks race if they write one file at
+the same point of the program, with no collective and no optimizer step between the writes. Files that a library
+writes for itself, such as a cache, are left out: only libraries that write what the user passes to them may stand
+between the user's line and the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nblaunch.wire.board import Slot
 CHECK = "same_file"
 
 _MAX_NOTED = 256
-"""Files that a rank reports, so that a function that writes thousands stays fast."""
+"""Largest number of files that a rank reports, so that a function that writes thousands stays fast."""
 
 _WRITERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that write what the user passes to them."""
@@ -34,8 +34,8 @@ class FileWrites:
     """The files that this process writes; forked processes report none.
 
     Args:
-        rank: of this process.
-        slot: counts the steps of optimizers.
+        rank: rank of this process.
+        slot: counts optimizer steps.
         emit: sends an observation.
         num_collectives: returns how many collectives this process has called.
     """
@@ -51,7 +51,7 @@ class FileWrites:
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
-        """Report nothing more."""
+        """Stop reporting."""
         self._num_left = 0
 
     def note(self, file: Any, frame: FrameType) -> None:
@@ -80,7 +80,7 @@ class FileWrites:
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the user's frame that a library writes for; None if it writes for itself."""
+    """Return the user's frame on whose behalf a library writes; None if the library writes for itself."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _WRITERS:
             return None

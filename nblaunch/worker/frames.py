@@ -1,4 +1,4 @@
-"""The frames in which a worker is, read by another thread of it: where the user's code stands, and its variables."""
+"""The current frames of a worker, read by another of its threads: the user's line and variables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def frames_of_main_thread() -> list[FrameType]:
 
 
 def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
-    """Return the frames that an exception has passed, innermost first."""
+    """Return the frames that an exception passed, innermost first."""
     return [frame for frame, _ in walk_tb(tb)][::-1]
 
 
 def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames that the user's code has called; None without any of the user's."""
+    """Return the traceback up to the user's innermost frame; None if it has no frame of the user's code."""
     last, entry = None, tb
     while entry is not None:
         last = entry if is_user_file(entry.tb_frame.f_code.co_filename) else last
@@ -40,14 +40,14 @@ def up_to_user_code(tb: TracebackType | None) -> TracebackType | None:
 
 
 def innermost_user_frame(frames: Sequence[FrameType]) -> FrameType | None:
-    """Return the innermost frame of the user's code, else the innermost of all; None without any."""
+    """Return the innermost frame of the user's code, or else the innermost frame; None if there is none."""
     return next(
         (frame for frame in frames if is_user_file(frame.f_code.co_filename)), next(iter(frames), None)
     )
 
 
 def frame_of_function(frames: Sequence[FrameType], function: tuple[str, int] | None) -> FrameType | None:
-    """Return the innermost frame of a function, by its name and first line; else the innermost of the user's code."""
+    """Return the innermost frame of a function, by name and first line, or else of the user's code."""
     for frame in frames:
         if function is not None and _function_of(frame) == tuple(function):
             return frame
@@ -59,18 +59,18 @@ def _function_of(frame: FrameType) -> tuple[str, int]:
 
 
 def evaluate(expression: str, frame: FrameType | None) -> Any:
-    """Return the value of an expression in a frame; None = among the variables of ``__main__``.
+    """Return the value of an expression in a frame, or in ``__main__`` if the frame is None.
 
     Raises:
         BaseException: whatever the expression raises.
     """
-    # One mapping: the scopes of comprehensions in the expression see the names of the globals alone.
+    # One mapping, because comprehensions in the expression see only global names.
     names = vars(sys.modules["__main__"]) if frame is None else {**frame.f_globals, **frame.f_locals}
     return eval(compile(expression, "<inspect>", "eval"), names)
 
 
 def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> FrameVariables:
-    """Describe the local variables of a frame of ``stack`` that stands at ``line``."""
+    """Describe the local variables of a frame of ``stack`` whose current line is ``line``."""
     is_module = frame.f_locals is frame.f_globals
     aspects = _all_aspects(frame.f_locals, is_module)
     functions = [_function_of(each) for each in stack if is_user_file(each.f_code.co_filename)]
@@ -78,7 +78,7 @@ def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> Fra
 
 
 def variables_of_main() -> FrameVariables:
-    """Describe the variables of ``__main__``, of a rank that runs nothing."""
+    """Describe the variables of ``__main__``, for an idle rank."""
     return FrameVariables(("<module>", 1), "", 0, _all_aspects(vars(sys.modules["__main__"]), is_module=True))
 
 
@@ -93,7 +93,8 @@ def _all_aspects(variables: Mapping[str, Any], is_module: bool) -> dict[str, str
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:
-    """Return what can be compared over ranks: the form of a tensor, but never what is in the memory of a device.
+    """Return aspects of a value that ranks can compare: the form of a tensor, but never the contents of device
+    memory.
 
     Reading device memory would wait for the device, which may wait for another rank.
     """
@@ -108,7 +109,7 @@ def _aspects(name: str, value: Any) -> Mapping[str, str]:
         if isinstance(value, (list, tuple, dict, set, frozenset)) and isinstance(value, Sized):
             return {f"type({name})": type(value).__name__, f"len({name})": str(len(value))}
         return {f"type({name})": f"{type(value).__module__}.{type(value).__qualname__}"}
-    except Exception as error:  # of the user's own classes: the other variables are shown all the same
+    except Exception as error:  # of the user's classes; the other variables are still shown
         return {name: f"<can't be described: {type(error).__name__}>"}
 
 

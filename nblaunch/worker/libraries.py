@@ -1,16 +1,16 @@
-"""Hooks on libraries that the user's function may import, before or after the worker starts.
+"""Hooks on libraries that the user's function may import before or after the worker starts.
 
-Progress of code that does not use nblaunch: steps of optimizers, bars of tqdm, parameters of new modules are counted
-in the rank's slot of the board. By them the launcher distinguishes a rank that works from one that hangs, and knows
-which ranks have built a model instead of receiving it. A step also keeps the process groups that it may have used.
+Progress of code that does not use nblaunch: hooks count optimizer steps, tqdm updates and parameters of new modules
+in the rank's slot of the board. The counts distinguish a working rank from a hung one, and show which ranks built a
+model instead of receiving it. A step also keeps the process groups that it may have used alive.
 
 Display: tqdm and rich write plain lines.
 
-A ``Trainer`` or ``TrainingArguments`` of transformers that was made in a notebook cell takes its place in a worker.
-Both keep what they found out about their process: device, number of GPUs, batch size per process, an Accelerator. These
-attributes are found out anew when one of them is first used on an object that another process made.
+A ``Trainer`` or ``TrainingArguments`` of transformers that a notebook cell created must adapt to the worker. Both
+store facts about their process: device, number of GPUs, batch size per process, an Accelerator. These attributes are
+recomputed when one of them is first used on an object that another process created.
 
-A ``SummaryWriter`` writes its events by a thread, which a fork does not copy, so a worker makes that anew as well.
+A ``SummaryWriter`` writes its events in a thread. A fork does not copy threads, so the worker starts a new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.worker.optimizer_steps import steps
 
 
 def count_progress(slot: Slot) -> None:
-    """Count progress on ``slot`` from now on, also for libraries that are imported later."""
+    """Count progress on ``slot`` from now on, including libraries that are imported later."""
     packages.observe_when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
     packages.observe_when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.observe_when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
@@ -41,7 +41,7 @@ def _watch_parameters(module: Any, slot: Slot) -> None:
     import torch
 
     def count(owner: Any, name: str, parameter: Any) -> None:
-        # A lazy layer's have no size yet.
+        # Parameters of lazy layers have no size yet.
         if parameter is not None and not torch.nn.parameter.is_lazy(parameter) and not parameter.is_meta:
             slot.built_bytes += parameter.numel() * parameter.element_size()
 
@@ -49,7 +49,7 @@ def _watch_parameters(module: Any, slot: Slot) -> None:
 
 
 def _watch_bars(module: Any, slot: Slot) -> None:
-    """Count updates of bars, at most ten a second while a bar is iterated over."""
+    """Count updates of bars, at most ten per second while the function iterates over a bar."""
     update = module.tqdm.update
 
     def update_and_note(self: Any, n: float | None = 1) -> Any:
@@ -61,14 +61,16 @@ def _watch_bars(module: Any, slot: Slot) -> None:
 
 
 def show_plain_text() -> None:
-    """Make bars and consoles plain text, whether their library was imported in a cell or is inside the function.
+    """Make bars and consoles plain text, whether a cell or the function imports their library.
 
-    tqdm has one status line a rank. The class for notebooks overrides the plain one's methods to talk to a widget that
-    no worker can reach; without these overrides it *is* the plain one. The lock is replaced too: it is shared between
-    processes, and a worker killed while it held it would stop every bar of the kernel for ever.
+    tqdm gets one status line per rank. Its notebook class overrides methods of the plain class to update a widget,
+    which no worker can reach; without these overrides it behaves like the plain class. The lock is replaced as well.
+    Processes share it, and a worker that is killed while it holds the lock would stop every bar of the kernel for
+    good.
 
-    rich would redraw live displays in a widget, and in a terminal by moving the cursor; a worker has neither, and every
-    frame would stay in the cell. A live display writes its last state only, also on consoles that the kernel made.
+    rich redraws live displays in a widget, or in a terminal by moving the cursor. A worker has neither, and every
+    frame would stay in the cell. A live display therefore writes only its last state, even on consoles that the
+    kernel created.
     """
     packages.observe_when_imported("tqdm.std", _keep_to_one_line)
     packages.observe_when_imported("tqdm.notebook", _undo_widgets)
@@ -102,7 +104,7 @@ def _undo_widgets(notebook: Any) -> None:
 
 
 def _stay(self: Any, lines: int) -> None:
-    """Move no cursor, which a log does not have: nested bars share a rank's one status line."""
+    """Do not move the cursor, because a log has none. Nested bars share the rank's status line."""
 
 
 def _be_a_printer(console: Any) -> None:
@@ -111,11 +113,12 @@ def _be_a_printer(console: Any) -> None:
 
 
 def _ignore(self: object, value: object) -> None:
-    """Ignore what a console reports about where it runs."""
+    """Ignore where a console claims to run."""
 
 
 _MARK = "_nblaunch_worker"
-"""Attribute with the name of the process that found out the others: plain text, since arguments are saved to files."""
+"""Attribute that names the process which computed the others. It is plain text, since arguments are saved to files.
+"""
 
 
 _OF_ARGUMENTS = ("_setup_devices", "_n_gpu", "distributed_state")
@@ -129,11 +132,11 @@ _OF_TRAINERS = (
 
 
 _kernels_writers: list[Any] = []
-"""The kernel's writers. They are kept because freeing them may write to their files."""
+"""The kernel's writers, kept because freeing them may write to their files."""
 
 
 def renew_objects() -> None:
-    """Have ``Trainer``, ``TrainingArguments`` and event files be this worker's, as soon as they are imported."""
+    """Adapt ``Trainer``, ``TrainingArguments`` and event files to this worker, as soon as they are imported."""
     worker = os.urandom(8).hex()
     packages.observe_when_imported(
         "transformers.training_args", lambda module: _watch_arguments(module, worker)
@@ -157,7 +160,7 @@ def _watch_arguments(module: Any, worker: str) -> None:
 
 def _watch_trainers(module: Any, worker: str) -> None:
     def renew(trainer: Any) -> None:
-        _ = trainer.args.device  # joins the process group by the arguments' own settings
+        _ = trainer.args.device  # joins the process group with the settings of the arguments
         trainer._train_batch_size = trainer.args.train_batch_size
         trainer.create_accelerator_and_postprocess()
 
@@ -167,7 +170,7 @@ def _watch_trainers(module: Any, worker: str) -> None:
 
 def _watch_event_files(module: Any, worker: str) -> None:
     def renew(file: Any) -> None:
-        """Begin another file beside the kernel's, with the same settings and a thread of this process."""
+        """Begin a new file next to the kernel's, with the same settings and a thread in this process."""
         writer = vars(file)["_async_writer"]
         if writer._closed:
             return
@@ -175,20 +178,20 @@ def _watch_event_files(module: Any, worker: str) -> None:
         # events.out.tfevents.<time>.<host>.<pid>.<number><suffix>; the pid is the kernel's
         suffix = file._file_name.partition(f".{os.getppid()}.")[2].lstrip(string.digits)
         file.__init__(file._logdir, writer._byte_queue.maxsize, writer._worker._flush_secs, suffix)
-        atexit.register(file.close)  # the cell that made it closes the kernel's alone
+        atexit.register(file.close)  # the cell that created the writer closes only the kernel's file
 
     module.EventFileWriter._async_writer = _Renewed("_async_writer", worker, renew, ("_async_writer",))
 
 
 class _Renewed:
-    """An attribute that is found out anew, with others, on an object that this worker did not make.
+    """An attribute that is recomputed, with others, on an object that another process created.
 
     Args:
         name: name of the attribute.
         worker: name of this process.
-        renew: finds out all attributes of an object that are marked together.
-        evidence: attributes of which an object that was made elsewhere has one; empty: an object without any is treated
-            in the same way, as its own class finds them out when they are first used.
+        renew: recomputes all attributes of an object that belong together.
+        evidence: an object has one of these attributes if another process created it. Empty: objects without any are
+            treated in the same way, because their class computes them on first use.
     """
 
     def __init__(self, name: str, worker: str, renew: Callable[[Any], None], evidence: Sequence[str]) -> None:

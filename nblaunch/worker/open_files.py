@@ -1,7 +1,7 @@
-"""Files that the function leaves open. Python closes a script's at its end, which ``os._exit`` leaves out.
+"""Files that the function leaves open. Python closes such files when a script exits, but ``os._exit`` does not.
 
-Files of the kernel are the business of ``inheritance/written_files.py``. They are in the heap that is frozen for the
-fork, which the collector does not list.
+``inheritance/written_files.py`` handles files of the kernel. They are in the heap that is frozen for the fork, and
+the garbage collector does not list that heap.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _WITH_AN_END = (("gzip", "GzipFile"), ("bz2", "BZ2File"), ("lzma", "LZMAFile"), ("zipfile", "ZipFile"))
-"""Modules and classes of files that can't be read without what closing writes."""
+"""Modules and classes of files that are unreadable until closing has written their end."""
 
 _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
 _imported_in = os.getpid()
 _mark: list[None] = []
-"""Lies among the kernel's objects, in the process that imported this module and in processes forked from it."""
+"""An object of the kernel, in the process that imported this module and in processes forked from it."""
 
 
 def write_left_open() -> None:
-    """Write what is buffered for files that this process has opened; an error of one is shown, and changes nothing."""
+    """Flush the files that this process opened. An error of one file is printed and does not affect the others."""
     objects = gc.get_objects()
     if os.getpid() != _imported_in and id(_mark) in set(map(id, objects)):
-        return  # the function has unfrozen the heap: the kernel's files are among them
-    # type(), id() and the bases themselves: isinstance() or a hash would run code of objects and classes that pretend
-    # to be others, and issubclass() of an abstract class, as GzipFile is, writes to every class that it is asked about.
+        return  # the function has unfrozen the heap, so the list would include the kernel's files
+    # Compare type(), id() and bases directly. isinstance() or a hash would run code of proxy objects and classes, and
+    # issubclass() with an abstract class such as GzipFile writes to every class that it tests.
     kinds_of_all = list(map(type, objects))
     classes = dict(zip(map(id, kinds_of_all), kinds_of_all, strict=True))
     wanted = {id(kind) for kind in (*_BUFFERED, *_classes_with_an_end())}
@@ -46,7 +46,7 @@ def write_left_open() -> None:
         _attempt(file.flush, file)
     for file in others:
         _attempt(file.close, file)
-    for file in buffers:  # to which those have written
+    for file in buffers:  # the text files have written to these
         _attempt(file.flush, file)
 
 
@@ -59,7 +59,7 @@ def _attempt(write: Callable[[], object], file: Any) -> None:
     try:
         write()
     except OSError as error:
-        with contextlib.suppress(Exception):  # of a class of the user's own
+        with contextlib.suppress(Exception):  # of a user's class
             print(f"{file!r:.200} was left open and could not be written: {error}", file=sys.stderr)
-    except BaseException:  # closed, or half made
+    except BaseException:  # closed, or only partly constructed
         return

@@ -1,14 +1,14 @@
-"""Steps of optimizers: counted on the board, and kept whole where an interrupt comes.
+"""Optimizer steps: counted on the board, and never split by an interrupt.
 
-Parameters change in an optimizer's step, and nowhere else. An interrupt between two steps leaves a model with the
-weights of the last one. One that comes in a step is held until the step ends, for :data:`HOLD_S` at most: a step may
-wait for another rank, or take a closure through a whole data set.
+Parameters change only in optimizer steps. After an interrupt between two steps, a model has the weights of the last
+one. An interrupt during a step is held until the step ends, for at most :data:`HOLD_S`, because a step may wait for
+another rank, or run a closure over a whole data set.
 
     handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
                                         └──> yes: the hook after the step raises it
-    proposal on the board ── before each step ──> all ranks agree on this one: the hook before it raises the interrupt
+    proposal on the board ── before each step ──> all ranks agree on a step: the hook before it raises the interrupt
 
-There is one state for the process, as there is one handler of SIGINT and one list of torch's hooks.
+The process has one state, because it has one SIGINT handler and one list of torch's hooks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from nblaunch.wire.board import Slot
 from nblaunch.wire.spans import SpanKind
 
 HOLD_S = 1.0
-"""How long a step may hold an interrupt back."""
+"""How long a step may delay an interrupt."""
 
 
 class OptimizerSteps:
-    """The steps of this process.
+    """The optimizer steps of this process, with the interrupts that they delay.
 
     Attributes:
-        num_done: number of steps that have ended. A step that an optimizer takes within another optimizer's step is
-            part of the latter.
+        num_done: number of steps that have ended. A step inside another optimizer's step does not count separately.
         is_cut: whether an interrupt was raised inside a step, and no step has ended since.
-        raise_interrupt: raises a KeyboardInterrupt that was held back, or on which all ranks have agreed.
+        raise_interrupt: raises a KeyboardInterrupt that was delayed, or on which all ranks have agreed.
     """
 
     def __init__(self) -> None:
@@ -70,9 +69,7 @@ class OptimizerSteps:
             self._began_s = time.monotonic()
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (
-                torch.compiler.is_dynamo_compiling()
-            ):  # a step that is compiled must not come upon foreign memory
+            if torch.compiler.is_dynamo_compiling():  # a compiled step must not access foreign memory
                 return
             slot.count_update()
             process_group.keep_groups()
@@ -90,12 +87,12 @@ class OptimizerSteps:
         module.register_optimizer_step_post_hook(end)
 
     def _is_nested(self, optimizer: Any) -> bool:
-        """Return whether the step that begins is a part of another optimizer's. The hook before a step asks."""
-        # Without a look at the frames an active one may be of a step that has raised.
+        """Return whether the step that begins is part of another optimizer's step. Called by the hook before a step."""
+        # The frames decide, because a step that raised stays marked as active.
         return self._active is not optimizer and _is_in_step(sys._getframe(3))
 
     def _stop_here(self) -> None:
-        """Raise the interrupt before a step, as all ranks do, and send it to processes that this one has started."""
+        """Raise the interrupt before a step, as all ranks do, and send it to this process's children."""
         self._active = None
         self._num_sent += 1
         os.killpg(os.getpgrp(), signal.SIGINT)
@@ -104,21 +101,21 @@ class OptimizerSteps:
     # --- the handler of SIGINT ---------------------------------------------------------------------------------------
 
     def is_held(self, frame: FrameType | None) -> bool:
-        """Return whether an interrupt must not be raised now, in ``frame``, which the signal has interrupted."""
+        """Return whether an interrupt must wait, given the ``frame`` that the signal interrupted."""
         if self._num_sent:
             self._num_sent -= 1
-            return True  # it is raised by what has sent it
+            return True  # the sender raises it
         if self._is_reminded:
             self._is_reminded = False
             if self._held_since_s is None:
-                return True  # it was raised meanwhile
+                return True  # raised in the meantime
         if not _is_in_step(frame):
             self._held_since_s = None
             return False
         now = time.monotonic()
         if self._held_since_s is None:
             self._held_since_s = now
-            # Not by ``threading``: the signal may have come while that holds its lock.
+            # Not ``threading``, which may hold its lock while the signal arrives.
             _thread.start_new_thread(self._remind, (now,))
             return True
         if now - self._held_since_s < HOLD_S:
@@ -128,15 +125,15 @@ class OptimizerSteps:
         return False
 
     def _remind(self, since_s: float) -> None:
-        """Interrupt the main thread again if the step that has held an interrupt back takes too long."""
+        """Interrupt the main thread again if the step that delays an interrupt takes too long."""
         time.sleep(HOLD_S)
         if self._held_since_s == since_s:
             self._is_reminded = True
-            # To the thread, or a system call in it would go on.
+            # Sent to the thread, because otherwise its system call would continue.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def reset_in_subprocess(self) -> None:
-        """Forget an interrupt that is held, in a process that was forked from the worker."""
+        """Forget a delayed interrupt in a process that was forked from the worker."""
         self._held_since_s = None
 
 
@@ -145,7 +142,7 @@ def _raise_interrupt() -> None:
 
 
 def _is_in_step(frame: FrameType | None) -> bool:
-    """Return whether ``frame``, or one of its callers, is what torch puts around a step of an optimizer."""
+    """Return whether ``frame`` or one of its callers is torch's wrapper of an optimizer step."""
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
             return True

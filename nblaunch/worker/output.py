@@ -1,11 +1,10 @@
-"""What a worker shows: its output goes to the log file, its IPython displays to the launcher's cell.
+"""Output of a worker: printed text goes to the log file, IPython displays go to the launcher's cell.
 
-Output is captured at the level of descriptors. The launcher reads the file as it grows. A file rather than a pipe: a
-busy or absent notebook never makes a worker wait, and what was printed before a crash, of the worker or of the kernel,
-is there to read.
+Output is captured at the level of descriptors, and the launcher reads the file as it grows. With a file instead of a
+pipe, a busy or absent notebook never makes a worker wait, and output survives a crash of the worker or the kernel.
 
-A forked worker has the kernel's IPython shell. A fresh one whose launcher is a kernel gets a small shell of its own,
-because ``display`` and matplotlib's inline backend only work where there is one.
+A forked worker has the kernel's IPython shell. A fresh worker of a kernel gets a small shell of its own, because
+``display`` and matplotlib's inline backend need one.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _library = ctypes.CDLL(None)
 _fflush, _setvbuf = _library.fflush, _library.setvbuf
 try:
     _c_stdout = ctypes.c_void_p.in_dll(_library, "stdout")
-except ValueError:  # it has another name in macOS
+except ValueError:  # macOS uses another name
     _c_stdout = ctypes.c_void_p.in_dll(_library, "__stdoutp")
 
 
 class _Output(io.RawIOBase):
-    """A raw stream on a descriptor that drops what the disk has no room for, rather than ending a training.
+    """A raw stream on a descriptor that drops output when the disk is full instead of ending the training.
 
-    Bars go to one output and lines to the other, and both into one file. A line that begins where a bar has stopped
-    starts with a carriage return, so that it replaces the bar instead of being glued to it.
+    Bars go to one stream and lines to the other, but both end up in one file. A line that follows an unfinished bar
+    starts with a carriage return, so that it replaces the bar instead of continuing it.
     """
 
-    _with_open_bar: _Output | None = None  # of both outputs, the one whose last write was a bar
+    _with_open_bar: _Output | None = None  # the stream whose last write was a bar
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -71,7 +70,7 @@ class _Output(io.RawIOBase):
 
 
 class _NoInput(io.RawIOBase):
-    """Standard input of a worker, which is at its end, as /dev/null is."""
+    """The standard input of a worker, empty like /dev/null."""
 
     def readable(self) -> bool:
         return True
@@ -88,22 +87,22 @@ def _made(raw: _Output) -> tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _
     return io.TextIOWrapper(buffer, **_TEXT), buffer, raw
 
 
-# Made here once, in the kernel, instead of in every worker: the first of them costs a fork a hundred page faults.
+# Created once in the kernel instead of in every worker: the first stream costs a fork a hundred page faults.
 _no_input: Any = io.TextIOWrapper(_NoInput(), encoding="utf-8")
 _outputs = (_made(_Output(1)), _made(_Output(2)))
 
 _replaced: list[Any] = []
-"""The kernel's streams. They are kept because freeing them writes to them."""
+"""The kernel's streams, kept because freeing them writes to them."""
 
 
 def capture(log_path: str) -> None:
-    """Point descriptors 0, 1 and 2 away from the kernel's, and replace ``sys.stdin``, ``stdout`` and ``stderr``.
+    """Redirect descriptors 0, 1 and 2 and replace ``sys.stdin``, ``stdout`` and ``stderr``.
 
     Both outputs append to one file, so that lines keep their order. Processes that the worker starts inherit the
     descriptors, and C libraries print to them, too.
 
     Raises:
-        LaunchError: the log file can't be made.
+        LaunchError: the log file can't be created.
     """
     try:
         log = os.open(log_path, _FLAGS, 0o600)
@@ -117,23 +116,24 @@ def capture(log_path: str) -> None:
         os.dup2(source, target, inheritable=True)
     os.close(log)
     os.close(null)
-    if sys.__stdout__ is _outputs[0][0]:  # of a forkserver, or of a worker that launches workers itself
+    if sys.__stdout__ is _outputs[0][0]:  # in a forkserver, or in a worker that launches workers itself
         renew_buffers()
     _replaced.extend((sys.stdin, sys.__stdin__, sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__))
     sys.stdin = sys.__stdin__ = _no_input  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _outputs[0][0]  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _outputs[1][0]  # type: ignore[misc]
 
-    # What native code prints by printf or std::cout goes to a file a block at a time, and os._exit leaves out the last.
+    # Native code buffers printf and std::cout in blocks for a file, and os._exit would lose the last block.
     _setvbuf(_c_stdout, None, _LINE_BUFFERED, 0)
 
 
 def renew_buffers() -> None:
     """Give the streams of :func:`capture` empty buffers, in a process that was forked from the worker.
 
-    A buffer is copied with what the worker will write itself, and with its lock, for good if a thread of the worker was
-    writing: Python does not reset it (source: https://github.com/python/cpython/issues/50970). Both are made anew in
-    place, since log handlers hold the streams.
+    The fork copies a buffer with data that the worker will write itself. It also copies the buffer's lock, which
+    stays locked for good if a thread of the worker was writing (source:
+    https://github.com/python/cpython/issues/50970). Both are replaced in place, because log handlers hold the
+    streams.
     """
     for stream, buffer, raw in _outputs:
         buffer.__init__(raw)  # type: ignore[misc]
@@ -141,36 +141,36 @@ def renew_buffers() -> None:
 
 
 def flush() -> int:
-    """Write what is buffered, also in what the user's code has put in place of the outputs.
+    """Flush the streams, including those with which the user's code replaced the outputs.
 
     Returns:
-        How many bytes the disk had no room for since the start.
+        The number of bytes lost since the start because the disk was full.
     """
     _fflush(_c_stdout)
     for stream in (sys.stdout, sys.stderr, *(stream for stream, *_ in _outputs)):
-        with contextlib.suppress(Exception):  # it may be closed, or have no such method
+        with contextlib.suppress(Exception):  # it may be closed or lack the method
             stream.flush()
     return sum(raw.lost_bytes for *_, raw in _outputs)
 
 
 def flush_before_fork() -> None:
-    """Write what this process has buffered, or every worker would carry a copy of it."""
+    """Flush this process's buffers, because otherwise every worker would inherit a copy."""
     _fflush(_c_stdout)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "buffer"):  # a kernel's stream has none, and waiting for its thread takes a while
+        if hasattr(stream, "buffer"):  # a kernel's stream has none, and its flush waits for a thread
             stream.flush()
 
 
 def flush_c_streams() -> None:
-    """Write what C code has buffered in its streams (``fopen``), as the end of a program does.
+    """Flush the streams of C code (``fopen``), as the exit of a program does.
 
-    Streams that a process has inherited are written as well: ``written_files.py`` has dropped what was in them.
+    Inherited streams are flushed as well; ``written_files.py`` has dropped their contents.
     """
     _fflush(None)
 
 
 def append_to_log(log_path: str, text: str) -> None:
-    """Append ``text`` to the log, also where descriptors 1 and 2 are no longer what they were."""
+    """Append ``text`` to the log, even if the function has changed descriptors 1 and 2."""
     flush()
     with open(log_path, "a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(text)
@@ -180,9 +180,9 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
-    """Send the displays of this process to the launcher; does nothing in a process without IPython.
+    """Send the displays of this process to the launcher; do nothing without IPython.
 
-    Widgets are sent as text: a front end asks the kernel for what a view shows, and this one lives in a worker.
+    Widgets are sent as text, because a front end asks the kernel for a widget's state, which is in the worker.
     """
     shell = ipython_shell()
     if shell is None:
@@ -201,24 +201,24 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
         emit(Displayed(rank, time.time(), shown, dict(metadata or {}), dict(transient or {}), update))
 
     def write_payload(payload: dict[str, Any], single: bool = True) -> None:
-        """Show what a front end would show in its pager, as the help of ``name?``."""
+        """Show the pager's contents, such as the help of ``name?``."""
         if payload.get("source") == "page":
             publish(payload["data"])
 
     def clear_output(wait: bool = False) -> None:
-        """Do nothing: one rank must not clear what the others show in the same cell."""
+        """Do nothing: a rank must not clear the output of other ranks in the same cell."""
 
-    # tqdm.auto and others take this key as "widgets will work here".
+    # tqdm.auto and others take this key to mean that widgets work.
     shell.config.pop("IPKernelApp", None)
-    # The shell's trait accepts its own class of publisher only, so the one it has gets our methods. Making another of
-    # that class costs a forked worker 200 page faults.
+    # The shell's trait accepts only its own publisher class, so the existing publisher gets our methods. A new
+    # publisher would cost a forked worker 200 page faults.
     shell.display_pub.publish = publish
     shell.display_pub.clear_output = clear_output
     shell.payload_manager.write_payload = write_payload
 
 
 def ensure_shell() -> None:
-    """Make a small shell in a fresh process that has none."""
+    """Create a small shell in a fresh process that has none."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -229,7 +229,7 @@ def ensure_shell() -> None:
 
 
 def show_pending_figures() -> None:
-    """Show figures that were not shown yet, at the end of the function as at the end of a cell."""
+    """Show pending figures at the end of the function, as at the end of a cell."""
     inline: Any = sys.modules.get("matplotlib_inline.backend_inline")
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if inline is None or pyplot is None or "inline" not in pyplot.get_backend():

@@ -1,4 +1,4 @@
-"""What keeps a worker under control: its own POSIX session, its parent's death, interrupts, faulthandler."""
+"""Control of a worker process: POSIX session, death of the parent, interrupts, faulthandler."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if sys.platform == "linux":
     _process.prctl  # noqa: B018 looked up here once, in the kernel, instead of in every worker
 
 BLOCKED_DURING_START = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals that starters hold back around fork, so that no worker runs the kernel's handlers."""
+"""Signals that starters block around the fork, so that no worker runs the kernel's handlers."""
 
 
 _BEGIN_S = 0.05
-"""From an interrupt beside the function until it is sent again. Within this time, the function begins or is left."""
+"""Time until an interrupt outside the function is sent again. Meanwhile, the function begins or its block ends."""
 
 
 class FunctionBounds:
-    """Separates interrupts in the user's function from interrupts in the few lines before and after it.
+    """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
-    An exception after the function has returned would cost its value. So an interrupt there is held, and sent once more
-    a moment later, when the function has begun or its block is over.
+    An exception after the function has returned would lose its value. An interrupt outside the function is therefore
+    held and sent again a moment later, when the function has begun or its block is over.
 
     Args:
         caller: code that calls the function.
-        owner: code with the block in which interrupts are raised, and in which ``caller`` is called.
+        owner: code of the block that raises interrupts and calls ``caller``.
     """
 
     def __init__(self, caller: CodeType, owner: CodeType) -> None:
@@ -53,13 +53,13 @@ class FunctionBounds:
         self._is_again = False
 
     def is_held(self, frame: FrameType | None) -> bool:
-        """Return whether an interrupt must not be raised in ``frame``, which the signal has interrupted."""
+        """Return whether an interrupt must wait, given the ``frame`` that the signal interrupted."""
         is_again, self._is_again = self._is_again, False
         inner = None
         while frame is not None:
             if frame.f_code is self._caller and (inner is not None or is_again):
                 self._is_pending = False
-                return False  # also in a function without frames, as time.sleep, which is there the second time, too
+                return False  # also in a function without frames such as time.sleep, which still runs the second time
             if frame.f_code is self._caller or frame.f_code is self._owner:
                 self._is_pending = True
                 _thread.start_new_thread(self._send_again, ())  # as in optimizer_steps.py
@@ -68,7 +68,7 @@ class FunctionBounds:
         return False  # of a greenlet, say
 
     def leave(self) -> None:
-        """Drop a held interrupt: the block is over, and the function has returned."""
+        """Drop a held interrupt, because the block is over and the function has returned."""
         self._is_pending = False
 
     def _send_again(self) -> None:
@@ -80,18 +80,18 @@ class FunctionBounds:
 
 
 class Interrupts:
-    """Turns SIGINT into ``KeyboardInterrupt`` in ``with interrupts:``, a block of the user's code, and only there.
+    """Turns SIGINT into ``KeyboardInterrupt``, but only inside ``with interrupts:``, around the user's code.
 
-    An interrupt before the block is raised when the block begins. An interrupt after the block is only counted: it
-    never interrupts what the worker does by itself. An interrupt during an optimizer step is raised when the step ends
-    (``optimizer_steps.py``). The object is made in the main thread, and handles SIGINT from then on.
+    An interrupt before the block is raised when the block begins. An interrupt after the block is only counted and
+    never interrupts the worker's own code. An interrupt during an optimizer step is raised when the step ends
+    (``optimizer_steps.py``). The object must be created in the main thread, and handles SIGINT from then on.
 
-    This class does not use ``contextmanager``, which sets an attribute of exceptions that pass: a user's exception may
-    refuse that.
+    This class does not use ``contextmanager``, which sets an attribute of passing exceptions; a user's exception may
+    not allow that.
 
     Args:
-        slot: of the worker.
-        bounds: of the user's function, whose value an interrupt must not cost.
+        slot: slot of the worker.
+        bounds: bounds of the user's function, whose value an interrupt must not lose.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
@@ -102,7 +102,8 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # The launcher reads this count: a worker that noticed gets its grace, one stuck in C code may not need it.
+        # The launcher reads this count: a worker that noticed the interrupt gets its grace period, one stuck in C
+        # code may not.
         self._slot.note_interrupt()
         if not self._are_raised:
             self._is_pending = True
@@ -110,11 +111,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def reset_in_subprocess(self) -> None:
-        """Forget what the worker received, in a process that was forked from it."""
+        """Forget the worker's interrupts in a process that was forked from it."""
         self._is_pending = False
         steps.reset_in_subprocess()
         if not _forked_by_main_thread:
-            self._are_raised = True  # the main thread, which may hold them back, is not in this process
+            self._are_raised = True  # the main thread, which may delay them, is not in this process
 
     def __enter__(self) -> None:
         try:
@@ -132,10 +133,10 @@ class Interrupts:
 
 
 class ChildHandler:
-    """The handler of SIGCHLD that the user's code sets: in place in ``with handler:``, a block of that code, alone.
+    """The SIGCHLD handler of the user's code, installed only inside ``with handler:``, around that code.
 
-    torch's data loaders set one, which raises when a process of theirs has died. It would raise in what the worker does
-    by itself as well, as in the report of that very failure.
+    torch's data loaders install a handler that raises when one of their processes dies. Outside the block, it would
+    raise in the worker's own code, for example while the worker reports that failure.
     """
 
     def __init__(self) -> None:
@@ -149,12 +150,12 @@ class ChildHandler:
     def __exit__(self, *error: object) -> None:
         try:
             self.take_out()
-        except BaseException:  # raised by a handler: Python may call it here, before the change
+        except BaseException:  # raised by the handler, which Python may call here before the change
             self.take_out()
             raise
 
     def take_out(self) -> None:
-        """Keep the handler that is in place for the next block. One that C code has set stays where it is."""
+        """Remove the current handler and keep it for the next block. A handler that C code installed stays."""
         if handler := signal.getsignal(signal.SIGCHLD):
             self._handler = handler
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -162,7 +163,7 @@ class ChildHandler:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Hold signals back in the block, for a process started in it that has no handlers of its own yet."""
+    """Block signals while a new process starts that has no handlers of its own yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_DURING_START)
     try:
         yield
@@ -171,15 +172,15 @@ def signals_blocked() -> Iterator[None]:
 
 
 def lead_posix_session() -> None:
-    """Lead an own POSIX session and process group: Jupyter signals the kernel's process group as a whole."""
+    """Start a new POSIX session and process group, because Jupyter signals the kernel's whole process group."""
     if os.getsid(0) != os.getpid():
         os.setsid()
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the system kill this process when its parent's starting thread ends; treat its children in the same way.
+    """Have the system kill this process, and later its children, when the thread that started it ends.
 
-    macOS has no such system call: there, the launcher's guardian process does it alone.
+    macOS lacks this system call; there, only the launcher's guardian process does it.
     """
     if sys.platform != "linux":
         return
@@ -192,46 +193,47 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def prefer_for_oom_kill() -> None:
-    """Have the system kill a worker when memory runs out, not the kernel with everything the user has in it.
+    """Have the system kill a worker when memory runs out, not the kernel with all the user's data.
 
-    Raising one's own score needs no privilege. Source: proc_pid_oom_score_adj(5).
+    A process may raise its own score without privileges. Source: proc_pid_oom_score_adj(5).
     """
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR)
     except OSError:
-        return  # no such file on this system: then the choice stays the system's
+        return  # no such file on this system, which then chooses by itself
     try:
         if int(os.read(fd, 16)) < _OOM_SCORE:
             os.write(fd, str(_OOM_SCORE).encode())
     except OSError:
-        return  # not allowed here: then, too, the choice stays the system's
+        return  # not allowed here; the system chooses by itself
     finally:
         os.close(fd)
 
 
 def reset_signals() -> None:
-    """Give signals the handling of a fresh process. The kernel's handlers must not run in a worker."""
+    """Reset signals to the handling of a fresh process, because the kernel's handlers must not run in a worker."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
 
 
 def unblock_signals() -> None:
-    """Undo the blocking of signals around the fork."""
+    """Unblock the signals that were blocked around the fork."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_DURING_START)
 
 
 def watch_faults(stacks_path: str) -> None:
-    """Write every thread's Python stack to a file on a crash, and the main thread's when the launcher asks by signal.
+    """Write all Python stacks to a file on a crash, and the main thread's stack when the launcher requests it by
+    signal.
 
-    A first signal is answered by Python, between two of its instructions. faulthandler answers a second one, which the
-    launcher sends if no answer came: it works while the interpreter is blocked in C code, which is just when a stack is
-    wanted. It takes no lock, so that reading frames that change meanwhile may crash the process (Python 3.11 keeps a
-    frame in its list while it frees the frame's code): so Python is asked first, and only the thread that the signal
-    interrupts is read. The system takes the main thread for that, where the function runs (kernel/signal.c,
+    Python answers the first signal between two of its instructions. If no answer comes, the launcher sends a second
+    signal, which faulthandler answers. faulthandler works even while the interpreter is blocked in C code, when a
+    stack is most useful. But it takes no lock and may crash the process if frames change meanwhile (Python 3.11 keeps
+    a frame in its list while it frees the frame's code). For that reason Python is asked first, and only the thread
+    that the signal interrupts is read. The system chooses the main thread, which runs the function (kernel/signal.c,
     ``complete_signal``).
     """
-    # The descriptor is kept open on purpose: faulthandler writes to it in a signal handler.
+    # The descriptor must stay open, because faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.enable(file=fd, all_threads=True)
     _answer_with_stack(fd)
@@ -243,12 +245,12 @@ def _answer_with_stack(fd: int) -> None:
         os.write(fd, f"{NUM_THREADS}{len(sys._current_frames())}\n".encode())
 
     signal.signal(STACKS_SIGNAL, answer)
-    signal.siginterrupt(STACKS_SIGNAL, False)  # or system calls of native code would fail with EINTR
+    signal.siginterrupt(STACKS_SIGNAL, False)  # otherwise system calls of native code would fail with EINTR
     faulthandler.register(NATIVE_STACKS_SIGNAL, file=fd, all_threads=False, chain=False)
 
 
 def watch_faults_of_subprocess() -> None:
-    """Let a process that was forked from the worker write its stacks to the log: the file is the rank's own."""
+    """Let a process that was forked from the worker write its stacks to the log; the file belongs to the rank."""
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)
     _answer_with_stack(2)
@@ -267,9 +269,10 @@ def _remember_forking_thread() -> None:
 
 
 def _end_with_worker(pid: int) -> None:
-    """Have the worker's children, such as data loaders' processes, die with it, but not theirs, which may be daemons.
+    """Have the worker's children, such as loaders' processes, die with it, but not grandchildren, which may be
+    daemons.
 
-    The signal comes when the forking *thread* ends: children of other threads than the main one are left out.
+    The signal comes when the forking *thread* ends, so only children of the main thread are covered.
     """
     if _forked_by_main_thread and os.getppid() == pid:
         _kill_on_parent_death()

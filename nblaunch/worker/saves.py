@@ -1,7 +1,7 @@
 """Hooks on the functions that save: ``torch.save``, safetensors' ``save_file``, torch's distributed checkpoints.
 
-function that saves ──> begin(file, frame)      which ranks write one file (file_writes.py)
-                    └─> end(file, began_s)      how long it took, and how large the file is (span_hooks.py)
+function that saves ──> begin(file, frame)      detects ranks that write one file (file_writes.py)
+                    └─> end(file, began_s)      records duration and size (span_hooks.py)
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from nblaunch import packages
 
 Begin = Callable[[Any, FrameType], None]
-"""Gets the file, or None if the call names none, and the frame that saves."""
+"""Receives the file, or None if the call names none, and the frame that saves."""
 
 End = Callable[[Any, float], None]
-"""Gets the file, and when saving began on the monotonic clock."""
+"""Receives the file, and the time at which saving began on the monotonic clock."""
 
 _SAVERS = (
     ("torch.serialization", "save", 1),
     ("safetensors.torch", "save_file", 1),
     ("torch.distributed.checkpoint.state_dict_saver", "save", -1),
 )
-"""Module, function, and the place of the argument that names the file; -1 if it names none."""
+"""Module, function, and the index of the argument that names the file; -1 if there is none."""
 
 
 def watch(begin: Begin, end: End) -> None:
-    """Call ``begin`` and ``end`` around every save of this process, also in modules that are imported later."""
+    """Call ``begin`` and ``end`` around every save of this process, including modules that are imported later."""
     for module, name, place in _SAVERS:
         packages.observe_when_imported(
             module, partial(_watch_function, name=name, place=place, begin=begin, end=end)
@@ -50,7 +50,7 @@ def _watch_function(module: Any, *, name: str, place: int, begin: Begin, end: En
         finally:
             end(file, began_s)
 
-    # Packages have imported the function from the module, and offer it by their own name.
+    # Packages that imported the function re-export it under their own name.
     package = sys.modules.get(module.__name__.rpartition(".")[0])
     for owner in (module, package):
         if getattr(owner, name, None) is original:

@@ -1,7 +1,7 @@
-"""A Python script as the function of a launch: in every worker it runs as ``python script.py`` would run it.
+"""A Python script as the function of a launch. Every worker runs it as ``python script.py`` would.
 
-It is ``__main__``, with its own ``sys.argv``, ``sys.path[0]`` and ``__file__``, so that guards work, objects of it can
-be pickled, and data loaders that spawn their workers find it again.
+The script is ``__main__``, with its own ``sys.argv``, ``sys.path[0]`` and ``__file__``. Thus ``__main__`` guards
+work, its objects can be pickled, and data loaders that spawn their workers find it again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Script:
     """A script or a module, and its arguments. Called in a worker.
 
     Args:
-        target: path of a script as it was given, or name of a module.
-        arguments: what follows it on the command line.
+        target: path of a script as the user typed it, or name of a module.
+        arguments: the arguments that follow it on the command line.
         is_module: ``target`` is a module, as for ``python -m``.
-        folder: the working folder of the caller, in which the module is looked for.
+        folder: the caller's working directory, where modules are searched first.
     """
 
     target: str
@@ -37,7 +37,7 @@ class Script:
         return f"-m {self.target}" if self.is_module else self.target
 
     def __call__(self) -> None:
-        random.seed()  # a fresh worker draws what its kernel would have drawn; ranks of a script are not related so
+        random.seed()  # fresh workers of a kernel share its random state; ranks of a script must not
         _search_first(self.folder if self.is_module else os.path.dirname(os.path.realpath(self.target)))
         if self.is_module:
             spec = find_module(self.target)
@@ -47,7 +47,7 @@ class Script:
         else:
             path = os.path.abspath(self.target)
             with io.open_code(path) as file:
-                # Not with the future statements of this module, by which annotations would be texts.
+                # Without this module's future statements, which would turn annotations into strings.
                 code = compile(file.read(), path, "exec", dont_inherit=True)
             main = _become_main(path, None)
         sys.argv[:] = [path if self.is_module else self.target, *self.arguments]
@@ -62,7 +62,7 @@ def find_module(name: str) -> importlib.machinery.ModuleSpec:
     """
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:  # a package on the way there
+    except ModuleNotFoundError as error:  # a parent package
         raise ImportError(f"no module named {name!r} ({error})") from error
     if spec is not None and spec.submodule_search_locations is not None:
         return find_module(f"{name}.__main__")
@@ -80,14 +80,14 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _search_first(folder: str) -> None:
-    """Replace the launcher's own first entry, as each program has its own. ``python -P`` has none."""
+    """Replace the launcher's first entry of ``sys.path``. ``python -P`` has none."""
     if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         return
     sys.path[:1] = [folder]
 
 
 def _become_main(path: str, spec: importlib.machinery.ModuleSpec | None) -> ModuleType:
-    """Replace ``__main__``, the program that this interpreter was started with, by a new one."""
+    """Replace ``__main__``, the program that started this interpreter, with a new module."""
     main = ModuleType("__main__")
     main.__file__ = path
     main.__dict__["__builtins__"] = sys.modules["builtins"]

@@ -1,7 +1,7 @@
 """Records how long this rank saves and collects garbage.
 
-Waits for data, backward passes, optimizers and evaluations are recorded where they are reported to the board, waits for
-collectives by ``collective_hooks.py``.
+Waits for data, backward passes, optimizer steps and evaluations are recorded where they are reported to the board.
+``collective_hooks.py`` records waits for collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch.wire.board import Slot
 from nblaunch.wire.spans import SpanKind, SpanWriter
 
-_SHORTEST_S = 1e-3  # of a garbage collection that is recorded: most take microseconds
+_SHORTEST_S = 1e-3  # shortest garbage collection that is recorded; most take microseconds
 
 
 def record_garbage(slot: Slot) -> None:
@@ -31,7 +31,7 @@ def record_save(slot: Slot, file: Any, began_s: float) -> None:
 
 
 def _size_of(file: Any) -> int:
-    """Return the bytes that a file has by now; 0 if they are not known."""
+    """Return the current size of a file in bytes; 0 if unknown."""
     try:
         return (
             os.path.getsize(file) if isinstance(file, (str, os.PathLike)) else int(file.seek(0, os.SEEK_CUR))
@@ -41,7 +41,7 @@ def _size_of(file: Any) -> int:
 
 
 def _recorder_of_collections(spans: SpanWriter) -> Callable[[str, dict[str, int]], None]:
-    """Return what Python calls before and after a garbage collection."""
+    """Return the callback that Python calls before and after a garbage collection."""
     began_s = 0.0
 
     def note(phase: str, info: dict[str, int]) -> None:
