@@ -182,8 +182,8 @@ class _Hooks:
 
     def _reduction(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Return the name of the reduction, from the options or from a separate argument."""
-        for one in (*args[1:], *kwargs.values()):
-            operation = getattr(one, "reduceOp", one)
+        for argument in (*args[1:], *kwargs.values()):
+            operation = getattr(argument, "reduceOp", argument)
             if type(operation).__name__ in ("ReduceOp", "RedOpType"):
                 return self._reductions.get(hash(operation), "")
         return ""
@@ -195,7 +195,7 @@ class _Hooks:
     def _rooted(self, kind: str, shown: int, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a collective with a root. ``shown`` is the index of the argument with the same size on all ranks."""
         form, number, size = self._forms(args[shown])
-        options = next(one for one in (*args[1:], *kwargs.values()) if hasattr(one, "rootRank"))
+        options = next(value for value in (*args[1:], *kwargs.values()) if hasattr(value, "rootRank"))
         reduction = self._reduction(args, kwargs) if kind == "reduce" else ""
         self._recorder.record(pg, kind, form, number, size, reduction, options.rootRank)
 
@@ -249,7 +249,7 @@ class _Hooks:
             return NO_FORM, 0, 0
         form = form_of(tensors[0])
         number = len(tensors)
-        return form, number, form[0] if number == 1 else sum(form_of(one)[0] for one in tensors)
+        return form, number, form[0] if number == 1 else sum(form_of(tensor)[0] for tensor in tensors)
 
     # --- DTensor -----------------------------------------------------------------------------------------------------
 
@@ -357,10 +357,10 @@ class _Hooks:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in ignored
         ]
-        dtypes = "/".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters}))
-        size = sum(one.numel() for one in parameters)
+        dtypes = "/".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+        size = sum(parameter.numel() for parameter in parameters)
         detail = f"{len(parameters)} parameters of {size:,} elements"
-        layout = ", ".join(str(list(one.shape)) for one in parameters)
+        layout = ", ".join(str(list(parameter.shape)) for parameter in parameters)
         self._recorder.record(
             pg,
             "DistributedDataParallel",
@@ -427,13 +427,13 @@ class _Hooks:
         return group
 
     def _owner_of(self, optimizer: Any) -> OpenGroup | None:
-        parameter = next((one for group in optimizer.param_groups for one in group["params"]), None)
+        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if parameter is None:
             return None
         if hasattr(parameter, "device_mesh"):
             return self._recorder.group_of(parameter.device_mesh.get_group(0))
         for reference in self._wrapped:
             ddp = reference()
-            if ddp is not None and any(one is parameter for one in ddp.parameters()):
+            if ddp is not None and any(p is parameter for p in ddp.parameters()):
                 return self._recorder.group_of(ddp.process_group)
         return None

@@ -170,19 +170,19 @@ class CollectiveRecorder:
         if group is not None:
             size = len(group.ranks)
             parts = (
-                one if isinstance(one, (list, tuple)) else [len(one) // size] * size
-                for one in (sent, received)
+                rows if isinstance(rows, (list, tuple)) else [len(rows) // size] * size
+                for rows in (sent, received)
             )
             self._writer.put_splits(group.number + 1, *parts)
 
     def _code(self, text: str) -> int:
         """Return a number for a text, the same in all processes."""
-        found = self._codes.get(text)
-        if found is None:
+        code = self._codes.get(text)
+        if code is None:
             if len(self._codes) >= _MAX_KNOWN:
                 self._codes.clear()
-            found = self._codes[text] = crc32(text.encode())
-        return found
+            code = self._codes[text] = crc32(text.encode())
+        return code
 
     def _place(self) -> tuple[str, str, int]:
         """Return the outermost function of libraries, and the user's file and line that called it.
@@ -190,14 +190,14 @@ class CollectiveRecorder:
         Threads of autograd have no frame of the user's code; for these, the last known line is used.
         """
         frame: FrameType | None = sys._getframe(2)
-        known = self._is_user
+        is_user_of = self._is_user
         name = ""
         while frame is not None:
             code = frame.f_code
             filename = code.co_filename
-            is_user = known.get(filename)
+            is_user = is_user_of.get(filename)
             if is_user is None:
-                is_user = known[filename] = is_user_file(filename)
+                is_user = is_user_of[filename] = is_user_file(filename)
             if is_user:
                 self._last_place = filename, frame.f_lineno
                 return name, filename, frame.f_lineno
@@ -211,17 +211,17 @@ class CollectiveRecorder:
 
     def group_of(self, pg: Any) -> OpenGroup | None:
         """Return the record of a process group; None if torch does not list the group."""
-        known = self._groups.get(id(pg))
-        if known is not None and known.reference() is pg:
-            return known
+        group = self._groups.get(id(pg))
+        if group is not None and group.reference() is pg:
+            return group
         c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
         # All new groups in order of creation, which is the same on all of their ranks.
-        for one, members in list(c10d._world.pg_group_ranks.items()):
-            if isinstance(one, int):
+        for listed, members in list(c10d._world.pg_group_ranks.items()):
+            if isinstance(listed, int):
                 continue  # a placeholder: this rank is not in the group
-            known = self._groups.get(id(one))
-            if known is None or known.reference() is not one:
-                self._groups[id(one)] = self._opened(one, members, one is c10d.GroupMember.WORLD)
+            group = self._groups.get(id(listed))
+            if group is None or group.reference() is not listed:
+                self._groups[id(listed)] = self._opened(listed, members, listed is c10d.GroupMember.WORLD)
         return self._groups.get(id(pg))
 
     def _opened(self, pg: Any, members: dict[int, int], is_default: bool) -> OpenGroup:
@@ -233,8 +233,8 @@ class CollectiveRecorder:
 
     def _forgetter(self, key: int) -> Callable[[Any], None]:
         def forget(reference: Any) -> None:
-            known = self._groups.get(key)
-            if known is not None and known.reference is reference:
+            group = self._groups.get(key)
+            if group is not None and group.reference is reference:
                 del self._groups[key]
                 self.is_active = bool(self._groups)
 

@@ -38,10 +38,10 @@ def write_left_open() -> None:
     kinds = {number for number, kind in classes.items() if not wanted.isdisjoint(map(id, _bases_of(kind)))}
     if not kinds:
         return
-    files = [one for one in objects if id(type(one)) in kinds]
-    texts = [one for one in files if isinstance(one, io.TextIOWrapper)]
-    buffers = [one for one in files if isinstance(one, _BUFFERED[1:])]
-    others = [one for one in files if not isinstance(one, _BUFFERED)]
+    files = [obj for obj in objects if id(type(obj)) in kinds]
+    texts = [file for file in files if isinstance(file, io.TextIOWrapper)]
+    buffers = [file for file in files if isinstance(file, _BUFFERED[1:])]
+    others = [file for file in files if not isinstance(file, _BUFFERED)]
     for file in (*texts, *buffers):
         _attempt(file.flush, file)
     for file in others:

@@ -134,11 +134,6 @@ STILL_VAGUE = (
     "nblaunch/training/checks/schedules.py",
     "nblaunch/training/gradients.py",
     "nblaunch/training/precision.py",
-    "nblaunch/worker/collective_hooks.py",
-    "nblaunch/worker/collective_recorder.py",
-    "nblaunch/worker/inheritance/files.py",
-    "nblaunch/worker/inheritance/positions.py",
-    "nblaunch/worker/open_files.py",
 )
 """Files that still have such names. Take entries out; add none."""
 

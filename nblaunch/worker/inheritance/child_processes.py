@@ -1,8 +1,8 @@
-"""Programs that the kernel has started by ``subprocess`` and that still run: a worker sees whether they do.
+"""Lets a worker see whether programs still run that the kernel has started by ``subprocess``.
 
-Only the parent of a process can wait for it. Where ``subprocess`` is refused that, it takes the process to have ended
-with 0: in a forked worker, a server of the kernel would always seem to have ended, and ``kill()`` would do nothing. So
-a worker reads the state of the kernel's programs from the system.
+Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with 0:
+in a forked worker, a server of the kernel would always seem to have ended, and ``kill()`` would do nothing. A worker
+therefore reads the state of the kernel's programs from the system.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 _MARK = "_nblaunch_started_in"
-"""Attribute with the id of the process that has started a program."""
+"""Attribute with the id of the process that started the program."""
 
 _POLL_S = 0.05
 _STATE, _EXIT_STATUS = 0, 49
-"""Places of fields after a command's name. Source: proc_pid_stat(5), state and exit_code."""
+"""Indices of fields after the command's name. Source: proc_pid_stat(5), state and exit_code."""
 
 _ENDED = ("Z", "X")
 
 
 def watch() -> None:
-    """Have ``subprocess`` look at the kernel's programs in this worker as they are."""
+    """Have ``subprocess`` report the true state of the kernel's programs in this worker."""
     cls: Any = subprocess.Popen
     start, poll, try_wait = cls.__init__, cls._internal_poll, cls._try_wait
 
@@ -67,10 +67,10 @@ def _status(pid: int) -> int | None:
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except PermissionError:  # it is another user's
+    except PermissionError:  # the process belongs to another user
         return None
     except ProcessLookupError:
         return 0
-    except OSError:  # there is no /proc, or the process has ended meanwhile
+    except OSError:  # there is no /proc, or the process has just ended
         return None if not os.path.isdir("/proc/self") else 0
     return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None

@@ -1,17 +1,17 @@
 """Connections that the kernel has open when it forks workers.
 
-A fork copies the descriptor of a connection, so that all ranks write requests into one stream, and each byte of the
-replies reaches one of them: a rank may get the reply to another's request.
+A fork copies the descriptor of a connection. All ranks then write requests into one stream, and each byte of a reply
+reaches only one of them, so a rank may get the reply to another rank's request.
 
-Clients of HTTP keep a connection for later requests. Each rank opens connections of its own in their place, whatever
-the machine at the other end, and leaves the kernel's to the kernel: an encrypted one would fail at the next request of
-the kernel if a rank had used it.
+HTTP clients keep connections for later requests. Each rank replaces these with its own, whatever the machine at the
+other end, and leaves the kernel's to the kernel: after a rank had used an encrypted connection, the kernel's next
+request would fail.
 
-Of other connections to other machines, the first rank of this machine goes on with the kernel's, and the others find
-them closed by the other side. Clients with pools of connections then open new ones; others raise.
+The first rank of this machine keeps the kernel's other connections to other machines. The other ranks see them closed
+by the other side. Clients with connection pools then reconnect; others raise.
 
-Other connections within this machine stay shared: services that several processes write to in turn, such as services
-of experiment trackers, run there.
+Connections within this machine stay shared, because services to which several processes write in turn, such as
+experiment trackers, run there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nblaunch.worker.inheritance.positions import Identity
 
 
 def leave_to_first_rank(channels: Iterable[int]) -> frozenset[Identity]:
-    """Close the kernel's connections to other machines in this process; their descriptors stay, at their ends.
+    """Replace the kernel's connections to other machines with closed ones, under the same descriptors.
 
     Args:
-        channels: descriptors of what the kernel has open besides files.
+        channels: the kernel's open descriptors other than files.
 
     Returns:
-        What the descriptors have open now.
+        What these descriptors refer to now.
     """
     fds = [fd for fd in channels if _is_connected_elsewhere(fd)]
     if not fds:
@@ -51,22 +51,22 @@ def leave_to_first_rank(channels: Iterable[int]) -> frozenset[Identity]:
 
 
 def renew_http(channels: Collection[Identity]) -> None:
-    """Have clients of HTTP open connections of their own in this worker, in place of the kernel's.
+    """Have HTTP clients open new connections in this worker instead of using the kernel's.
 
     Args:
-        channels: what the kernel has open besides files, and what stands in its place here.
+        channels: the kernel's open channels other than files, and their replacements in this worker.
     """
     for name, renew in _CLIENTS.items():
-        # A client has no connection of the kernel where its module is not imported yet.
+        # A client whose module is not imported yet has no connection of the kernel.
         if name in sys.modules:
             renew(sys.modules[name], channels)
 
 
 def _is_kernels(connection: Any, channels: Collection[Identity]) -> bool:
-    """Return whether a socket, or what wraps one, is among the kernel's ``channels``."""
+    """Return whether a socket or its wrapper is among the kernel's ``channels``."""
     try:
         status = os.fstat(connection.fileno())
-    except (AttributeError, OSError, ValueError):  # there is none, or it is closed
+    except (AttributeError, OSError, ValueError):  # no socket, or a closed one
         return False
     return (status.st_dev, status.st_ino) in channels
 
@@ -85,7 +85,7 @@ def _renew_in_library(module: Any, channels: Collection[Identity]) -> None:
 
 
 def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
-    """Close the kernel's connection where the pool hands it out, before the pool prepares a proxy."""
+    """Close the kernel's connection when the pool hands it out, before the pool prepares a proxy."""
     take = module.HTTPConnectionPool._get_conn
 
     @functools.wraps(take)
@@ -99,7 +99,7 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
 
 
 def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
-    """Count the kernel's connection as expired, so that the pool, which ``httpx`` uses, too, makes another."""
+    """Treat the kernel's connection as expired, so that the pool, which ``httpx`` also uses, opens another."""
     has_expired = module.HTTPConnection.has_expired
 
     @functools.wraps(has_expired)
@@ -116,11 +116,11 @@ _CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {
     "urllib3.connectionpool": _renew_in_urllib3,
     "httpcore._sync.connection": _renew_in_httpcore,
 }
-"""Module -> how its connections are renewed."""
+"""Module -> the function that renews its connections."""
 
 
 def _is_connected_elsewhere(fd: int) -> bool:
-    """Return whether ``fd`` is a stream over the network whose other end is not on this machine."""
+    """Return whether ``fd`` is a network stream to another machine."""
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
@@ -135,7 +135,7 @@ def _is_connected_elsewhere(fd: int) -> bool:
             return False
         here, there = (_address(name) for name in (connection.getsockname(), connection.getpeername()))
         return here != there and not there.is_loopback
-    except (OSError, ValueError):  # it is not connected
+    except (OSError, ValueError):  # not connected
         return False
     finally:
         connection.detach()

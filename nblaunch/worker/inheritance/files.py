@@ -1,14 +1,14 @@
-"""Files that the kernel has open when it forks workers: each worker reads them at a position of its own.
+"""Files that the kernel has open when it forks workers. Each worker reads them at its own position.
 
-    kernel ── KernelFiles.of_this_process: writes Python's buffers, notes files and positions
-      └── fork ──> worker ── renew: a position of its own in each file that can be read (positions.py)
-                              ├── watch: several ranks that write to one file are noticed (written_files.py)
-                              └── end:   writes what it has buffered for them
+    kernel ── KernelFiles.of_this_process: flushes Python's buffers, records files and positions
+      └── fork ──> worker ── renew: its own position in each readable file (positions.py)
+                              ├── watch: detects ranks that write to the same file (written_files.py)
+                              └── end:   flushes its buffers
 
-Files that are open for writing alone keep the position that all share, or ranks would overwrite each other. Pipes,
-sockets and terminals can't be opened anew, and stay shared.
+Files open only for writing keep the shared position, because ranks would otherwise overwrite each other. Pipes,
+sockets and terminals can't be reopened and stay shared.
 
-Processes of a data loader share the positions of their rank, and get positions of their own in the same way.
+Processes of a data loader inherit the positions of their rank, and get their own in the same way.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class KernelFiles:
-    """What a process has open, for the workers that are forked from it.
+    """The open files of a process, for the workers that it forks.
 
     Args:
-        own: files of nblaunch.
+        ours: nblaunch's own files.
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.
-        shared: the files that a worker could not open anew.
+        shared: the files that a worker could not reopen.
     """
 
-    own: frozenset[Identity]
+    ours: frozenset[Identity]
     files: Collection[OpenFile]
     written: WrittenFiles
     channels: Mapping[int, Identity]
     shared: list[OpenFile] = field(default_factory=list)
 
     @classmethod
-    def of_this_process(cls, own: Collection[int], ranks: range) -> KernelFiles:
-        """Write what this process has buffered, and note what it has open.
+    def of_this_process(cls, ours: Collection[int], ranks: range) -> KernelFiles:
+        """Flush this process's buffers, and record its open files.
 
         Args:
-            own: descriptors of nblaunch, which are left as they are.
+            ours: nblaunch's descriptors, which are left alone.
             ranks: ranks that will be forked.
         """
-        left_out = positions.identities(own)
+        left_out = positions.identities(ours)
         files = positions.open_files(left_out)
         channels = positions.written_channels(left_out)
         written = WrittenFiles.of_this_process(files, ranks, channels.keys())
-        if written.has_objects:  # which were written: they may stand elsewhere now
+        if written.has_objects:  # flushing may have moved their positions
             files = positions.open_files(left_out)
         return cls(left_out, files, written, channels)
 
     def renew(self) -> None:
-        """Make the files this worker's. Call it before all else: a worker itself closes some of the kernel's files."""
+        """Take over the files in this worker. Call it first, because a worker closes some of the kernel's files."""
         self.shared.extend(positions.renew(self.files))
         self.written.drop_c_buffers()
 
     def watch(self, rank: int, locks: WorkerLocks, warn: Callable[[str], None]) -> None:
-        """Notice what damages files; ``warn`` takes sentences for the user."""
+        """Detect writes that damage files; ``warn`` receives sentences for the user."""
         if self.shared and rank == self.written.ranks.start:
             is_one = len(self.shared) == 1
             names = formatting.first([file.name for file in self.shared], _MAX_NAMED)
@@ -80,15 +80,15 @@ class KernelFiles:
         packages.when_imported("torch.utils.data._utils.worker", self._renew_in_loader_processes)
 
     def end(self) -> None:
-        """Write what this worker has buffered, after the function."""
+        """Flush this worker's buffers after the function."""
         self.written.end()
 
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
-        @functools.wraps(loop)  # also its name, by which a fresh process finds the original
+        @functools.wraps(loop)  # copies the name, by which a fresh process finds the original
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
-            positions.renew(positions.open_files(self.own))
+            positions.renew(positions.open_files(self.ours))
             loop(*args, **kwargs)
 
         module._worker_loop = renew_and_loop

@@ -1,8 +1,8 @@
-"""The inventory of inherited state: each kind of state that a kernel may hold, and how much of it a worker gets.
+"""The inventory of inherited state: every kind of state that a kernel may hold, and what a worker gets of it.
 
-A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker of a
-forkserver or of spawn starts from a fresh interpreter, which gets only what the launch sends: the call, and the state
-that ``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
+A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker of
+forkserver or spawn is a fresh interpreter. It gets only what the launch sends: the call, and the state that
+``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
 ``tests/contracts/inheritance/``; ``docs/how-a-launch-works.md`` shows the same table.
 """
 
@@ -20,9 +20,9 @@ class Treatment(Enum):
     RENEWED = "renewed"
     """The worker gets its own, which works."""
     DROPPED = "dropped"
-    """Belongs to the kernel alone; the worker starts without it."""
+    """The state belongs to the kernel alone; the worker starts without it."""
     REFUSED = "refused"
-    """An error, before the function starts or at the first use, says why and what to do."""
+    """An error before the function starts, or at the first use, says why and what to do."""
     NOTED = "noted"
     """Missing or unusable; one line says so."""
 
@@ -47,7 +47,7 @@ class Kind:
     Args:
         name: unique; contract tests and documentation refer to it.
         fork: what a forked worker gets.
-        fresh: what a worker of a forkserver or of spawn gets.
+        fresh: what a worker of forkserver or spawn gets.
     """
 
     name: str

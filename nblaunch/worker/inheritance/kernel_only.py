@@ -1,9 +1,9 @@
-"""Undoes in a worker what belongs to the kernel alone: exit handlers, interactive mode, ``input()``, messages to the
-front end, open figures, child processes, torch's process group.
+"""Removes from a worker what belongs to the kernel alone: exit handlers, interactive mode, ``input()``, messages to
+the front end, open figures, child processes, torch's process group.
 
-A fork has copied all of these, but neither threads nor the other ends of sockets; a fresh interpreter has some, once
-the call is loaded. A library is looked at only if it has been imported, and is left as if the worker had been started
-on its own. ``libraries.py`` has those that are changed after a later import, too.
+A fork copies all of these, but neither threads nor the other ends of sockets. A fresh interpreter has some of them
+once the call is loaded. Libraries are reset only if they have been imported, to the state of a process that was
+started on its own. ``libraries.py`` also changes libraries that are imported later.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _abandoned: list[Any] = []
 
 
 def leave_kernel(kernel_streams: Iterable[Any]) -> None:
-    """Make this process a worker rather than a kernel, forked or not, and reset what the kernel had imported.
+    """Turn this process, forked or not, from a kernel into a worker, and reset the libraries that the kernel had
+    imported.
 
     Args:
-        kernel_streams: its ``sys.stdout`` and ``sys.stderr``, which the worker's own have replaced already.
+        kernel_streams: the kernel's ``sys.stdout`` and ``sys.stderr``, which the worker's streams have already
+            replaced.
     """
     _drop_exit_handlers()
     _leave_interactive_mode()
@@ -54,34 +56,35 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 
 def _drop_exit_handlers() -> None:
-    """Drop the kernel's exit handlers and finalizers, but not what Python does at its exit with finalizers and logs.
+    """Drop the kernel's exit handlers and finalizers, but keep Python's own handling of finalizers and logs at exit.
 
-    When the worker exits, Python still runs the finalizers and closes the log handlers that the worker has made. None
+    When the worker exits, Python still runs the finalizers and closes the log handlers that the worker created. None
     of this has a public name.
     """
     atexit._clear()
-    # A temporary folder, say, is the kernel's, also where the worker's copy of the object that stands for it is freed.
+    # For example, a temporary folder belongs to the kernel, even if the worker frees its copy of the object.
     finalize: Any = weakref.finalize
-    _abandoned.append(finalize._registry)  # kept: to free it would write to each of them
+    _abandoned.append(finalize._registry)  # kept, because freeing it would write to each of them
     finalize._registry = {}
-    finalize._registered_with_atexit = False  # so that the next one registers them again
+    finalize._registered_with_atexit = False  # so that the next finalizer registers the handler again
     logging: Any = sys.modules.get("logging")
     if logging is not None:
-        # In place of the kernel's: to clear that would write to each of its handlers.
+        # A new list, because clearing the kernel's would write to each of its handlers.
         handlers: list[Any] = _empty_buffering_handlers(logging._handlerList)
         logging._handlerList = handlers
-        logging.shutdown.__defaults__ = (handlers,)  # also where the user's code calls it
+        logging.shutdown.__defaults__ = (handlers,)  # applies also to calls from the user's code
         atexit.register(logging.shutdown)
 
 
 def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
-    """Drop what log handlers of the kernel hold in memory: the kernel itself writes it, once.
+    """Drop the records that the kernel's log handlers hold in memory, because the kernel writes them.
 
     Args:
         references: weak references to all log handlers of the kernel.
 
     Returns:
-        Those to handlers that hold records: the worker must write at its exit what it has logged to them.
+        References to handlers that hold records: at its exit, the worker must write its own records of these
+        handlers.
     """
     handlers = sys.modules.get("logging.handlers")
     if handlers is None:
@@ -97,25 +100,25 @@ def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
 
 
 def _leave_interactive_mode() -> None:
-    """Hide that this process was an interactive prompt: Lightning and others refuse to run in one."""
+    """Hide that this process was an interactive prompt, because Lightning and others refuse to run in one."""
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
-    # Lightning looks once, when it is imported. Where it is not, its modules are not searched for: a look at every
-    # loaded module writes to a page of each, 1,400 copied pages and milliseconds in every worker.
+    # Lightning checks once, at import. Its modules are searched only if it is imported: a look at every loaded module
+    # copies 1,400 pages and takes milliseconds in every worker.
     if not sys.modules.keys().isdisjoint(_LIGHTNING):
         for name, module in list(sys.modules.items()):
             if name.startswith(_LIGHTNING) and "_IS_INTERACTIVE" in vars(module):
                 module._IS_INTERACTIVE = False  # type: ignore[attr-defined]
     sys.displayhook = sys.__displayhook__
     sys.excepthook = sys.__excepthook__
-    # A kernel's own passes over breakpoint() where no client is attached.
+    # A kernel's own hook skips breakpoint() if no client is attached.
     sys.breakpointhook = sys.__breakpointhook__
     threading.excepthook = threading.__excepthook__
 
 
 def _refuse_input() -> None:
-    """Refuse ``input()``: several workers run at once, and the kernel asks the front end for one at a time."""
+    """Make ``input()`` raise, because several workers run at once and a front end can't ask for all of them."""
 
     def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
@@ -127,14 +130,14 @@ def _refuse_input() -> None:
     builtins.input = refuse
     getpass.getpass = refuse
     kernel = _kernel()
-    if kernel is not None:  # for cells that did ``from getpass import getpass``, and got the kernel's own
+    if kernel is not None:  # for cells with ``from getpass import getpass``, which got the kernel's function
         kernel._input_request = refuse
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
-    """Log handlers made in the kernel hold its streams, whose writes cost milliseconds here and carry no rank."""
+    """Redirect log handlers that hold the kernel's streams, where a write takes milliseconds and has no rank."""
     for stream in streams:
-        # IPython 9 records a cell's output by a method of the object itself. There may be no stream at all.
+        # IPython 9 records a cell's output with a method of the stream object. There may be no stream at all.
         getattr(stream, "__dict__", {}).pop("write", None)
     iostream: Any = sys.modules.get("ipykernel.iostream")
     if iostream is None:
@@ -152,20 +155,20 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
 
 def _drop_kernel_messages() -> None:
-    """Drop what widgets would send: Jupyter's message session refuses it in a fork, and logs each message in full."""
+    """Drop messages of widgets: in a fork, Jupyter's message session rejects them and logs each in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
         kernel.session.send = _send_nothing
 
 
 def _send_nothing(*args: object, **kwargs: object) -> None:
-    """Replace the ``send`` of Jupyter's message session, which returns None from a fork, too."""
+    """Replace the ``send`` of Jupyter's message session, which also returns None in a fork."""
 
 
 def _kernel() -> Any:
-    """Return the kernel that this worker was forked from; None if there was none."""
+    """Return the kernel that forked this worker; None if there was none."""
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
-    # Not instance(), which would make one where there is none.
+    # Not instance(), which would create a kernel if there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance
 
 
@@ -176,13 +179,13 @@ def _leave_event_loop() -> None:
         return
     policy = events._event_loop_policy
     if policy is not None and hasattr(policy, "_local"):
-        _abandoned.append(policy._local)  # to free a loop would close its descriptors
+        _abandoned.append(policy._local)  # freeing a loop would close its descriptors
         policy._local = type(policy._local)()
     events._set_running_loop(None)
 
 
 def _forget_figures() -> None:
-    """Forget figures that the kernel has open: the kernel shows them."""
+    """Forget the kernel's open figures, because the kernel shows them."""
     helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
     if helpers is not None:
         helpers.Gcf.figs.clear()
@@ -191,7 +194,7 @@ def _forget_figures() -> None:
 def _disown_processes() -> None:
     """Disown the kernel's pools and data loaders, which ``multiprocessing`` would end at this worker's exit.
 
-    Does what ``multiprocessing`` itself does in a child that it forks (``BaseProcess._bootstrap``).
+    ``multiprocessing`` does the same in a child that it forks (``BaseProcess._bootstrap``).
     """
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
@@ -201,7 +204,7 @@ def _disown_processes() -> None:
         _disown_forkserver(forkserver._forkserver)
     loader_signals: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if loader_signals is not None:
-        loader_signals._SIGCHLD_handler_set = False  # the handler went with the kernel's others
+        loader_signals._SIGCHLD_handler_set = False  # the handler was removed with the kernel's others
 
 
 def _disown_forkserver(server: Any) -> None:
@@ -210,7 +213,7 @@ def _disown_forkserver(server: Any) -> None:
     The object is changed in place, since the module's functions are bound to it.
     """
     if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)  # it would keep the kernel's alive
+        os.close(server._forkserver_alive_fd)  # an open descriptor would keep the kernel's server alive
     preload = server._preload_modules
     server.__init__()
     server._preload_modules = preload

@@ -1,10 +1,10 @@
-"""Threads of the kernel, none of which runs in a forked worker, and what depends on one of them.
+"""The kernel's threads, which do not run in a forked worker, and the objects that depend on them.
 
-A log handler of the class ``QueueHandler`` hands records to a thread, which a ``QueueListener`` runs: a worker starts
-that thread anew when it logs for the first time. ``join()`` of another thread returns at once in a worker, since Python
-marks the threads that a fork leaves behind as ended: a note says so.
+A ``QueueHandler`` passes log records to the thread of a ``QueueListener``; a worker restarts that thread at its first
+record. ``join()`` of any other thread returns at once in a worker, because Python marks the threads that a fork
+leaves behind as ended. A note says so.
 
-The launcher finds workers that wait for such a thread in any other way (``diagnosis/deadlock.py``).
+The launcher detects workers that wait for such a thread in other ways (``diagnosis/deadlock.py``).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from nblaunch.user_code import is_user_file
 _MARK = "_nblaunch_used_in"
 
 of_kernel: list[threading.Thread] = []
-"""In a forked worker: the threads that ran in the kernel when it forked."""
+"""The threads that ran in the kernel at the fork, as seen in a forked worker."""
 
 _reported: set[int] = set()
 
 
 def remember() -> None:
-    """Note which threads run in this process, which is about to fork."""
+    """Record the threads of this process, which is about to fork."""
     of_kernel[:] = threading.enumerate()
     of_kernel.remove(threading.current_thread())
 
 
 def watch() -> None:
-    """Restart listeners of logs in this worker when they are needed, and report joins of threads that are not here."""
+    """Restart log listeners in this worker when needed, and report joins of threads that do not run here."""
     handlers = sys.modules.get("logging.handlers")
     if handlers is not None:
         _watch_handlers(handlers)
@@ -59,9 +59,9 @@ def _watch_handlers(module: Any) -> None:
 
 
 def _restart_listener(records: Any, cls: Any) -> None:
-    """Start a thread here for the listener that takes records from a queue in the kernel, if there is one.
+    """Start a thread for the listener that reads a queue of the kernel, if there is one.
 
-    Queues between processes reach the listener in the kernel as they are.
+    Queues between processes still reach the kernel's listener.
     """
     if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
         return
@@ -76,7 +76,7 @@ def _restart_listener(records: Any, cls: Any) -> None:
 
 
 def _empty(records: Any) -> None:
-    """Drop the kernel's records, which its own thread handles, and the state of that thread's wait."""
+    """Drop the kernel's records, which its own thread handles, and the state of the wait of that thread."""
     if isinstance(records, queue.Queue):
         queue.Queue.__init__(records, records.maxsize)
         return

@@ -1,8 +1,8 @@
-"""Data loaders that the kernel has read with worker processes, which answer the kernel alone.
+"""Data loaders whose worker processes the kernel started. These processes answer only the kernel.
 
-A loader with ``persistent_workers`` keeps an iterator and its processes: a rank makes its own. An iterator that a cell
-has begun to read is refused, since no rank knows what its processes have sent to the kernel meanwhile. Iterators
-without processes go on in each rank where the kernel stood.
+A loader with ``persistent_workers`` keeps its iterator and processes; a rank creates its own. An iterator that a cell
+has begun raises an error, because a rank can't know what its processes have already sent to the kernel. Iterators
+without processes continue in each rank from the kernel's position.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ITERATORS = (
         "_StatefulMultiProcessingDataLoaderIter",
     ),
 )
-"""Module, class of its loaders, class of their iterators with processes."""
+"""Module, loader class, class of iterators with processes."""
 
 _kept: list[Any] = []
-"""The kernel's iterators. They are kept because freeing an iterator ends its processes."""
+"""The kernel's iterators, kept because freeing an iterator ends its processes."""
 
 
 def renew_at_use() -> None:
-    """Have loaders that this process inherits read afresh, and iterators with the kernel's processes refused."""
+    """Restart inherited loaders at their first use, and reject iterators with the kernel's processes."""
     for name, loader, iterator in _ITERATORS:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, iterator):
@@ -68,7 +68,7 @@ def _refuse(cls: Any) -> None:
 
     @functools.wraps(end)
     def end_here(self: Any) -> None:
-        if not _is_kernels(self):  # or the kernel's would end: they share an event
+        if not _is_kernels(self):  # the kernel's processes share an event and would end
             end(self)
 
     cls._next_data, cls._shutdown_workers = read_here, end_here

@@ -1,7 +1,7 @@
-"""Which warnings and log messages a process shows: filters of warnings, levels and handlers of loggers.
+"""Which warnings and log messages a process shows: warning filters, logger levels and handlers.
 
-A filter may name a category of warnings, and a logger belongs to a library, that the other process has not imported.
-Each is set when that has happened, since libraries set their own at their import.
+A filter may name a warning category of a library that the other process has not imported yet, and a logger may belong
+to such a library. These are set after the import, because libraries set their own at import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WarningFilter(NamedTuple):
     """A filter of warnings, with its category by name.
 
     Args:
-        action: as ``"ignore"``.
+        action: an action such as ``"ignore"``.
         message: regular expression; "" for all.
         category_module: module of its category.
         category_name: qualified name of its category.
@@ -40,7 +40,7 @@ class WarningFilter(NamedTuple):
 
 
 def read_warning_filters() -> list[WarningFilter]:
-    """Return the filters of this process, the first that applies first."""
+    """Return the filters of this process, in order of precedence."""
     filters: Any = list(warnings.filters)
     return [
         WarningFilter(
@@ -58,7 +58,7 @@ def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
 
 
 def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
-    """Return the present filters that others have added, as libraries at their import."""
+    """Return the current filters that others have added, such as libraries at import."""
     return [each for each in read_warning_filters() if each not in filters]
 
 
@@ -76,7 +76,7 @@ def _pattern(expression: Any) -> str:
 
 
 def _find(module: str, name: str) -> Any:
-    """Return a category of warnings; None if its module is not imported, or has it no more."""
+    """Return a warning category; None if its module is not imported or no longer contains it."""
     value: Any = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -88,10 +88,10 @@ class LoggerSetting(NamedTuple):
 
     Args:
         name: name of the logger; "" is the root.
-        level: level of the logger; 0 = the level of its parent.
-        propagate: whether its parents get its messages, too.
+        level: level of the logger; 0 means the level of its parent.
+        propagate: whether its parents also get its messages.
         is_disabled: whether it drops all messages.
-        handlers: its handlers, pickled, if the logger is the user's own.
+        handlers: its handlers, pickled, if the user created the logger.
     """
 
     name: str
@@ -123,9 +123,9 @@ def read_loggers() -> LoggerSettings:
     settings, left = [], []
     for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]:
         if not isinstance(logger, logging.Logger) or name == _name_of_kernel():
-            continue  # a placeholder for a parent, or the kernel's own
+            continue  # a placeholder for a parent, or the kernel's logger
         handlers = []
-        # A library adds its own at its import.
+        # A library adds its own handlers at import.
         for handler in () if name.partition(".")[0] in sys.modules else logger.handlers:
             if isinstance(handler, logging.NullHandler):
                 continue
@@ -172,20 +172,20 @@ def _set_logger(setting: LoggerSetting) -> None:
 
 
 _STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
-"""Name of a stream of the kernel, or of Python -> its name in ``sys``."""
+"""Name of a stream of the kernel or of Python -> its name in ``sys``."""
 
 
 @dataclass(frozen=True)
 class _HandlerRecipe:
-    """How to make a handler like one of the kernel's, in a process with other streams.
+    """A recipe for a handler like one of the kernel's, in a process with other streams.
 
     Args:
-        stream: name in ``sys`` of the stream that it writes to; "" where it writes to a file.
-        filename: of that file, to which it appends.
-        encoding: of that file.
-        level: of the handler.
-        formatter: of the handler.
-        filters: of the handler.
+        stream: name in ``sys`` of the handler's stream; "" if it writes to a file.
+        filename: name of that file, to which it appends.
+        encoding: encoding of that file.
+        level: level of the handler.
+        formatter: formatter of the handler.
+        filters: filters of the handler.
     """
 
     stream: str
@@ -200,7 +200,7 @@ class _HandlerRecipe:
         """Return the recipe of a handler.
 
         Raises:
-            TypeError: it does more than write to a standard stream or a file.
+            TypeError: the handler does not simply write to a standard stream or a file.
         """
         stream, filename, encoding = "", "", None
         if type(handler) is logging.FileHandler:
@@ -212,7 +212,7 @@ class _HandlerRecipe:
         return cls(stream, filename, encoding, handler.level, handler.formatter, list(handler.filters))
 
     def make(self) -> logging.Handler:
-        """Return a handler of this process."""
+        """Create the handler in this process."""
         handler: logging.Handler
         if self.stream:
             handler = _StandardStreamHandler(self.stream)
@@ -225,7 +225,7 @@ class _HandlerRecipe:
 
 
 class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can not index it
-    """Writes to the standard stream of the moment: a forkserver's workers have other streams than their server."""
+    """Writes to the current standard stream: workers of a forkserver have other streams than the server."""
 
     def __init__(self, name: str) -> None:
         self._name_in_sys = name
@@ -237,7 +237,7 @@ class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can not inde
 
 
 def _name_of_stream(stream: Any) -> str:
-    """Return the name in ``sys`` of a standard stream, of Python's own or of the kernel; "" for others."""
+    """Return the name in ``sys`` of a standard stream, whether Python's or the kernel's; "" for others."""
     for name in ("stdout", "stderr"):
         if stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__"):
             return name

@@ -1,7 +1,8 @@
 """The user's modules that a fresh process would not find, or would find in another file.
 
-A cell may have changed the folder or ``sys.path`` since it imported a module, or have loaded it from a file itself. The
-functions of the module are sent by name, so that a worker has to import it: from the file from which the kernel has it.
+A cell may have changed the working directory or ``sys.path`` since it imported a module, or may have loaded the
+module from a file itself. Functions of the module are pickled by name, so a worker must import the module from the
+kernel's file.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from nblaunch.user_code import is_user_file
 
 
 class Place(NamedTuple):
-    """Where a module is.
+    """The location of a module.
 
     Args:
         file: "" for a namespace package.
         folders: where Python looks for the modules of a package; None if the module is not a package.
-        archive: the zip file that it is in, with the folder inside; "" for none.
+        archive: the zip file that contains it, with the folder inside; "" if none.
     """
 
     file: str
@@ -35,7 +36,7 @@ class Place(NamedTuple):
 
 
 def places_of_this_process() -> dict[str, Place]:
-    """Return name -> place of the user's modules that are loaded here and that imports would not find there now."""
+    """Return the place, by name, of the user's loaded modules that an import would no longer find there."""
     loaded = {name: place for name, module in list(sys.modules.items()) if (place := _place(name, module))}
     astray = {name for name, place in loaded.items() if "." not in name and _found(name) != place}
     return {name: place for name, place in loaded.items() if name.partition(".")[0] in astray}
@@ -80,13 +81,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
         if spec_of_file is not None:
             return spec_of_file
-        # A file without the suffix of Python's.
+        # A file without a Python suffix.
         loader = SourceFileLoader(fullname, place.file)
         return importlib.util.spec_from_file_location(fullname, place.file, loader=loader)
 
 
 def _place(name: str, module: Any) -> Place | None:
-    """Return where a loaded module of the user's is; None for others and for those without a place."""
+    """Return the place of a loaded module of the user; None for other modules, and if there is no file."""
     spec = getattr(module, "__spec__", None)
     if not isinstance(module, ModuleType) or not isinstance(spec, ModuleSpec) or spec.name != name:
         return None
@@ -101,7 +102,7 @@ def _found(name: str) -> Place | None:
     """Return where an import would find a module now."""
     try:
         spec = PathFinder.find_spec(name)
-    except Exception:  # of a finder of the user's
+    except Exception:  # from a finder of the user
         return None
     return None if spec is None else _place_of(spec)
 

@@ -1,11 +1,11 @@
-"""Pools of the standard library, and of loky and joblib, that the kernel has made. A worker may use them as its own.
+"""Lets workers use pools that the kernel has created, of the standard library, loky and joblib.
 
-A fork copies a pool's bookkeeping, but not its threads; its processes are the kernel's, and take no tasks from others.
-A pool whose bookkeeping lists threads starts none, so that its first task would wait for ever. So nblaunch makes a pool
-anew when a worker first uses it: in place, because other objects may refer to it, and with the same arguments. The
+A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool whose
+bookkeeping lists threads starts no new ones, so its first task would wait forever. nblaunch therefore recreates a
+pool when a worker first uses it, with the same arguments, and in place because other objects may refer to it. The
 kernel's tasks stay in the kernel.
 
-nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
+nblaunch inspects only modules that the kernel has loaded, and changes only pools that are used. It never walks the
 heap.
 """
 
@@ -20,16 +20,16 @@ from collections.abc import Callable
 from typing import Any
 
 _MARK = "_nblaunch_made_in"
-"""Attribute with the id of the process that has made a pool, or has made it anew."""
+"""Attribute with the id of the process that created or recreated the pool."""
 
 _kept: list[Any] = []
 """Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
 _changing = threading.RLock()
-"""Held while a pool is made anew: several threads of a worker may use it first at the same moment."""
+"""Held while a pool is recreated, because several threads of a worker may use it first at the same moment."""
 
 
 def renew_at_use() -> None:
-    """Have every pool that this process inherits made anew when it is first used here, or in a process forked here."""
+    """Recreate every inherited pool at its first use in this process or in a process forked from it."""
     os.register_at_fork(after_in_child=_replace_lock)
     for name, watch in _WATCHES:
         module = sys.modules.get(name)
@@ -47,7 +47,7 @@ def _is_own(pool: Any) -> bool:
 
 
 def _replace_lock() -> None:
-    """Replace the lock in a process forked here: a thread that did not cross the fork may hold it."""
+    """Replace the lock in a forked process, because a thread that was not forked may hold it."""
     global _changing
     _changing = threading.RLock()
 
@@ -81,14 +81,16 @@ def _watch_process_executors(module: Any) -> None:
 
     _before(cls, "__init__", _mark)
     _before(cls, "submit", _once(renew))
-    _before(cls, "shutdown", _once(renew))  # or it would wake the thread that manages the kernel's
-    # At this process's exit, each would be woken as well.
+    _before(
+        cls, "shutdown", _once(renew)
+    )  # otherwise it would wake the thread that manages the kernel's pool
+    # This process's exit would wake each of them as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
 
 
 def _watch_loky(module: Any) -> None:
-    """Watch the executors of loky, which joblib brings a copy of and keeps for all its calls."""
+    """Watch loky's executors. joblib includes a copy of loky and reuses one executor for all calls."""
     cls = module.ProcessPoolExecutor
     make = cls.__init__
 
@@ -106,7 +108,7 @@ def _watch_loky(module: Any) -> None:
             context=pool._context,
             env=pool._env,
         )
-        pool._initializer, pool._initargs = initializer, initargs  # which loky has wrapped already
+        pool._initializer, pool._initargs = initializer, initargs  # already wrapped by loky
 
     _before(cls, "__init__", _mark)
     _before(cls, "submit", _once(renew))
@@ -134,7 +136,7 @@ def _watch_pools(module: Any) -> None:
             )
 
     def end(pool: Any) -> None:
-        """End a pool that was never used here: it has neither threads nor processes of this process."""
+        """End a pool that was never used here and has neither threads nor processes of this process."""
         _kept.append(dict(vars(pool)))
         pool._pool = []
         pool._change_notifier = queue.SimpleQueue()
@@ -150,7 +152,7 @@ def _mark(pool: Any) -> None:
 
 
 def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Have ``act(pool)`` called in this process by the first thread that uses the pool, while others wait."""
+    """Return a function that calls ``act(pool)`` once, in the first thread that uses the pool, while others wait."""
 
     def act_once(pool: Any) -> None:
         if _is_own(pool):
@@ -164,7 +166,7 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Have ``act(instance)`` called before each call of a method."""
+    """Call ``act(instance)`` before each call of a method."""
     method = getattr(cls, name)
 
     @functools.wraps(method)

@@ -1,10 +1,10 @@
-"""Positions in files that a process has open, and positions of its own for a process that was forked from it.
+"""Positions in the open files of a process, and separate positions for a process that was forked from it.
 
 A fork copies descriptors. All copies of a descriptor share one *open file description*, which holds the position
-(open(2), "Open file descriptions"): where one process seeks, the others read. A forked process opens each file anew and
-puts it in the place of the copy, at the position that was noted before the fork. Locks stay with the kernel's files.
+(open(2), "Open file descriptions"): if one process seeks, the position changes for all. A forked process reopens each
+file under the same descriptor, at the position that was recorded before the fork. Locks stay with the kernel's files.
 
-Python's buffers need no change: a fork copies what was read ahead, which ends at the descriptor's position.
+Python's buffers need no change: a fork copies the data that was read ahead, which ends at the descriptor's position.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from dataclasses import dataclass, replace
 from nblaunch.host import descriptors
 
 _FOLDER = "/proc/self/fd"
-_FIRST = 3  # standard input and outputs are replaced by others
+_FIRST = 3  # standard input and output are replaced elsewhere
 _MAX_TRIED = 1024
-"""Numbers that are tried where the system does not list the descriptors of a process."""
+"""Numbers to try if the system does not list the descriptors of a process."""
 
 _PATH_ONLY = getattr(os, "O_PATH", 0)
 _ONLY_AT_FIRST = (
     os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_DIRECTORY | getattr(os, "O_TMPFILE", 0)
 )
-"""Flags about how a file was opened. Linux reports some of them later, too, with which the same file is refused."""
+"""Flags that only affect opening. Linux later reports some of them, and rejects the same file with them."""
 
 
 Identity = tuple[int, int]
-"""Device and inode of a file, pipe or socket. Numbers change: a memory map has a copy of its descriptor, and a number
-that was closed is given again."""
+"""Device and inode of a file, pipe or socket. Descriptors do not identify a file: a memory map duplicates its
+descriptor, and the system reuses closed numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class OpenFile:
     """A regular file or a folder that this process has open.
 
     Args:
-        fds: its descriptors; more than one where they share a position, as ``os.dup`` makes them.
+        fds: its descriptors; several if they share a position, as after ``os.dup``.
         flags: the flags with which it was opened.
         position: its position, in bytes.
         device: device of its file system.
@@ -55,14 +56,14 @@ class OpenFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still open: threads open and close files at any time, as IPython's history thread does."""
+        """Whether the file is still open. Threads such as IPython's history thread may close files at any time."""
         try:
             return self.is_at(self.fds[0])
         except OSError:
             return False
 
     def is_at(self, fd: int) -> bool:
-        """Return whether ``fd`` has this file open."""
+        """Return whether ``fd`` refers to this file."""
         status = os.fstat(fd)
         return (status.st_dev, status.st_ino) == (self.device, self.inode)
 
@@ -78,7 +79,7 @@ class OpenFile:
 
     @property
     def name(self) -> str:
-        """Its path, as far as the system has one."""
+        """Its path, if the system has one."""
         try:
             return os.readlink(f"{_FOLDER}/{self.fds[0]}")
         except OSError:
@@ -86,18 +87,18 @@ class OpenFile:
 
 
 def identities(fds: Collection[int]) -> frozenset[Identity]:
-    """Return what ``fds`` have open."""
+    """Return the identities of what ``fds`` refer to."""
     return frozenset(_identity(fd) for fd in fds)
 
 
-def open_files(own: Collection[Identity]) -> list[OpenFile]:
+def open_files(ours: Collection[Identity]) -> list[OpenFile]:
     """Return the regular files and folders that this process has open now.
 
     Args:
-        own: files of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
+        ours: files of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
     """
     alike: dict[OpenFile, list[int]] = {}
-    for fd in inherited(own):
+    for fd in inherited(ours):
         try:
             file = _look_at(fd)
         except OSError:  # closed meanwhile
@@ -112,37 +113,37 @@ def open_files(own: Collection[Identity]) -> list[OpenFile]:
 
 
 def renew(files: Collection[OpenFile]) -> list[OpenFile]:
-    """Give this process positions of its own in files that it has inherited; return those where that is impossible."""
+    """Give this process its own positions in inherited files; return the files for which that is impossible."""
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
 
 
-def written_channels(own: Collection[Identity]) -> dict[int, Identity]:
+def written_channels(ours: Collection[Identity]) -> dict[int, Identity]:
     """Return the descriptors of pipes, sockets and terminals that this process has open for writing now.
 
     Args:
-        own: as for :func:`open_files`.
+        ours: as in :func:`open_files`.
     """
     channels = {}
-    for fd in inherited(own):
+    for fd in inherited(ours):
         try:
             can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             status = os.fstat(fd)
         except OSError:  # closed meanwhile
             continue
         mode = status.st_mode
-        # To drivers of other devices each close means something.
+        # Drivers of other devices may react to each close.
         is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
         if can_be_written and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or is_terminal):
             channels[fd] = (status.st_dev, status.st_ino)
     return channels
 
 
-def inherited(own: Collection[Identity]) -> Iterator[int]:
-    """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``own``."""
+def inherited(ours: Collection[Identity]) -> Iterator[int]:
+    """Yield the descriptors that a forked process inherits, except standard ones and nblaunch's ``ours``."""
     for fd in _numbers():
         if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
             with suppress(OSError):  # closed meanwhile
-                if _identity(fd) not in own:
+                if _identity(fd) not in ours:
                     yield fd
 
 
@@ -160,13 +161,13 @@ def _numbers() -> Iterator[int]:
 
 
 def _look_at(fd: int) -> OpenFile | None:
-    """Return what ``fd`` has open, without descriptors; None if that is neither a file nor a folder.
+    """Return the file that ``fd`` refers to, without its descriptors; None if it is neither a file nor a folder.
 
     Raises:
         OSError: the descriptor does not exist.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & _PATH_ONLY:  # which can't be read
+    if flags & _PATH_ONLY:  # such a descriptor can't be read
         return None
     status = os.fstat(fd)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
@@ -177,9 +178,9 @@ def _look_at(fd: int) -> OpenFile | None:
 def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
     """Group the ``fds`` that share an open file description, and so its flags.
 
-    The flag ``O_NONBLOCK`` has no effect on files and folders. In one round for each bit, every descriptor sets the
-    flag to that bit of its own index in ``fds``, and then every descriptor reads it. Over all rounds, a descriptor
-    reads the index of the last one that shares its description. Descriptors that a thread closes meanwhile are left
+    The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
+    to that bit of its index in ``fds``, and then every descriptor reads the flag. Over all rounds, a descriptor reads
+    the index of the last descriptor that shares its description. Descriptors that a thread closes meanwhile are left
     out.
     """
     if len(fds) == 1:
@@ -208,13 +209,13 @@ def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
 
 
 def _renew(file: OpenFile) -> bool:
-    """Open ``file`` anew in the place of its descriptors; return whether that succeeded."""
+    """Reopen ``file`` under the same descriptors; return whether that succeeded."""
     try:
         opened = _open_again(file)
     except OSError:
         return False
     try:
-        if not file.is_at(opened):  # a thread of the kernel has closed the file, and opened another
+        if not file.is_at(opened):  # a thread of the kernel closed the file and opened another
             return False
         if file.position:
             os.lseek(opened, file.position, os.SEEK_SET)
@@ -228,7 +229,7 @@ def _renew(file: OpenFile) -> bool:
 
 
 def _open_again(file: OpenFile) -> int:
-    """Open the same file, even if it was deleted or moved; if ``/proc`` leads nowhere, open the file of its name.
+    """Open the same file, even if it was deleted or moved; without ``/proc``, open it by name.
 
     Raises:
         OSError: this process may not open the file, or the file does not exist.

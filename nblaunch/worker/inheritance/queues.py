@@ -1,12 +1,13 @@
-"""Queues of ``multiprocessing`` that a cell has made, into which the function puts values.
+"""Queues of ``multiprocessing`` that a cell created and into which the function puts values.
 
-Such a queue is a pipe. A thread of the process that puts a value writes it, and Python joins this thread when the
-process ends: a rank does not end before another process has read a value that is larger than the pipe. The kernel
-reads nothing while it waits for the ranks. So a rank reports which pipes it waits for. Once all ranks wait, the
-launcher keeps what they write, and hands it to the kernel's queues (``launcher/unread_queues.py``).
+Such a queue is a pipe. A thread of the writing process writes each value, and Python joins this thread when the
+process ends. A rank therefore can't end before another process has read a value that is larger than the pipe, but the
+kernel reads nothing while it waits for the ranks. For this reason a rank reports the pipes for which it waits. Once
+all ranks wait, the launcher buffers what they write and passes it to the kernel's queues
+(``launcher/unread_queues.py``).
 
-A tensor travels as a handle of memory, for which the reader asks the process that has put it. So a rank also waits
-until its tensors are taken.
+A tensor is sent as a handle of memory, which the reader requests from the sending process. A rank therefore also
+waits until its tensors have been read.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from nblaunch.wire.board import Slot
 
 _PACKAGES = ("multiprocessing", "multiprocess")
 _WRITES_S = 0.1
-"""How long a thread may need to write what fits into its pipe, before the rank reports that it waits."""
+"""Time for a thread to write what fits into its pipe, before the rank reports that it waits."""
 _POLL_S = 0.01
 
 _LOST = (
-    "tensors that the function has put into a queue of the kernel are lost, because no process has taken them before "
+    "tensors that the function put into a queue of the kernel are lost, because no process had read them before "
     "the rank ended: return them instead, or put `tensor.numpy()`"
 )
 
 
 def queues_of_this_process() -> Iterator[tuple[int, Any]]:
-    """Yield the queues of this process that write by a thread, each after the inode of its pipe."""
+    """Yield (inode of the pipe, queue) for each queue of this process that writes in a thread."""
     for package in _PACKAGES:
         kind = getattr(sys.modules.get(f"{package}.queues"), "Queue", None)
         if kind is None:
@@ -46,18 +47,18 @@ def queues_of_this_process() -> Iterator[tuple[int, Any]]:
 def hand_over(
     slot: Slot, report: Callable[[tuple[int, ...], bool], None], warn: Callable[[str], None]
 ) -> None:
-    """Wait until other processes have what this rank has put into queues that it inherits.
+    """Wait until other processes have read what this rank put into inherited queues.
 
     Args:
-        slot: of this rank.
-        report: called if that takes time, with the inodes of the queues' pipes, and whether tensors are in them.
-        warn: takes a sentence for the user.
+        slot: slot of this rank.
+        report: called if the wait takes long, with the inodes of the queues' pipes and whether they hold tensors.
+        warn: receives a sentence for the user.
     """
     used = {pipe: queue for pipe, queue in queues_of_this_process() if _has_put(queue)}
     if not used and not _handles():
         return
     for queue in used.values():
-        queue.close()  # its thread ends when it has written all
+        queue.close()  # its thread ends once it has written everything
     _end_children()
     until_s = time.monotonic() + _WRITES_S
     for queue in used.values():
@@ -84,18 +85,18 @@ def _pipe(queue: Any) -> int | None:
 
 
 def _has_put(queue: Any) -> bool:
-    """Return whether this process has put values into a queue of its parent, and means to wait for them."""
+    """Return whether this process has put values into a queue of its parent and would wait for them at exit."""
     return queue._opid != os.getpid() and queue._thread is not None and not queue._joincancelled
 
 
 def _handles() -> Any:
-    """Return the handles of shared memory that no process has asked this one for yet."""
+    """Return the handles of shared memory that no process has requested yet."""
     sharer: Any = sys.modules.get("multiprocessing.resource_sharer")
     return {} if sharer is None else sharer._resource_sharer._cache
 
 
 def _end_children() -> None:
-    """End processes of the function as Python does at its exit, since they may read the queues."""
+    """End the function's processes as Python does at exit, because they may read the queues."""
     children = multiprocessing.active_children()
     for child in children:
         if child.daemon:

@@ -1,8 +1,8 @@
-"""States of the random generators of a process: ``random``, NumPy's global generator, torch's generator on the CPU.
+"""Random states of a process: ``random``, NumPy's global generator, torch's CPU generator.
 
-All workers of a launch begin with the states that the kernel has at the launch, under every start method and in every
-attempt. Then the kernel's generators move on, as if the function had run in the cell: the next launch draws other
-numbers, and a seed that is set before a launch still decides all that follow.
+All workers of a launch begin with the kernel's states at the launch, under every start method and in every attempt.
+The kernel's generators then advance, as if the function had run in the cell. The next launch draws other numbers, and
+a seed that is set before a launch still determines all later launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RandomStates:
 
     @classmethod
     def of_this_process(cls) -> RandomStates:
-        """Return the present states. Imports nothing."""
+        """Return the current states, without imports."""
         numpy: Any = sys.modules.get("numpy.random")
         torch: Any = sys.modules.get("torch")
         return cls(
@@ -68,7 +68,7 @@ class RandomStates:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have this process's generators in these states for the block, and in the present ones after it."""
+        """Put this process's generators into these states for the block, then restore the current ones."""
         present = RandomStates.of_this_process()
         self.restore()
         try:
@@ -78,10 +78,10 @@ class RandomStates:
 
 
 def move_on() -> None:
-    """Move this process's generators on to states that follow from the present ones and share no numbers with them.
+    """Advance this process's generators to states that follow from the current ones and share no numbers with them.
 
-    Each generator is seeded with a number that it draws itself. If it only drew one number, the next launch would get
-    the same numbers, one place further on.
+    Each generator is seeded with a number that it draws. If it only drew a number, the next launch would get the same
+    sequence shifted by one.
     """
     random.seed(random.getrandbits(_SEED_BITS))
     numpy: Any = sys.modules.get("numpy.random")
@@ -96,7 +96,7 @@ def _move_numpy_on(numpy_random: Any) -> None:
     if numpy_random.get_state(legacy=False)["bit_generator"] == "MT19937":
         numpy_random.seed(numpy_random.randint(0, 1 << 32, _SEED_BITS // 32, dtype="uint32"))
         return
-    # The user has put another generator in its place, which the global functions can't seed.
+    # The user has replaced the generator with another, which the global functions can't seed.
     generator = numpy_random.get_bit_generator()
     if hasattr(generator, "jumped"):
         generator.state = generator.jumped().state

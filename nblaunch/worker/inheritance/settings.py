@@ -1,10 +1,10 @@
-"""Settings of libraries that cells have made, for workers that do not begin as a copy of the kernel.
+"""Library settings that cells have changed, for workers that are not copies of the kernel.
 
-    kernel   KernelSettings.of_this_process(): what every loaded library of the table has set
-    worker   restore(): writes what differs here, as soon as the worker has imported the library
+    kernel   KernelSettings.of_this_process(): reads the settings of every loaded library in the table
+    worker   restore(): writes the settings that differ, once the worker has imported the library
 
-nblaunch imports no library for this, neither in the kernel nor in a worker, whose function may use none of them. The
-table has a row for each setting; ``message_settings.py`` has warnings and loggers.
+nblaunch imports no library for this, neither in the kernel nor in a worker, because the function may use none of
+them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TINY = sys.float_info.min
 
 @dataclass(frozen=True)
 class LibrarySetting:
-    """A setting, or several that one function reads.
+    """A setting, or several settings that one function reads.
 
     Args:
-        name: as the user knows it.
-        module: the module with whose import the setting comes.
-        read: gives the present value, from the module.
-        write: makes a value the present one.
+        name: name that the user knows.
+        module: the module whose import creates the setting.
+        read: returns the current value, given the module.
+        write: sets a value.
     """
 
     name: str
@@ -47,10 +47,10 @@ class KernelSettings:
     """The settings of a process at one moment.
 
     Args:
-        values: name of a row -> value, pickled: reading it may import its library.
+        values: name of a row -> pickled value; unpickling may import its library.
         warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
         loggers: see the same module.
-        left: what can't be sent to another process, as text.
+        left: settings that can't be sent to another process, as text.
     """
 
     values: Mapping[str, bytes]
@@ -60,12 +60,12 @@ class KernelSettings:
 
     @classmethod
     def of_this_process(cls) -> KernelSettings:
-        """Return the present settings. Imports nothing."""
+        """Return the current settings, without imports."""
         values: dict[str, bytes] = {}
         left: list[str] = []
         loggers = message_settings.read_loggers()
         filters = message_settings.read_warning_filters()
-        # Libraries warn when a setting is read that they would rather not have.
+        # Libraries warn when a deprecated setting is read.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for setting in SETTINGS:
@@ -75,7 +75,7 @@ class KernelSettings:
         return cls(values, filters, loggers, (*left, *loggers.left))
 
     def restore(self) -> None:
-        """Make these the settings of this process; write a library's settings once the library is imported."""
+        """Apply these settings to this process; write a library's settings once the library is imported."""
         for setting in SETTINGS:
             if setting.name in self.values:
                 packages.when_imported(setting.module, partial(self._write, setting))
@@ -83,7 +83,7 @@ class KernelSettings:
         message_settings.write_warning_filters(self.warning_filters)
 
     def note(self) -> str | None:
-        """Return a sentence about what could not be sent; None if all could."""
+        """Return a sentence about the settings that could not be sent; None if all could."""
         if not self.left:
             return None
         return (
@@ -109,7 +109,7 @@ def _read(setting: LibrarySetting, module: Any, values: dict[str, bytes], left: 
     try:
         value = setting.read(module)
     except Exception:
-        return  # another version of the library, or a way of setting that rules this one out
+        return  # another version of the library, or a conflicting setting
     try:
         values[setting.name] = payload.to_bytes(value, main_by_reference=False)
     except Exception as error:
@@ -120,7 +120,7 @@ def _read(setting: LibrarySetting, module: Any, values: dict[str, bytes], left: 
 
 
 def _attributes(module: str, *paths: str) -> Iterator[LibrarySetting]:
-    """Yield a row for each attribute of ``module``, as ``"backends.cudnn.benchmark"``."""
+    """Yield a row for each attribute of ``module``, such as ``"backends.cudnn.benchmark"``."""
     for path in paths:
         yield LibrarySetting(f"{module}.{path}", module, attrgetter(path), partial(_set_attribute, path))
 
@@ -131,7 +131,7 @@ def _set_attribute(path: str, module: Any, value: Any) -> None:
 
 
 def _calls(module: str, *pairs: tuple[str, str]) -> Iterator[LibrarySetting]:
-    """Yield a row for each pair of a function that returns a setting and a function that takes it."""
+    """Yield a row for each pair of a getter and a setter."""
     for read, write in pairs:
         yield LibrarySetting(f"{module}.{write}", module, partial(_call, read), partial(_call, write))
 
@@ -146,7 +146,7 @@ def _set_by_keywords(path: str, module: Any, values: Mapping[str, Any]) -> None:
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 _entered: list[Any] = []
-"""Modes of torch that this process is in."""
+"""Active torch modes of this process."""
 
 
 def _autocast(torch: Any) -> tuple[Any, ...]:
@@ -168,11 +168,11 @@ def _set_autocast(torch: Any, value: tuple[Any, ...]) -> None:
 def _set_inference_mode(torch: Any, is_enabled: bool) -> None:
     mode = torch.inference_mode(is_enabled)
     mode.__enter__()
-    _entered.append(mode)  # or the mode would end here
+    _entered.append(mode)  # otherwise the mode would end here
 
 
 def _modes(torch: Any) -> list[Any]:
-    """Return the modes that this thread is in, the outermost first, without the default device, which has a row."""
+    """Return this thread's active modes, outermost first, except the default device, which has its own row."""
     devices = sys.modules["torch.utils._device"].DeviceContext
     of_functions = sys.modules["torch.overrides"]._get_current_function_mode_stack()
     of_dispatch = sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack()
@@ -186,7 +186,7 @@ def _enter_modes(torch: Any, modes: Sequence[Any]) -> None:
 
 
 def _compiler_values(config: Any) -> dict[str, Any]:
-    """Return what differs from the defaults in one of torch's modules of settings for its compiler."""
+    """Return the non-default values of one of torch's compiler configuration modules."""
     return {
         name: getattr(config, name)
         for name, entry in config._config.items()
@@ -211,7 +211,7 @@ def _set_pandas_options(pandas: Any, options: Mapping[str, Any]) -> None:
 
 
 _FRONT_END = ("backend", "backend_fallback", "interactive", "toolbar")
-"""Matplotlib's parameters that belong to the kernel: workers show figures in their own way."""
+"""Matplotlib's parameters that belong to the kernel, because workers show figures differently."""
 
 
 def _figure_parameters(matplotlib: Any) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
 
 
 def _take_over_run(wandb: Any, run: Any) -> None:
-    """Make a run of the kernel the run of this process; both reach it by the service that the kernel has started."""
+    """Attach this process to a run of the kernel; both reach it through the service that the kernel started."""
     wandb.sdk.lib.module.set_global(
         run=run, config=run.config, log=run.log, summary=run.summary, save=run.save,
         log_artifact=run.log_artifact, use_artifact=run.use_artifact, define_metric=run.define_metric,
@@ -324,7 +324,7 @@ _TORCH = (
         "backends.mkldnn.enabled",
         "backends.mkldnn.deterministic",
         "backends.quantized.engine",
-        # After the older names for the same, which set them too.
+        # After the older names of the same settings, which also set them.
         "backends.fp32_precision",
         "backends.cudnn.fp32_precision",
         "backends.cudnn.conv.fp32_precision",
@@ -352,7 +352,7 @@ _TORCH = (
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
         partial(_set_by_keywords, "set_printoptions"),
     ),
-    # torch has no function that reads it. While it is on, Python's denormal numbers are taken for 0, too.
+    # torch can't read this setting. While it is on, Python also treats denormal numbers as 0.
     LibrarySetting(
         "torch.set_flush_denormal",
         "torch",
@@ -392,4 +392,6 @@ _LIBRARIES = (
 )
 
 SETTINGS: tuple[LibrarySetting, ...] = (*_PYTHON, *_TORCH, *_LIBRARIES)
-"""Written in this order. Threads of OpenMP and torch are not here: workers share the cores."""
+"""Settings are written in this order. Thread counts of OpenMP and torch are not here, because workers share the
+cores.
+"""

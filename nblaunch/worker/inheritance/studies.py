@@ -1,8 +1,8 @@
-"""Studies of optuna in the memory of the kernel: what a worker writes to its copy is lost, and a line says so.
+"""Optuna studies in the kernel's memory. A worker's changes to its copy are lost, and a line says so.
 
-A study without a storage keeps its trials in an object of the kernel, of which each worker has a copy. So values that
-the function reports, attributes that it sets and parameters that it asks for never reach the study. Storages in files
-and databases are shared.
+A study without a storage keeps its trials in an object of the kernel, and each worker has a copy. Values that the
+function reports, attributes that it sets and parameters that it suggests never reach the study. Storages in files and
+databases are shared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch import packages
 
 _MARK = "_nblaunch_made_in"
-"""Attribute with the id of the process that has made a storage."""
+"""Attribute with the id of the process that created the storage."""
 
 _WRITES = (
     "create_new_study",
@@ -36,7 +36,7 @@ def watch(warn: Callable[[str], None]) -> None:
     """Report the first write of this worker to a study of the kernel.
 
     Args:
-        warn: takes a sentence for the user.
+        warn: receives a sentence for the user.
     """
     packages.observe_when_imported("optuna.storages._in_memory", functools.partial(_watch_storages, warn))
 

@@ -1,11 +1,11 @@
-"""Files of which the kernel still holds a part in memory: archives, compressed files, HDF5, Parquet, databases of dbm.
+"""Files of which the kernel still holds a part in memory: archives, compressed files, HDF5, Parquet, dbm databases.
 
-Such a file gets its index, the state of its compressor or its cached blocks when the kernel closes it. A worker has a
-copy of that part. What the worker writes never reaches the kernel's part, so that the kernel loses it when it closes
-the file, or damages the file. Writing raises an error in a worker, and so does adding a member. Closing such a file,
-also by Python when its last reference goes, writes nothing there: the kernel alone completes it.
+The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
+that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file. In
+a worker, writing to such a file or adding a member therefore raises an error. Closing the file there, explicitly or
+by garbage collection, writes nothing; only the kernel completes it.
 
-A worker of a forkserver or of spawn receives only databases of ``dbm.dumb``, since all others can't be pickled.
+A worker of forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class _Writer:
     """A class whose objects write such files.
 
     Args:
-        module: where the class is.
-        name: of the class.
-        what: the file, for the user.
+        module: module of the class.
+        name: name of the class.
+        what: what the user calls the file.
         writes: methods that write, or add to the index.
         ends: methods that complete the file or a piece of it.
         stream: attribute with the file to which it writes; "" if it opens the file itself.
-        path: attribute with the file's name, where there is no stream.
-        is_pickled: objects can be sent to fresh processes.
+        path: attribute with the file's name, if there is no stream.
+        is_pickled: whether objects can be sent to fresh processes.
     """
 
     module: str
@@ -53,7 +53,7 @@ _WRITERS = (
     _Writer("lzma", "LZMAFile", "xz file", ("write",), stream="_fp"),
     _Writer("zipfile", "ZipFile", "zip archive", ("write", "writestr", "mkdir", "_open_to_write"), stream="fp"),
     _Writer("zipfile", "_ZipWriteFile", "zip archive", ("write",), stream="_fileobj"),
-    # What workers add to a tar archive is in order; after an end that one of them writes, nothing is read any more.
+    # Workers may add to a tar archive, but readers stop at an end that a worker writes.
     _Writer("tarfile", "TarFile", "tar archive", (), stream="fileobj"),
     _Writer("tarfile", "_Stream", "tar archive", ("write",), stream="fileobj"),
     _Writer("wave", "Wave_write", "WAV file", ("writeframesraw", "writeframes"), stream="_file"),
@@ -76,14 +76,14 @@ _HDF5_WRITES = (
 """Module, class, methods that write."""
 
 _made_here: set[int] = set()
-"""Ids of writers that this worker has made. A writer of the kernel never has one of these ids while it exists."""
+"""Ids of writers that this worker created. No existing writer of the kernel has one of these ids."""
 
 _abandoned: list[Any] = []
-"""The kernel's writers that were closed here. If one were freed, its parts would write what they have buffered."""
+"""The kernel's writers that were closed here, kept because freeing one would flush its buffers."""
 
 
 def refuse_writes(fds: Collection[int]) -> None:
-    """Refuse to write to the kernel's unfinished files in this worker, which was forked from the kernel.
+    """Make writes to the kernel's unfinished files raise in this forked worker.
 
     Args:
         fds: descriptors of files that the kernel has open for writing.
@@ -97,7 +97,7 @@ def refuse_writes(fds: Collection[int]) -> None:
 
 
 def refuse_writes_to_copies() -> None:
-    """Refuse to write to unfinished files that this worker has received pickled."""
+    """Make writes to unfinished files raise that this worker received by pickle."""
     for writer in _WRITERS:
         if writer.is_pickled:
             packages.when_imported(writer.module, functools.partial(_change_in, writer))
@@ -108,7 +108,7 @@ def _change_in(writer: _Writer, module: Any) -> None:
 
 
 def hold_back_text(files: Collection[Any]) -> None:
-    """Refuse text at once that a worker writes to the kernel's compressed files, rather than when it has a full block.
+    """Make a worker's text writes to the kernel's compressed files raise at once instead of after a full block.
 
     Args:
         files: text files of the kernel, among others.
@@ -127,7 +127,7 @@ def _is_of(obj: Any, writer: _Writer) -> bool:
 
 
 def _class(writer: _Writer) -> Any:
-    """Return the class of a row; None if it has no objects, because it is not imported."""
+    """Return the class of a row; None if its module is not imported."""
     return getattr(sys.modules.get(writer.module), writer.name, None)
 
 
@@ -137,7 +137,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
     Args:
         cls: the class.
         writer: its row.
-        fds: as in :func:`refuse_writes`; a class without a stream needs none.
+        fds: as in :func:`refuse_writes`; unused for a class without a stream.
     """
     make = cls.__init__
 
@@ -166,13 +166,13 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
 
 
 def _descriptor(obj: Any, path: str) -> int:
-    """Return the descriptor of the file to which ``obj`` writes; -1 if that is memory, or it is closed."""
+    """Return the descriptor of the file to which ``obj`` writes; -1 for memory or a closed file."""
     try:
         used = attrgetter(path)(obj)
         if hasattr(used, "_extfileobj"):  # a stream of tarfile
             used = used.fileobj
         number: int = used.fileno() if hasattr(used, "fileno") else used.fd
-    except Exception:  # of a class of the user's own
+    except Exception:  # from a class of the user
         return -1
     return number
 
@@ -182,7 +182,7 @@ def _text(path: Any) -> str:
 
 
 def _path(fd: int) -> str:
-    """Return the path of an open file; "" if the system knows none."""
+    """Return the path of an open file; "" if unknown."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -213,7 +213,7 @@ def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], b
 
 
 class UnfinishedFileError(RuntimeError):
-    """A worker writes to a file of which the kernel has a part in memory."""
+    """A worker tried to write to a file of which the kernel holds a part in memory."""
 
 
 def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
@@ -226,7 +226,7 @@ def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _refuse_hdf5(h5py: Any) -> None:
-    """Refuse changes of the HDF5 files that this process has open now, as HDF5 itself counts them."""
+    """Make changes raise for all HDF5 files that HDF5 has open in this process."""
     files, objects = h5py.h5f, h5py.h5o
     numbers = frozenset(
         objects.get_info(file).fileno

@@ -1,14 +1,14 @@
-"""Files that the kernel has open for writing when it forks workers: nothing is lost, nothing is written twice.
+"""Files that the kernel has open for writing when it forks workers. No output is lost or written twice.
 
-    kernel ── WrittenFiles.of_this_process: finds Python's file objects, writes what they have buffered
-      └── fork ──> worker ── drop_c_buffers: what C streams of the kernel have buffered, the kernel writes
-                              ├── watch: writes of this rank are noticed
-                              └── end:   writes what this rank has buffered
+    kernel ── WrittenFiles.of_this_process: finds Python's file objects and flushes them
+      └── fork ──> worker ── drop_c_buffers: drops copied C buffers, which the kernel flushes
+                              ├── watch: detects writes of this rank
+                              └── end:   flushes this rank's buffers
 
-Ranks that write to one file share its position, so that no rank overwrites what another has written. But if one rank
-writes in pieces, another may write in between. In a file that is also open for reading, each rank has a position of its
-own (``positions.py``), so that ranks do overwrite each other. A warning names the file once a second rank writes to it.
-Files of which the kernel holds a part in memory are refused (``unfinished_files.py``).
+Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
+pieces, another may write in between. In a file that is also open for reading, each rank has its own position
+(``positions.py``), so ranks do overwrite each other. A warning names the file once a second rank writes to it. Writes
+to files of which the kernel holds a part in memory raise (``unfinished_files.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.worker.inheritance.positions import OpenFile
 from nblaunch.worker.inheritance.unfinished_files import UnfinishedFileError
 
 Report = Callable[[str], None]
-"""Takes a sentence about a file that several ranks write to."""
+"""Receives a sentence about a file to which several ranks write."""
 
 _KINDS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 """Ordered from the outermost."""
@@ -53,9 +53,9 @@ class WrittenFiles:
     Args:
         files: descriptor -> file.
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
-        ranks: ranks that are forked.
+        ranks: ranks that will be forked.
         channels: descriptors of pipes, sockets and terminals that are open for writing.
-        plain: descriptors of files that are not databases of SQLite, which processes may share.
+        plain: descriptors of files that are not SQLite databases, which processes may share.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class WrittenFiles:
         self._objects = objects
         self._channels = channels
         self.ranks = ranks
-        # Shared by the workers, per file: which have written; the last place says that this has been reported.
+        # Shared by the workers, per file: which ranks have written; the last place records that it was reported.
         self._marks = mmap.mmap(-1, len(objects) * (len(ranks) + 1)) if objects else None
 
     @property
     def has_objects(self) -> bool:
-        """Whether Python's file objects are among them."""
+        """Whether Python has file objects for them."""
         return bool(self._objects)
 
     @classmethod
     def of_this_process(
         cls, files: Collection[OpenFile], ranks: range, channels: Collection[int] = ()
     ) -> WrittenFiles:
-        """Find the file objects of ``files`` in this process, and write what they have buffered."""
+        """Find the file objects of ``files`` in this process and flush them."""
         written = {fd: file for file in files if file.can_be_written for fd in file.fds}
-        # IPython's history, which every kernel has open, is a database.
+        # IPython's history, open in every kernel, is a database.
         plain = {fd for fd in written if not _is_database(fd)}
         objects = _file_objects(plain)
         # If a file object can't be flushed now, a worker's copy of it still holds the kernel's lines.
@@ -94,12 +94,12 @@ class WrittenFiles:
         return cls(written, writable, ranks, channels, plain)
 
     def drop_c_buffers(self) -> None:
-        """Drop a worker's copy of what C code has buffered."""
+        """Drop a worker's copies of C buffers."""
         fds = self._files.keys() - self._objects.keys()
         _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
-        """Notice what a worker writes, and refuse it where the kernel has a part of the file in memory."""
+        """Detect a worker's writes; raise if the kernel holds a part of the file in memory."""
         self._report = report
         unfinished_files.refuse_writes(self._plain)
         for of_file in self._objects.values():
@@ -110,7 +110,7 @@ class WrittenFiles:
             raw.write = partial(_write, raw, raw.write, self._files[fd], note, report)
 
     def end(self) -> None:
-        """Write what this worker has buffered."""
+        """Flush this worker's buffers."""
         for of_file in self._objects.values():
             for file in of_file:
                 error = _flush(file)
@@ -118,7 +118,7 @@ class WrittenFiles:
                     self._report(str(error))
 
     def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
-        """Note that ``rank`` writes to a file; return all ranks that do where that is to be reported, else none."""
+        """Record that ``rank`` writes to a file; return all writing ranks if this must be reported, else nothing."""
         assert self._marks is not None
         last = len(self.ranks)
         marks = memoryview(self._marks)[index * (last + 1) : (index + 1) * (last + 1)]
@@ -139,7 +139,7 @@ def _write(
     report: Report,
     data: Any,
 ) -> Any:
-    """Write in place of ``raw.write``, until what is written may damage what another rank writes."""
+    """Replace ``raw.write`` until a write may damage another rank's output."""
     has_own_position = file.can_be_read and not file.flags & os.O_APPEND
     if has_own_position or bytes(memoryview(data).cast("B")[-1:]) != b"\n":  # whole lines stay whole
         vars(raw).pop("write", None)
@@ -150,12 +150,13 @@ def _write(
 
 
 _last_look: tuple[dict[int, list[weakref.ref[Any]]], set[tuple[int, ...]]] = ({}, set())
-"""Descriptor -> file objects, and the identities of files that C code has opened. A look at all objects of a kernel
-takes 20 ms, and is not repeated for the same files."""
+"""Descriptor -> file objects, and the identities of files that C code has opened. A scan of all objects of a kernel
+takes 20 ms and is not repeated for the same files.
+"""
 
 
 def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
-    """Return descriptor -> this process's file objects, the outermost first, of those that Python has opened."""
+    """Return the file objects of this process that Python has opened, outermost first, by descriptor."""
     global _last_look
     identities = {fd: identity for fd in fds if (identity := _identity(fd)) is not None}
     objects = {fd: _seen_before(fd, identity) for fd, identity in identities.items()}
@@ -176,7 +177,7 @@ def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
 
 
 def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
-    """Return the file objects of the last look; None if it is not known whether they belong to this file."""
+    """Return the file objects of the last scan; None if they may not belong to this file."""
     objects, opened_by_c = _last_look
     if identity in opened_by_c:
         return []
@@ -185,9 +186,9 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
 
 
 def _identity(fd: int) -> tuple[int, ...] | None:
-    """Return what distinguishes a file from another that has the same descriptor, or inode, later.
+    """Return what distinguishes a file from a later one with the same descriptor or inode.
 
-    None if a thread has closed it meanwhile, as the thread of IPython's history does.
+    None if a thread, such as IPython's history thread, has closed the file meanwhile.
     """
     try:
         status = os.fstat(fd)
@@ -205,31 +206,33 @@ def _is_database(fd: int) -> bool:
 
 
 def _all_file_objects() -> list[Any]:
-    """Return the file objects of this process, the outermost first, without derived classes, which run other code."""
+    """Return the file objects of this process, outermost first. Derived classes are left out, because they run other
+    code.
+    """
     files = [item for item in heap.all_objects() if type(item) in _KINDS]
     return sorted(files, key=lambda file: _KINDS.index(type(file)))
 
 
 def _number(file: Any) -> int:
-    """Return the descriptor of a file object; -1 where it has none any more."""
+    """Return the descriptor of a file object; -1 if it no longer has one."""
     try:
         number: int = file.fileno()
-    except Exception:  # it is closed, or detached, or wraps an object of the user's own
+    except Exception:  # closed, detached, or a wrapper of a user's object
         return -1
     return number
 
 
 def _flush(file: Any) -> Exception | None:
-    """Write what ``file`` has buffered; return the error that leaves something in it."""
+    """Flush ``file``; return the error that left data in its buffer."""
     try:
         file.flush()
-    except Exception as error:  # the disk is full, say; or the function has closed it
+    except Exception as error:  # for example a full disk, or the function has closed the file
         return error
     return None
 
 
 def _drop_c_buffers(fds: Collection[int]) -> None:
-    """Drop what the kernel's C streams have buffered for ``fds``: the kernel itself writes it, once."""
+    """Drop the buffers of the kernel's C streams for ``fds``, because the kernel flushes them."""
     if not fds:
         return
     null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
