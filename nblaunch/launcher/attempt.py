@@ -1,10 +1,10 @@
-"""One attempt of a job: its description, and the start of its workers.
+"""One attempt of a job: the description and the start of its workers.
 
-    Attempt ── start_attempt ──> RunningAttempt: the workers, and what this process holds for them until they have ended
+    Attempt ── start_attempt ──> RunningAttempt: the workers, and this process's resources for them
 
 Each worker gets its own assignment: event pipe, outbox, log files, environment.
 
-On several machines :class:`Peers` are the other nodes; ``nodes/link.py`` implements it, and ``engines/uplink.py``.
+On several machines, :class:`Peers` are the other nodes; ``nodes/link.py`` and ``engines/uplink.py`` implement it.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ class Peers(Protocol):
     """The other nodes of a job, while workers run."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when they have sent something."""
+        """Return a descriptor that is readable when the nodes have sent something."""
 
     def receive(self) -> None:
-        """Handle what they have sent."""
+        """Handle their messages."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether they will send nothing more."""
+        """Whether no more messages will come."""
 
     @property
     def must_end(self) -> bool:
         """Whether the workers of this node must end because of other nodes."""
 
     def agreement(self, slots: Mapping[int, Slot]) -> Agreement:
-        """Start an agreement with them on the step at which all ranks leave their loops."""
+        """Start an agreement with the nodes on the step at which all ranks leave their loops."""
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Start an agreement on the optimizer step at which an interrupt ends these ranks; None if there is none."""
+        """Start an agreement on the optimizer step at which an interrupt ends the ranks; None if impossible."""
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
     ) -> list[SlotReading]:
-        """Send them the state of this node's ranks; return readings of all ranks, and add failures to the report."""
+        """Send the state of this node's ranks; return readings of all ranks, and add failures to the report."""
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return environment variables for this node's workers, in addition to their topology."""
@@ -81,18 +81,19 @@ class Attempt:
 
     Args:
         spec: what to run.
-        plan: how.
+        plan: how to run it.
         number: number of this attempt in this launcher, from 0; names its log folder.
-        restart_count: how often the job's workers were restarted (``TORCHELASTIC_RESTART_COUNT``). With several nodes,
-            their agents agree on it, because launchers may join at different times.
-        topology: topology of the first of these ranks. ``master_port`` 0 = this process hosts the workers' store.
+        restart_count: number of restarts of the job's workers (``TORCHELASTIC_RESTART_COUNT``). The agents of several
+            nodes agree on it, because launchers may join at different times.
+        topology: topology of the first of these ranks. With ``master_port`` 0, this process hosts the workers' store.
         log: the job's log folder.
         saved: copy of the call at the launch, if this attempt may start later; None = use the call itself.
         peers: the other nodes of the job; None = one machine.
-        store: listening socket of the workers' store, where it was opened before.
-        key: for objects between ranks; b"" = a new one, on one machine.
-        first_collected: rank that sends what all ranks have alike; None = the first of this machine.
-        compares_ranks: whether the collectives of these ranks are compared here; the coordinator compares all ranks.
+        store: listening socket of the workers' store, if it is already open.
+        key: key for objects between ranks; b"" = a new key, on one machine.
+        first_collected: rank that sends values that are the same on all ranks; None = the first of this machine.
+        compares_ranks: whether this launcher compares the collectives of its ranks; otherwise the coordinator
+            compares all ranks.
     """
 
     spec: LaunchSpec
@@ -143,8 +144,8 @@ class WorkerConnections:
     """This process's ends of the connections with the workers, by rank.
 
     Args:
-        receivers: receive events.
-        commands: send commands; empty = no commands.
+        receivers: receive events of workers.
+        commands: connections for commands; empty = no commands.
         debug: connect to the debugger; empty = no debugger.
     """
 
@@ -160,16 +161,16 @@ class RunningAttempt:
     Args:
         attempt: with the port of the store in its topology.
         assignments: one per worker.
-        group: the processes.
+        group: processes of the workers.
         board: the progress of all ranks.
         connections: connections with the workers.
-        tails: rank -> its log.
+        tails: rank -> follower of its log.
         store: the store that workers can request; None = an agent hosts it.
         selector: waits for all of these.
-        memory: samples host memory, from before the start.
+        memory: samples host memory, beginning before the start.
         devices: samples the use of the workers' devices.
         guardian: kills the workers if this process dies; not started yet.
-        left_running: processes that had left the workers' process groups, and were ended when the attempt was closed.
+        left_running: processes outside of the workers' process groups that were killed when the attempt was closed.
     """
 
     attempt: Attempt
@@ -196,7 +197,7 @@ def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAt
 
     Args:
         attempt: what to start.
-        starter: starts them; None = as the plan's start method does.
+        starter: starts the workers; None = the plan's start method.
 
     Raises:
         PayloadError: the call can't be sent to workers.
@@ -224,7 +225,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     stack.enter_context(child_statuses.kept())
     descendants = Descendants()
-    # As much as can be before a fork: each page that is written while workers run, as by any Python code, is copied.
+    # Do as much as possible before the fork, because every page that is written while workers run is copied.
     memory = MemoryRecord()
     tails = _open_tails(attempt, stack)
     selector = _open_selector(stack)
@@ -238,7 +239,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
         call = (attempt.spec.function, attempt.spec.args)
         group = starter(call, assignments, board, attempt.saved)
     left_running: list[str] = []
-    # After the group was closed: then no worker is left that could start another process.
+    # Runs after the group was closed, when no worker can start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
     stack.callback(group.close)
     devices = DeviceSampler(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
@@ -276,7 +277,7 @@ def _open_tails(attempt: Attempt, stack: ExitStack) -> dict[int, LogTail]:
 def _open_selector(stack: ExitStack) -> selectors.BaseSelector:
     selector = selectors.DefaultSelector()
     stack.callback(selector.close)
-    # epoll has a descriptor that workers of other jobs must not keep open; other selectors have none.
+    # Workers of other jobs must not keep epoll's descriptor open; other selectors have none.
     if hasattr(selector, "fileno"):
         descriptors.keep_from_children(selector.fileno())
         stack.callback(descriptors.forget, selector.fileno())
@@ -322,7 +323,7 @@ def assign(
                 attempt=attempt.number,
                 board_fd=board.fd,
                 event_fd=_open_events(rank, connections, stack, worker_ends),
-                # Any rank may hold shards of weights, so each gets an outbox.
+                # Every rank may hold shards of weights, so each gets an outbox.
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
@@ -345,7 +346,7 @@ def assign(
 
 
 def _open_events(rank: int, connections: WorkerConnections, stack: ExitStack, worker_ends: ExitStack) -> int:
-    """Make the pipe for a rank's events; return the worker's end."""
+    """Create the pipe for a rank's events; return the worker's end."""
     reading, writing = os.pipe()
     descriptors.keep_from_children(reading)
     connections.receivers[rank] = EventReceiver(reading, f"rank {rank}")
@@ -361,14 +362,14 @@ def _open_outbox(rank: int, stack: ExitStack) -> int:
 
 
 def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: ExitStack) -> int:
-    """Make a connection with a rank; return the worker's end."""
+    """Create a connection to a rank; return the worker's end."""
     connections[rank], fd = connect()
     worker_ends.callback(os.close, fd)
     return fd
 
 
 def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
-    """Return what a worker sets, or with None unsets, before anything else."""
+    """Return the environment variables that a worker sets first, or unsets for None."""
     backend, peers = attempt.plan.backend, attempt.peers
     return {
         **topology.to_env(attempt.restart_count, attempt.spec.max_restarts),

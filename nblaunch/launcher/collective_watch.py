@@ -1,11 +1,11 @@
-"""Watches what ranks record of their collectives: finds ranks that differ, while they run.
+"""Compares the collectives that ranks record, and finds ranks that differ while they run.
 
-    digests of the last calls, some times a second ── differ? ──> all that is kept ──> Disagreement, twice ──> report
+    digests of the last calls, several times a second ── differ? ──> all calls ──> Disagreement, twice ──> report
 
-A look compares a few numbers per rank, and takes at most a hundredth of the launcher's time, however many ranks there
-are. These are the ranks of this machine, or of all nodes of an engine (``engines/collectives.py``). What looks like a
-difference is read again at the next look, since ranks write meanwhile, and the ranks that have not come to the call yet
-get a moment to do so: the majority says who is at fault.
+A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
+The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Because ranks write
+meanwhile, the next check confirms a difference. Ranks that have not reached the call yet get a moment to do so,
+because the majority decides which rank is at fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nblaunch.launcher.attempt import Attempt, RunningAttempt
 from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
 
 _NUM_CALLS = 16
-"""Calls of a rank that a look compares."""
+"""Number of calls per rank that a check compares."""
 
 _NUM_FULL = 10
 """One in this many checks compares all calls, because ranks may be far apart."""
@@ -39,23 +39,23 @@ _MAX_SHARE = 0.01
 """Share of the launcher's time."""
 
 _STANDS_STILL_S = 3.0
-"""How long no rank has called anything where an interrupt is explained by what they wait for."""
+"""An interrupt is explained by the ranks' waits if no rank has made a call for this long."""
 
 _PATIENCE_S = 0.5
-"""For ranks that have not come to the call in which others differ."""
+"""Time for ranks to reach the call in which others differ."""
 
 
 class CallSource(Protocol):
-    """What ranks have recorded of their collectives."""
+    """Source of the ranks' recorded collectives."""
 
     def may_differ(self) -> bool:
         """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
 
     def read(self) -> Mapping[int, RankCalls] | None:
-        """Return the calls that each rank has recorded by now; None while they are on their way here."""
+        """Return the calls that each rank has recorded so far; None while they are in transit."""
 
     def last(self) -> Mapping[int, RankCalls]:
-        """Return the calls that are here."""
+        """Return the calls that have arrived."""
 
     def steps(self) -> Mapping[int, int]:
         """Return rank -> batches of its current loop over a prepared loader."""
@@ -105,13 +105,13 @@ class CollectiveWatch:
     """Compares ranks.
 
     Args:
-        source: what they have recorded.
-        attempt: to which they belong.
-        emit: receives notes, in a session: its commands go on.
+        source: the recorded calls.
+        attempt: attempt of the ranks.
+        emit: receives notes in a session, whose commands continue.
         clock: seconds on a clock that never jumps.
 
     Attributes:
-        calls: returns rank -> its last collectives, as far as they are here.
+        calls: returns rank -> its last collectives, as far as they have arrived.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class CollectiveWatch:
         self._known: set[tuple[object, int]] = set()
 
     def compare(self, report: AttemptReport, running: Collection[int], end: Callable[[], None]) -> None:
-        """Compare the ranks if it is time.
+        """Compare the ranks if a check is due.
 
         Args:
-            report: gets the disagreement.
-            running: ranks that may still come to a call.
-            end: ends the job; called where the ranks differ for certain.
+            report: receives the disagreement.
+            running: ranks that may still reach a call.
+            end: ends the job; called if the ranks certainly differ.
         """
         now_s = self._clock()
         is_ending = report.disagreement or report.hang or report.interrupted or report.cancelled
@@ -156,22 +156,22 @@ class CollectiveWatch:
             end()
 
     def conclude(self, report: AttemptReport) -> None:
-        """Compare the ranks once more, now that none writes any longer, and keep their last calls in ``report``."""
+        """Compare the ranks once more after all have stopped writing, and keep their last calls in ``report``."""
         report.calls = dict(self._source.last())
         is_over = report.disagreement is not None or report.interrupted or report.cancelled
         if is_over or self._is_session or not self._is_judge:
             return
         explanation = self._explain(report.calls)
-        # An attempt that has failed is explained in any case.
+        # A failed attempt is always explained.
         if explanation is not None and not (report.is_success and self._is_left_out(explanation.check)):
             report.disagreement = explanation
 
     def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
-        """Emit what ranks waited for if they had stood still for a while when the user interrupted the job.
+        """Emit what ranks were waiting for if they had stood still for a while before the user's interrupt.
 
         Args:
-            report: of the attempt.
-            interrupted_s: when that was, on the clock; None = now.
+            report: report of the attempt.
+            interrupted_s: time of the interrupt, on the clock; None = now.
         """
         if not self._is_judge:
             return

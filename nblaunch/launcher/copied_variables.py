@@ -1,11 +1,11 @@
-"""Variables of a launched function of which every worker has a copy that goes on by itself, against what users expect.
+"""Variables of a launched function that every worker copies, although users may expect to share them.
 
-iterators           a generator, or an iterator of a data loader, gives the same values to every rank, and no rank moves
-                    the kernel's: that may be what the user wants, or every rank trains on the same batches
-compressors         ``zstandard`` keeps a part of a file in memory, as the writers of
-                    ``worker/inheritance/unfinished_files.py`` do; its classes are made in C, where no worker can refuse
-                    a write
-writable maps       a ``numpy.memmap`` reaches a fresh process as an array: what that writes is not in the file
+iterators           a generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
+                    the kernel's: the user may want that, or every rank trains on the same batches by mistake
+compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
+                    ``worker/inheritance/unfinished_files.py`` ; its classes are in C, so a worker can't make
+                    a write raise
+writable maps       a ``numpy.memmap`` reaches a fresh process as an array, whose changes never reach the file
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ITERATORS = (
 )
 
 _SAME_VALUES = (
-    "{name}: each rank has a copy of this {kind}, which goes on from where the kernel's stands, so that all ranks get "
+    "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so that all ranks get "
     "the same values. For a different part on each rank, create it inside the function from the rank"
 )
 _LOST = (
@@ -45,7 +45,7 @@ _NOT_IN_FILE = (
 
 
 def warnings_about(spec: LaunchSpec, num_processes: int, start_method: str) -> list[str]:
-    """Return a sentence for each variable of the function that the user may expect several workers to share.
+    """Return a sentence for each variable that the user may wrongly expect the workers to share.
 
     Args:
         spec: the launch.
@@ -79,7 +79,7 @@ def _warning(name: str, value: Any, start_method: str) -> str | None:
 
 def _kind_of_iterator(value: Any) -> str | None:
     if isinstance(value, GeneratorType):
-        return None if value.gi_frame is None else "generator"  # it has ended
+        return None if value.gi_frame is None else "generator"  # exhausted
     if isinstance(value, (AsyncGeneratorType, *_ITERATORS)):
         return "iterator"
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_SingleProcessDataLoaderIter", None)

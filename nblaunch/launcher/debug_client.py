@@ -40,13 +40,13 @@ from nblaunch.wire.worker_commands import (
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0
-"""For the next prompt of a rank, before others are asked for: it may wait for one of them."""
+"""Time to wait for the next prompt of a rank before other ranks are prompted, for which it may wait."""
 
 _RESUMING = {
     *("c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump"),
     *("q", "quit", "exit"),
 }
-"""Commands of pdb by which the program goes on."""
+"""Commands of pdb that continue the program."""
 
 
 class DebugClient:
@@ -58,7 +58,7 @@ class DebugClient:
     Attributes:
         prompts: rank -> prompt at which its pdb waits.
         printed: rank -> last output of its pdb, until it is taken.
-        gone: ranks whose process has ended; all ranks once the client is closed.
+        gone: ranks whose process has ended; all ranks after the client is closed.
         announced_stops: breakpoints that were reported to the user.
         stopped_s: time of the last ``breakpoint()``, by ``monotonic()``.
     """
@@ -101,7 +101,7 @@ class DebugClient:
         return RankValues({rank: _value_or_error(rank, received) for rank, received in replies.items()})
 
     def compare(self, first: int, timeout_s: float) -> Comparison:
-        """Compare the variables of the innermost function of rank ``first`` that all ranks are in."""
+        """Compare the variables of rank ``first``'s innermost function that is active on all ranks."""
         frames = self._read_variables(None, self._ranks, timeout_s)
         running = {rank: frame for rank, frame in frames.items() if frame.stack}
         for function in running[first].stack if first in running else ():
@@ -126,11 +126,11 @@ class DebugClient:
     def open_pdb(self, rank: int) -> None:
         """Open pdb on a rank, unless it already waits for a line."""
         if rank not in self.prompts:
-            self.printed.pop(rank, None)  # of an earlier pdb, whose end nothing waited for
+            self.printed.pop(rank, None)  # left by an earlier pdb
             self._send(rank, Debug())
 
     def next_prompt(self) -> int | None:
-        """Return the rank to prompt for: the same as before, until it continues or takes too long."""
+        """Return the rank to prompt: the same as before, until it continues or takes too long."""
         if self._debugged not in self.prompts:
             is_running = self._debugged is not None and time.monotonic() - self._sent_s < _PATIENCE_S
             self._debugged = self._debugged if is_running else min(self.prompts, default=None)
@@ -139,7 +139,7 @@ class DebugClient:
     def send_line(self, rank: int, text: str) -> None:
         """Send a line to pdb of a rank. If the rank continues, so do ranks at the same breakpoint.
 
-        Does nothing if the rank no longer waits, because it ended or another thread's line let it continue.
+        Do nothing if the rank no longer waits, because it ended or a line of another thread continued it.
         """
         prompt = self.prompts.pop(rank, None)
         if prompt is None:
@@ -147,7 +147,8 @@ class DebugClient:
         self._sent_s = time.monotonic()
         resumes = bool(text.split()) and text.split()[0] in _RESUMING
         if resumes and prompt.prompt.endswith(PDB_PROMPT):
-            # Before the line: another thread may receive at once that the rank has gone on, and forget where it was.
+            # Read before the line is sent: another thread may learn at once that the rank has continued, and forget
+            # its position.
             self._continue_others(self._stops.pop(rank, None))
         self._send(rank, Line(text=text))
 
@@ -163,7 +164,7 @@ class DebugClient:
             self._send(rank, Release())
 
     def close(self) -> None:
-        """Close the connections to workers that end."""
+        """Close the connections to the workers, which then end."""
         with self._receiving:
             self.gone.update(self.connections)
             self.connections = {}
@@ -199,7 +200,7 @@ class DebugClient:
     def _send(self, rank: int, command: DebugCommand) -> None:
         try:
             self.connections[rank].send(command)
-        except (OSError, KeyError):  # it has ended, or all have, and close() was called
+        except (OSError, KeyError):  # the rank has ended, or close() was called
             self.gone.add(rank)
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class DebugClient:
             self._handle_end(rank, message)
 
     def _handle_prompt(self, rank: int, message: Prompted) -> None:
-        """Keep a prompt. One at a breakpoint that another rank was let go on from goes on as well."""
+        """Keep a prompt. A rank at a breakpoint from which another rank was continued continues as well."""
         if message.stop is not None:
             self._stops[rank] = message.stop
         if message.stop in self._continued:
@@ -248,10 +249,10 @@ class DebugClient:
             self.printed[rank] = message.text
 
     def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
-        """Let ranks at a breakpoint go on, those also that come to it later: they'll wait where they need the rank."""
+        """Continue all ranks at a breakpoint, and those that reach it later; they wait where they need the rank."""
         if stop is None:
             return
-        with self._receiving:  # or a prompt that another thread receives right now would wait for ever
+        with self._receiving:  # otherwise a prompt that another thread receives now would wait forever
             self._continued.add(stop)
             for rank in [peer for peer, prompt in self.prompts.items() if prompt.stop == stop]:
                 del self.prompts[rank]
@@ -271,7 +272,7 @@ class KeptFailure(ABC):
         failed_rank: the rank that failed first.
 
     Attributes:
-        failed_rank: as given.
+        failed_rank: the rank that failed first.
         since_s: time of the failure, by ``monotonic()``.
     """
 
@@ -285,7 +286,7 @@ class KeptFailure(ABC):
 
     @property
     def is_released(self) -> bool:
-        """Whether it was released."""
+        """Whether the failure was released."""
         return self._released.is_set()
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
@@ -297,7 +298,7 @@ class KeptFailure(ABC):
         return self._debugger, self._debugger.checked_rank(rank, self.failed_rank)
 
     def wait(self) -> None:
-        """Wait until it is released."""
+        """Wait until the failure is released."""
         self._released.wait()
 
     def release(self) -> None:
@@ -315,7 +316,7 @@ class KeptFailure(ABC):
 
 
 _kept: weakref.WeakValueDictionary[int, KeptFailure] = weakref.WeakValueDictionary()
-"""In the order in which they came."""
+"""In order of arrival."""
 
 _numbers = itertools.count()
 
@@ -327,7 +328,7 @@ def latest_kept_failure() -> KeptFailure | None:
 
 
 def release_kept_failures() -> None:
-    """Release the failures that jobs and sessions of this process keep, before workers start."""
+    """Release all kept failures of this process's jobs and sessions, before new workers start."""
     for kept in list(_kept.values()):
         kept.release()
 

@@ -57,8 +57,9 @@ class Escalation:
 
     @classmethod
     def after_interrupt(cls, now_s: float, grace_s: float, patience_s: float = 0.0) -> Escalation:
-        """Return the escalation of a user's interrupt: SIGINT after ``patience_s``, and the whole grace for all
-        ranks."""
+        """Return the escalation of a user's interrupt: SIGINT after ``patience_s``, then the full grace for all
+        ranks.
+        """
         steps = _from_interrupt(patience_s, grace_s)
         return cls(now_s, steps, steps)
 
@@ -66,8 +67,9 @@ class Escalation:
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
         """Return the escalation after a rank failed.
 
-        For ``COLLECT_S`` nothing is sent, so that others report failures of their own. Then comes SIGINT, with the
-        whole grace for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for those blocked in C code.
+        No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. Then follows SIGINT,
+        with the full grace for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for ranks blocked in C
+        code.
         """
         return cls(
             now_s,
@@ -94,7 +96,7 @@ class Escalation:
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
     def postpone(self, now_s: float, ranks: Iterable[int]) -> None:
-        """Let the steps of ``ranks`` begin anew, from now on."""
+        """Restart the steps of ``ranks`` from now on."""
         self._postponed_s.update(dict.fromkeys(ranks, now_s))
 
     def due(
@@ -129,14 +131,14 @@ def _from_interrupt(first_s: float, grace_s: float) -> Steps:
 
 
 LISTEN_S = 2.0
-"""How long ranks that have never checked ``should_stop`` have for a first check: a few steps of most loops."""
+"""Time for a first check of ``should_stop``: a few steps of most loops."""
 
 
 class Termination:
     """An orderly end. ``poll`` it until the workers have ended.
 
     Args:
-        requests: requests of the job; gets the stop, and later the interrupt.
+        requests: requests of the job; receives the stop, and later the interrupt.
         now_s: ``time.monotonic()``.
         grace_s: seconds in which ranks may save a checkpoint and return.
         pids: rank -> process of the ranks whose function runs now.
@@ -161,7 +163,7 @@ class Termination:
         requests.stop()
 
     def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
-        """Interrupt the ranks when their time is over; return a note once, else an empty string.
+        """Interrupt the ranks when their time is over; return a note the first time, otherwise an empty string.
 
         ``pids`` may change, because ranks start and set their handlers at different times. After an interrupt, from
             here or elsewhere, this does nothing more: a second interrupt would kill the ranks.
@@ -179,11 +181,11 @@ class Termination:
         return "no rank checks accelerator.should_stop or handles SIGTERM, so ranks are interrupted"
 
     def _signal(self, pids: Mapping[int, int]) -> None:
-        """Send SIGTERM to the ranks that have a handler and have not got it yet."""
+        """Send SIGTERM once to each rank that has a handler."""
         self._begun.update(pids)
         for rank, pid in pids.items():
             if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
                 self._handling.add(rank)
-                # Not its group: the processes of its data loaders have no handler.
+                # Not to its group, because processes of data loaders have no handler.
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)

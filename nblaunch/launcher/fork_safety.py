@@ -37,12 +37,12 @@ _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they 
 
 @dataclass(frozen=True)
 class _Library:
-    """A library with threads of its own that does not work in a fork of a process that has used it.
+    """A library with its own threads that fails in a fork of a process that has used it.
 
     Args:
         name: name of its module.
         thread: matches the names of its threads, as Linux has them (15 characters).
-        flag: module and variable that is true once it runs threads, where these have no names.
+        flag: module and variable that is true once it runs threads, if these have no names.
     """
 
     name: str
@@ -50,7 +50,7 @@ class _Library:
     flag: tuple[str, str] | None = None
 
     def is_running(self) -> bool:
-        """Return whether it runs threads in this process; False if the system does not list threads."""
+        """Return whether the library runs threads in this process; False if the system does not list threads."""
         if self.name not in sys.modules:
             return False
         if self.flag is not None:
@@ -137,14 +137,14 @@ def _thread_names() -> set[str]:
     names: set[str] = set()
     with suppress(OSError):  # no such folder on this system
         for folder in _THREADS.iterdir():
-            with suppress(OSError):  # this thread has ended meanwhile
+            with suppress(OSError):  # the thread has just ended
                 # Linux cuts names after 15 bytes, also within a character.
                 names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
     return names
 
 
 def _uses(call: FunctionCall, library: str) -> bool:
-    """Return whether the code of ``call``, as far as it is the user's own, or its arguments refer to a library."""
+    """Return whether the user's code of ``call``, or its arguments, refer to a library."""
     return any(
         library in _names_of_libraries(value) for value in islice(_reached([call[0], *call[1]]), _MAX_VISITED)
     )
@@ -153,7 +153,7 @@ def _uses(call: FunctionCall, library: str) -> bool:
 def _reached(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, then what they refer to, the nearest first: variables of the user's functions, members of objects.
 
-    In another order, a model of many layers would use up the number of those that are looked at.
+    In another order, a model with many layers would exhaust the number of values to inspect.
     """
     pending = deque(values)
     seen: set[int] = set()

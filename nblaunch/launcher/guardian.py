@@ -1,13 +1,13 @@
 """A process that ends the workers when the kernel dies.
 
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own POSIX session)
-                                    a line: a group more to watch, or one less (with a minus)
+                                    a line: one more group to watch, or one fewer (with a minus)
                                     end of file: SIGKILL to every worker's process group, and to every process
                                     with the job's tag (host/descendants.py)
 
 Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
 and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Its start takes this
-process some milliseconds. It therefore starts after the workers, and short jobs end without it.
+process some milliseconds. It therefore starts after the workers, and short jobs end before it starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCRIPT = (
     '*) groups="$groups $line";; esac; done; '
     # "-s KILL": dash takes no "--" after "-KILL".
     'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done; '
-    # More than once: what is killed may have started another.
+    # More than once, because a killed process may have started another.
     'for round in 1 2 3; do for file in $(grep -ls "$tag" /proc/[0-9]*/limits); do '
     'pid="${file#/proc/}"; kill -s KILL "${pid%/limits}" 2>/dev/null; done; done'
 )

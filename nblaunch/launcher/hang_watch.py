@@ -1,11 +1,11 @@
-"""HangWatch: finds ranks without progress, reports where they are, and answers where all ranks are.
+"""HangWatch finds ranks without progress, reports where they are, and answers queries for the position of all ranks.
 
     progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackQuery ── poll ──> answer
     threads ──> DeadlockDetector ─ needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
     pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
 
-What counts as a hang is in ``diagnosis/hang.py``. Ranks of this machine answer by signals and files
+``diagnosis/hang.py`` defines a hang. Ranks of this machine answer by signals and files
 (:class:`LocalStacks`), ranks of other machines through their nodes (``engines/coordinator.py``).
 """
 
@@ -56,7 +56,7 @@ class Hung:
         positions: positions of the ranks.
         lines: its description.
         advice: what to check, if the description does not say it.
-        explanation: what the recorded collectives of ranks say; None if nothing.
+        explanation: explanation by the ranks' recorded collectives; None if there is none.
     """
 
     positions: Positions
@@ -65,7 +65,7 @@ class Hung:
     explanation: Explanation | None = None
 
     def reported(self, running: Sequence[int]) -> Hang:
-        """Return it for the report of the attempt.
+        """Return the hang for the report of the attempt.
 
         Args:
             running: ranks whose function runs, at least one.
@@ -78,11 +78,11 @@ class Hung:
 
 
 class StackQuery(Protocol):
-    """Ranks that have been asked for their stacks. ``poll`` it until :attr:`is_done`; it never blocks."""
+    """A query for the stacks of ranks. ``poll`` it until :attr:`is_done`; it never blocks."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is waited for."""
+        """Whether the query waits for no more answers."""
 
     def poll(self) -> None:
         """Look for answers."""
@@ -92,10 +92,10 @@ class StackQuery(Protocol):
 
 
 class LocalStacks:
-    """Ranks of this machine that have been asked for their stacks. Implements :class:`StackQuery`.
+    """A query for the stacks of this machine's ranks. Implements :class:`StackQuery`.
 
     Args:
-        attempt: whose log folder has the files of the stacks.
+        attempt: attempt whose log folder has the files of stacks.
         pids: rank -> process.
     """
 
@@ -107,7 +107,7 @@ class LocalStacks:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have answered, or have had time enough."""
+        """Whether all ranks have answered, or their time is over."""
         return self._dump.is_done
 
     def checks(self) -> dict[int, Check]:
@@ -115,26 +115,26 @@ class LocalStacks:
         posix_session_s = proc.posix_session_cpu_seconds(self._pids.values())
         positions = self._dump.positions()
         return {
-            # 0 means that it can't be read.
+            # 0 means unreadable.
             rank: Check(positions[rank], proc.main_thread_cpu_seconds(pid), posix_session_s[pid] or None)
             for rank, pid in self._pids.items()
         }
 
 
 _Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
-"""What is done with stacks: gets the checks of ranks, and the ranks that have nothing more to do."""
+"""Handles stacks, given the checks of ranks and the ranks that are done."""
 
 
 class HangWatch:
     """Watches the progress of the ranks of one attempt. Never blocks.
 
     Args:
-        attempt: which.
+        attempt: the attempt to watch.
         read_board: returns the readings of all ranks.
         requests: requests whose queries about stacks it answers.
         emit: receives notes and events.
-        ask_ranks: asks ranks for their stacks, rank -> process; None = they are of this machine.
-        read_calls: returns rank -> its last collectives, of ranks of this machine.
+        ask_ranks: asks ranks (rank -> process) for their stacks; None = the ranks run on this machine.
+        read_calls: returns the last collectives of this machine's ranks, by rank.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class HangWatch:
 
         Args:
             readings: readings of the board.
-            pids: rank -> process, for ranks whose function runs or that still send states, on this machine, or on all
-                machines if their nodes are asked.
+            pids: rank -> process, for ranks whose function runs or that still send states; on all machines if nodes
+                are asked, else on this machine.
         """
         now = time.monotonic()
         progress = {
@@ -233,10 +233,10 @@ class HangWatch:
     def _report_deadlock(
         self, checks: Mapping[int, Check], done: Collection[int], deadlocked: Mapping[int, bool]
     ) -> Hung | None:
-        """Report ranks that wait for ever. One that waits in a collective waits for ranks, whatever its threads do.
+        """Report ranks that wait forever. A rank in a collective waits for other ranks, whatever its threads do.
 
         Args:
-            deadlocked: rank -> whether that is certain without its stack.
+            deadlocked: rank -> whether the deadlock is certain without its stack.
         """
         positions = _positions(checks)
         waiting = {
@@ -274,7 +274,7 @@ class HangWatch:
         return None
 
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
-        """Report what the detector finds in the stacks that it wanted; return it where it is a hang for certain."""
+        """Report the detector's finding in the requested stacks; return the hang if it is certain."""
         now, positions = time.monotonic(), _positions(checks)
         finding = self._detector.judge(now, checks)
         for rank, for_s in self._detector.still_for(now).items():
@@ -294,13 +294,13 @@ class HangWatch:
         return Hung(positions, lines, advice, explanation) if finding.hung else None
 
     def _still_blocked(self, positions: Positions) -> list[int]:
-        """Return the ranks that wait for room in a queue, as before."""
+        """Return the ranks that still wait for room in a queue."""
         return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
 
     def _describe(
         self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()
     ) -> tuple[list[str], Explanation | None]:
-        """Return the positions of ranks, what they mean, and what the recorded collectives say."""
+        """Return the positions of ranks, their meaning, and the explanation by recorded collectives."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
         explanation = self._explain(positions, done, steps)
         lines = describe_hang(
@@ -345,5 +345,5 @@ def _positions(checks: Mapping[int, Check]) -> Positions:
 
 
 def _with_headline(lines: list[str], explanation: Explanation | None) -> list[str]:
-    """Return lines about a hang, the one that explains it first."""
+    """Return lines about a hang, the explanation first."""
     return lines if explanation is None else [f"{explanation.headline}.", *lines]

@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 def describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]) -> str:
-    """Return why the weights of an interrupted job are lost, as a sentence; empty if they are not."""
+    """Return a sentence that says why the weights of an interrupted job are lost; empty if they are not lost."""
     first = attempt.ranks[0]
     ranks = attempt.ranks if _are_shards(rank_results.get(first)) else [first]
     reason = next(filter(None, (_reason_of(report, rank) for rank in ranks)), "")
@@ -66,14 +66,14 @@ def _has_begun(report: AttemptReport, rank: int) -> bool:
     if rank in report.announced:
         return True
     failed = report.failed.get(rank)
-    if failed is not None:  # the function's own KeyboardInterrupt is announced
+    if failed is not None:  # a KeyboardInterrupt of the function itself is announced
         return failed.info.type_name != KeyboardInterrupt.__name__
     states = {reading.rank: reading.state for reading in report.last_readings}
     return states.get(rank) is not WorkerState.STARTING
 
 
 def _reason_of(report: AttemptReport, rank: int) -> str:
-    """Return why a rank has not sent what it has; empty if it has."""
+    """Return why a rank has not sent its states; empty if it has."""
     event = report.interruptions.get(rank)
     if rank in report.returned or (event is not None and not event.is_cut):
         return ""

@@ -35,10 +35,10 @@ from nblaunch.wire.board import SlotReading
 T = TypeVar("T")
 
 _AWAIT_POLL_S = 0.05
-"""Seconds between two checks of ``await job``."""
+"""Seconds between checks of ``await job``."""
 
 _LOOK_S = 0.5
-"""Seconds between two checks of a thread that waits for the end of a job without a limit."""
+"""Seconds between checks of a thread that waits for a job's end without a limit."""
 
 _FOR_USERS = [
     "attempt",
@@ -67,7 +67,7 @@ _FOR_USERS = [
     "wait",
     "weights",
 ]
-"""What ``job.<Tab>`` offers. The launcher, dashboards and the debugger use the other public names."""
+"""The names that ``job.<Tab>`` offers. The launcher, dashboards and the debugger use the other public names."""
 
 
 class Listener(Protocol):
@@ -94,7 +94,7 @@ class Requests(Protocol):
         """Let the loops of all ranks end at the same step boundary."""
 
     def interrupt(self) -> None:
-        """Ask workers to end, with grace; a second call kills them."""
+        """Interrupt the workers, with a grace period; a second call kills them."""
 
     def cancel(self) -> None:
         """Kill the workers at once."""
@@ -113,7 +113,7 @@ class Job(Generic[T]):
     :meth:`release`, or until it is neither the last job nor referenced.
 
     Args:
-        spec: what is to be run.
+        spec: what to run.
         plan: how.
         log: its log files.
         requests: requests to it.
@@ -122,19 +122,19 @@ class Job(Generic[T]):
     Attributes:
         id: short name of a job that was launched with ``detach=True``; else empty.
         spec: what to run; a job that has ended drops the function and its arguments.
-        plan: how the present attempt runs. A job that has ended, or was launched with ``detach=True``, drops the
+        plan: how the current attempt runs. A job that has ended, or was launched with ``detach=True``, drops the
             modules in its arguments.
         status: ``"starting"``, ``"running"``, ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``;
             ``"lost"`` if the process of a detached job was killed; ``"waiting"`` while that process has no disk space
             for the result.
         attempt: number of restarts.
         pids: rank -> process id, for ranks of this machine that have started.
-        log: its log files, as an object of the launcher; see :attr:`log_dir`.
-        requests: requests to it; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
+        log: the launcher's object for the log files; see :attr:`log_dir`.
+        requests: requests to the job; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
         topology: topology of the first rank of this machine.
-        outcome: how it ended; None while it runs.
+        outcome: how the job ended; None while it runs.
         debugger: client of the debugger in the ranks; None = no debugger.
-        kept: workers of a failed job that stay for the debugger.
+        kept: workers of a failed job that wait for the debugger.
     """
 
     id = ""
@@ -164,14 +164,14 @@ class Job(Generic[T]):
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._launch_settled = threading.Event()  # started, waiting for other machines, or ended
+        self._launch_settled = threading.Event()  # set once started, waiting for other machines, or ended
         self._ended = threading.Event()
         self._show_again: Callable[[], bool] | None = None
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the end and return the value of rank 0, or with ``return_all`` the list of the values of all ranks.
 
-        With several machines, it returns the value of this machine's first rank, or of its ranks.
+        With several machines, it returns the value of this machine's first rank, or the values of its ranks.
 
         Args:
             timeout: seconds to wait; None = no limit.
@@ -249,25 +249,26 @@ class Job(Generic[T]):
         return list(self._metrics)
 
     def hints(self) -> list[str]:
-        """Return what is often a mistake in a training loop, and may be meant here: one sentence each.
+        """Return one sentence for each likely mistake in the training loop, which may also be intended.
 
-        What is certainly wrong is a warning, and shown.
+        Certain mistakes are not listed here; nblaunch shows them as warnings.
         """
         return list(self._hints)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write what each rank spent its time on, for https://ui.perfetto.dev; return the path of the file.
+        """Write a timeline of each rank's time, for https://ui.perfetto.dev; return the path of the file.
 
-        It has a track for each rank of this machine, all on one clock, with a slice for each wait for data, forward
-        and backward pass, step of an optimizer, wait for a collective, save, evaluation and longer garbage collection.
-        While the job runs, the last half second is missing. Of a very long job, only the newest slices are kept.
+        The timeline has a track for each rank of this machine, on a common clock. Slices show waits for data, forward
+        and backward passes, optimizer steps, waits for collectives, saves, evaluations and longer garbage
+        collections. While the job runs, the last half second is missing. A very long job keeps only the newest
+        slices.
 
         Args:
-            path: of the file, in JSON, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the
-                folder of the logs.
+            path: path of the JSON file, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the log
+                folder.
 
         Raises:
-            RuntimeError: no rank of this machine has trained in a process of its own so far.
+            RuntimeError: no worker on this machine has trained yet.
             OSError: the file can't be written.
         """
         chosen = self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser()
@@ -299,7 +300,7 @@ class Job(Generic[T]):
             ``"args[0]['generator']"``. Empty while the job runs, and if it failed.
 
         Raises:
-            RuntimeError: they were released.
+            RuntimeError: the weights were released.
         """
         if self.is_running:
             return {}
@@ -321,16 +322,16 @@ class Job(Generic[T]):
             raise RuntimeError(
                 f"{self!r} has no trained weights yet: wait for its end, for example with result()"
             )
-        found = self.weights()
-        if not found:
+        weights = self.weights()
+        if not weights:
             raise RuntimeError(
                 f"{self!r} has no trained weights to load: they are in the modules that were passed in args"
             )
-        if position is None and len(found) == 1:
-            (position,) = found
-        if position not in found:
-            raise ValueError(f"position={position!r} must be one of {', '.join(map(repr, found))}")
-        load_into(module, position, found[position])
+        if position is None and len(weights) == 1:
+            (position,) = weights
+        if position not in weights:
+            raise ValueError(f"position={position!r} must be one of {', '.join(map(repr, weights))}")
+        load_into(module, position, weights[position])
 
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
@@ -355,8 +356,8 @@ class Job(Generic[T]):
         """Compare the local variables of the same function across all ranks; differences come first.
 
         The function is the one that failed, or the innermost function of the user's code on the first rank. If other
-        ranks are not in it, it is the innermost caller that all ranks are in. Tensors and arrays are compared by shape,
-        data type and device, numbers and text by value, and containers by length.
+        ranks are not in it, it is the innermost caller that is active on all ranks. Tensors and arrays are compared
+        by shape, data type and device, numbers and text by value, and containers by length.
 
         Args:
             timeout_s: how long to wait for the answers.
@@ -393,7 +394,7 @@ class Job(Generic[T]):
         self.requests.stop()
 
     def stacks(self) -> str:
-        """Return the present line of every rank in the user's code, with equal lines merged. Takes up to a second.
+        """Return the current line of every rank in the user's code, with equal lines merged. Takes up to a second.
 
         If no rank makes progress, a line names the ranks that the others wait for.
         """
@@ -443,7 +444,7 @@ class Job(Generic[T]):
     def emit(self, event: Event) -> None:
         """Update the job from an event, and send it to the listeners."""
         if isinstance(event, Started):
-            # In the order of ranks, whichever started first; made anew, since other threads may be reading it.
+            # Sorted by rank. A new dict, because other threads may be reading the old one.
             self.pids = dict(sorted({**self.pids, event.rank: event.pid}.items()))
             self.status = "running"
             self._launch_settled.set()
@@ -457,7 +458,7 @@ class Job(Generic[T]):
             and event.rank < 0
             and not self.spec.is_session
         ):
-            if event.text in self._warnings:  # several ranks have noticed the same
+            if event.text in self._warnings:  # several ranks report the same
                 return
             self._warnings.add(event.text)
         if isinstance(event, Note) and not notes.is_shown(event):
@@ -476,16 +477,16 @@ class Job(Generic[T]):
         self._listeners = []
 
     def ends_within(self, timeout: float | None = None) -> bool:
-        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended."""
+        """Wait up to ``timeout`` seconds for the end; return whether the job has ended."""
         while timeout is None and not self._ended.wait(_LOOK_S):
-            pass  # an interrupt that the system has given to another thread is seen between two looks
+            pass  # an interrupt that the system delivered to another thread is handled between two waits
         return self._ended.wait(timeout)
 
     def raise_if_not_started(self) -> None:
         """Raise the error that kept the workers of a background job from starting, if any.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted, and has ended.
+            KeyboardInterrupt: the job was interrupted and has ended.
             BaseException: the error.
         """
         __tracebackhide__ = True
@@ -495,7 +496,7 @@ class Job(Generic[T]):
         assert self.outcome is not None, "the job still runs"
         self.outcome.raise_error()
         if is_interrupted:
-            raise KeyboardInterrupt  # it is done all the same
+            raise KeyboardInterrupt  # the job is done nevertheless
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Set the function that shows this job in the running cell; it returns False if it can't."""
@@ -528,12 +529,12 @@ class Job(Generic[T]):
         Raises:
             RuntimeError: no worker can be asked.
         """
-        found = self.find_debugger()
+        debugger = self.find_debugger()
         if not self.spec.post_mortem:
             raise RuntimeError(
                 f"the ranks of {self!r} can be inspected only if the job was launched with post_mortem=True"
             )
-        return found
+        return debugger
 
     @property
     def _outcome(self) -> JobOutcome:
@@ -578,12 +579,14 @@ def remember(job: Job) -> None:
 
 
 def jobs_at_breakpoints() -> list[tuple[float, Job]]:
-    """Return the jobs with a rank at a ``breakpoint()``, and when the last rank reached it, by ``monotonic()``.
+    """Return the jobs with a rank at a ``breakpoint()``, each with the ``monotonic()`` time of the last arrival.
 
     Only background jobs count: a cell that waits for its job prompts the user itself.
     """
-    found = [(job, job.debugger) for job in list(_jobs) if job.is_running]
-    return [(debugger.stopped_s, job) for job, debugger in found if debugger is not None and debugger.prompts]
+    running = [(job, job.debugger) for job in list(_jobs) if job.is_running]
+    return [
+        (debugger.stopped_s, job) for job, debugger in running if debugger is not None and debugger.prompts
+    ]
 
 
 def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:

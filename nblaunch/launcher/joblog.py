@@ -2,15 +2,15 @@
 
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
-                                       where another container has made that one, a random number besides
-        .nblaunch_job.json             stamps the folder as ours: its name, its kernel and its machine
+                                       a random number, too, if another container has used that name
+        .nblaunch_job.json             marks the folder as ours: its name, kernel and machine
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Logs of ended jobs stay, so that you can read them after a crash; the oldest jobs are pruned. Only a folder with our
-stamp is ever removed, because the log folder may contain other things. A job's folder that was renamed or copied stays.
-The folder of a running job is locked, so that cleaners of temporary files skip it.
+Logs of ended jobs stay, so that you can read them after a crash; the oldest jobs are pruned. Only folders with our
+stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs stay. A
+running job locks its folder, so that cleaners of temporary files skip it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from nblaunch.wire import schema
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
-"""jobs of a kernel. Most prune once their workers run; those that are over before that must not pile up."""
+"""Jobs of a kernel. Most jobs prune once their workers run; very short jobs, which end before, must not pile up."""
 
 _STAMP_NAME = ".nblaunch_job.json"
 
 _REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
 _in_use: set[Path] = set()
-"""Folders of this process's jobs that still run."""
+"""Folders of this process's running jobs."""
 
 
 @dataclass(frozen=True)
 class _Stamp:
-    """Says that a folder is a job's.
+    """Marks a folder as a job's.
 
     Args:
         job: name of the folder.
-        process: that watches the job.
+        process: process that watches the job.
     """
 
     job: str
@@ -61,7 +61,7 @@ class _Stamp:
 
 
 class LogFolder:
-    """The log files of a job, to be read.
+    """The log files of a job, for reading.
 
     Args:
         path: path of its folder.
@@ -84,7 +84,7 @@ class LogFolder:
         return os.open(path, flags)
 
     def _names(self) -> list[str]:
-        """Return the names of what is in the folder."""
+        """Return the names of the folder's entries."""
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def log_path(self, rank: int, attempt: int = 0) -> Path:
@@ -108,11 +108,12 @@ class JobLog(LogFolder):
     """The new log folder of a job.
 
     Args:
-        folder: where jobs' folders are; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
-        name: name of the job's folder; None = from the time and this process.
+        folder: folder of all jobs' folders; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary
+            folder.
+        name: name of the job's folder; None = made from the time and this process.
 
     Raises:
-        LaunchError: the folder can't be made, or belongs to another user.
+        LaunchError: the folder can't be created, or belongs to another user.
     """
 
     def __init__(self, folder: str | None = None, name: str | None = None) -> None:
@@ -130,7 +131,7 @@ class JobLog(LogFolder):
     def mark(self) -> None:
         """Stamp the folder as ours, and lock it until the end of the job."""
         stamp = _Stamp(self.path.name, ProcessMark.own())
-        # On a full disk it stays without; then it is not pruned, and there is nothing in it that takes room.
+        # On a full disk the folder stays unstamped. It is then never pruned, but it is almost empty.
         with suppress(OSError):
             (self.path / _STAMP_NAME).write_bytes(schema.dump(stamp) + b"\n")
         self._unlock()
@@ -150,7 +151,7 @@ class JobLog(LogFolder):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _unlock(self) -> None:
-        # A forked child had it closed at once, and may use the number otherwise.
+        # A forked child closed the descriptor at once and may have reused its number.
         if self._lock_fd >= 0 and self._pid == os.getpid():
             descriptors.close(self._lock_fd)
         self._lock_fd = -1
@@ -161,8 +162,8 @@ class JobLog(LogFolder):
     def prune(self) -> None:
         """Remove the oldest jobs beyond ``NBLAUNCH_KEEP_JOBS``.
 
-        It takes milliseconds, so it is called while workers run. Every twentieth job calls it before its start as well,
-        because short jobs end without it.
+        Pruning takes milliseconds, so it happens while workers run. Every twentieth job also prunes before its start,
+        because short jobs end before they prune.
         """
         _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
 
@@ -181,7 +182,7 @@ class JobLog(LogFolder):
         except OSError as error:
             refusal = _refusal(f"can't create the logs of the ranks in {folder}", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the folder is not empty
                 self.path.rmdir()
             raise refusal from error
 
@@ -200,13 +201,13 @@ class JobLog(LogFolder):
 
 
 def _make_folder(root: Path, name: str | None, number: int) -> Path:
-    """Make the folder of a job, as :class:`JobLog` describes it; return its path."""
+    """Create the folder of a job as :class:`JobLog` describes; return its path."""
     path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{number}")
     try:
         path.mkdir(mode=0o700)
     except OSError as error:
         if isinstance(error, FileExistsError) and name is None:
-            # Of another container, in which a process has the same number.
+            # Another container created it, in which a process has the same number.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
         raise _refusal(f"can't create the job's log folder {path}", path, error) from error
     return path
@@ -236,7 +237,7 @@ def log_root(folder: str | None = None) -> Path:
 def _temporary_root() -> Path:
     try:
         folder = tempfile.gettempdir()
-    except FileNotFoundError as error:  # it writes a file to each that might be one
+    except FileNotFoundError as error:  # gettempdir() writes a file to each candidate
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         why = disk.reason(Path("/tmp"), full)
         raise LaunchError(f"no temporary folder is writable for logs: {why}. {_REMEDY}") from error
@@ -248,7 +249,7 @@ def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
-    """Return when a folder was made, it, and what watches its job; None if it is not a job's, or was moved."""
+    """Return the creation time, the folder and the watching process; None if it is not a job's folder or was moved."""
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()
@@ -257,11 +258,11 @@ def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
         stamp = schema.load(_Stamp, path.read_bytes())
         return (status.st_mtime_ns, folder, stamp.process) if stamp.job == folder.name else None
     except (OSError, ValueError):
-        return None  # it is not one that we have written
+        return None  # we did not write this file
 
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``max_jobs``, but none that runs, nor may run, in whichever process."""
+    """Remove the oldest jobs beyond ``max_jobs``, except jobs that run or may run in any process."""
     names = [name for name in os.listdir(root) if name != current]
     if len(names) < max_jobs:
         return
@@ -270,7 +271,7 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
         (made_ns, folder, process, state)
         for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
         if (state := process.state(made_ns / 1e9)) in _VISIBLE
-        # A machine that is a copy of this one may have begun it before this one was started.
+        # A copy of this machine may have started the job before this machine was started.
         and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
     ]
     for _, folder, process, state in ours[: max(0, len(ours) - (max_jobs - 1))]:

@@ -1,4 +1,4 @@
-"""Read the log files of workers, while they grow or afterwards, and limit their size.
+"""Read the log files of workers while they grow or afterwards, and limit their size.
 
 If a file exceeds its limit, its end is kept. The rank and its children write to one open file, so the launcher can
 neither rename nor truncate it without losing output. Instead, it frees the blocks at the beginning (a hole, see
@@ -29,13 +29,13 @@ _BLOCK_BYTES = 1 << 16
 """A multiple of every file system's blocks, so that whole blocks are freed."""
 
 _CHECK_S = 1.0
-"""Between two looks at whether the file still has its name."""
+"""Seconds between checks that the file still has its name."""
 
 Opener = Callable[[str, int], int]
 """Opens a path with flags, like ``opener`` of :func:`open`."""
 
-# Gloo's "Rank N is connected" line, which torch 2.8 and 2.9 print per group and no setting silences; hidden, unless
-# peers are missing. It stays in the files.
+# Gloo's "Rank N is connected" line. torch 2.8 and 2.9 print it per group, and no setting silences it. Hidden unless
+# peers are missing; it stays in the files.
 _ALL_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\r?"
 )
@@ -69,13 +69,13 @@ class LogTail:
         self._max_bytes = max_bytes
         self._opener = opener or os.open
         self._keeps_file = keeps_file
-        self._copy_fd = -1  # of a file that was removed
+        self._copy_fd = -1  # copy of a removed file
         self._next_check_s = 0.0
         self._kept_from = 0
         self._fd = -1
         self._line = _Line()
         self._status = ""
-        if keeps_file:  # before anything can remove it
+        if keeps_file:  # before another process can remove it
             self._is_open()
 
     def read(self, max_bytes: int = _MAX_BYTES_A_TICK) -> list[Event]:
@@ -107,15 +107,15 @@ class LogTail:
 
     @property
     def position(self) -> int:
-        """How far the file was read, in bytes."""
+        """Number of bytes read so far."""
         return os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
 
     def follow_restored(self) -> None:
-        """Continue in the file with which its launcher replaced a removed one; both begin with the same bytes."""
+        """Continue in the file with which the launcher replaced a removed file; both begin with the same bytes."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return
         position = self.position
-        with suppress(OSError):  # it is not there yet
+        with suppress(OSError):  # it does not exist yet
             fd = self._opener(str(self._path), os.O_RDONLY | os.O_CLOEXEC)
             os.lseek(fd, position, os.SEEK_SET)
             descriptors.close(self._fd)
@@ -123,10 +123,10 @@ class LogTail:
             descriptors.keep_from_children(fd)
 
     def _take(self, max_bytes: int) -> bytes:
-        """Return bytes that were not read yet; none at the end of the file."""
+        """Return the next unread bytes; none at the end of the file."""
         if not self._is_open():
             return b""
-        if self._max_bytes is None:  # else only this object makes holes, and skips them as it does
+        if self._max_bytes is None:  # otherwise only this object makes holes, and skips them itself
             _skip_hole(self._fd)
         chunk = os.read(self._fd, min(_READ_BYTES, max_bytes))
         if self._copy_fd >= 0 and chunk:
@@ -135,7 +135,7 @@ class LogTail:
         return chunk
 
     def _restore(self) -> None:
-        """Put the file back where it was removed, as far as it was read; the rest follows as it is read."""
+        """Restore a removed file up to the read position; the rest follows as it is read."""
         now_s = time.monotonic()
         if not self._keeps_file or self._fd < 0 or now_s < self._next_check_s:
             return
@@ -151,8 +151,8 @@ class LogTail:
                     at += os.pwrite(file.fileno(), chunk, at)
                 copy_fd = os.dup(file.fileno())
         except FileExistsError:
-            return  # it is another's
-        except OSError:  # tried again at the next look
+            return  # another process created it
+        except OSError:  # tried again at the next check
             with suppress(OSError):
                 self._path.unlink()
             return
@@ -168,7 +168,7 @@ class LogTail:
                 self._fd = self._opener(str(self._path), flags)
                 descriptors.keep_from_children(self._fd)
             except FileNotFoundError:
-                return False  # the worker has not come so far
+                return False  # the worker has not created it yet
             except OSError as error:
                 if not descriptors.have_run_out(error):
                     raise
@@ -176,7 +176,7 @@ class LogTail:
         return True
 
     def _keep_within_limit(self) -> list[Event]:
-        """Drop the beginning of a file that has become too large; what is dropped unread is skipped."""
+        """Drop the beginning of a file that has become too large; skip dropped parts that were not read."""
         if self._max_bytes is None or not self._is_open():
             return []
         size = os.fstat(self._fd).st_size
@@ -224,10 +224,10 @@ class LogTail:
 
 
 class _Line:
-    """A line in progress, as a terminal would show it: what a carriage return has put aside is forgotten.
+    """A line in progress, as a terminal would show it: text before a carriage return is dropped.
 
     Args:
-        data: its beginning.
+        data: beginning of the line.
     """
 
     def __init__(self, data: bytes = b"") -> None:
@@ -237,7 +237,7 @@ class _Line:
         self.add(data)
 
     def add(self, data: bytes) -> None:
-        """Go on with ``data``, which has no newline."""
+        """Append ``data``, which contains no newline."""
         shown = data.rstrip(b"\r")
         if shown:
             start = shown.rfind(b"\r") + 1
@@ -250,7 +250,7 @@ class _Line:
         self._has_returned |= len(shown) < len(data)
 
     def end(self) -> str:
-        """Return the line as text, and begin the next one."""
+        """Return the line as text, and begin the next line."""
         text = _on_screen(self.text)
         if self._num_cut:
             text += f" ... and {formatting.size(self._num_cut)} more in this line; the log has the whole line"
@@ -267,15 +267,15 @@ def _shortened(line: bytes) -> str:
 
 
 def _on_screen(line: bytes) -> str:
-    """Return what a terminal would show of a line: redrawn from its last carriage return on, no control sequences."""
+    """Return a line as a terminal shows it: the text after its last carriage return, without control sequences."""
     text = line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
     return text.replace("\x1b[A", "").rstrip()
 
 
 def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = None) -> str:
-    """Return a rank's log as a terminal shows it, all of it or its end; empty if it never printed.
+    """Return a rank's log as a terminal shows it, whole or only its end; empty if the rank never printed.
 
-    If its beginning was dropped, the first line says how much.
+    If the beginning was dropped, the first line says how much.
     """
     try:
         with open(path, "rb", buffering=0, opener=opener) as file:
@@ -292,7 +292,7 @@ def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = N
 
 
 def _skip_hole(fd: int) -> int:
-    """Go on to where the file has contents again, if it has none here; return the position."""
-    with suppress(OSError):  # this is the end of the file
+    """Skip a hole in the file, if there is one at the current position; return the new position."""
+    with suppress(OSError):  # end of the file
         os.lseek(fd, os.lseek(fd, 0, os.SEEK_CUR), os.SEEK_DATA)
     return os.lseek(fd, 0, os.SEEK_CUR)

@@ -1,6 +1,6 @@
 """The workers' use of the host and its devices, read from outside while they run.
 
-    MemorySampler   events about each rank's host memory, once a second and where its peak rises
+    MemorySampler   events about each rank's host memory, once a second and when its peak rises
     DeviceSampler   events about the utilisation of each rank's device, once a second
 
 Workers are not disturbed. Reading a device takes about a millisecond (NVML for GPUs). Workers report their own use of
@@ -19,10 +19,10 @@ from nblaunch.host import memory, proc
 from nblaunch.host.gpus import DeviceMeter
 
 INTERVAL_S = 1.0
-"""Seconds between two events about a rank."""
+"""Seconds between events about a rank."""
 
-_READING_S = 0.25  # between two readings of a rank's memory
-_RISE = 1.05  # of a peak that is not kept for the next event: the process may not live until then
+_READING_S = 0.25  # between readings of a rank's memory
+_RISE = 1.05  # a peak that rises by this factor is reported at once: the process may die soon
 
 _MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
 
@@ -48,7 +48,7 @@ class DeviceSampler:
         self._first_rank = first_rank
         self._num_workers = num_workers
         self._clock = clock
-        self._next_s = clock() + INTERVAL_S  # workers have not used their devices before
+        self._next_s = clock() + INTERVAL_S  # workers have not used their devices yet
         self._meter: DeviceMeter = backend.open_meter()
 
     def sample(self) -> list[DeviceUse]:
@@ -71,7 +71,9 @@ class DeviceSampler:
 
 @dataclass
 class _Known:
-    """Memory of a rank when its proportional memory was last read; that is None if the system does not report it."""
+    """Memory of a rank at the last reading of its proportional memory, which is None if the system does not report
+    it.
+    """
 
     proportional: int | None
     own_bytes: int
@@ -80,7 +82,7 @@ class _Known:
 
 @dataclass
 class _Use:
-    """Memory of a rank: as it was read last, the most so far, the most when it was reported, when to report it next."""
+    """Memory of a rank: the last reading, the peak, the peak at the last report, and the time of the next report."""
 
     num_bytes: int = 0
     is_proportional: bool = True
@@ -119,15 +121,15 @@ class MemorySampler:
         self._next_proportional_s = self._next_s = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[HostMemory]:
-        """Return the memory of ranks in ``pids`` (rank -> process): once per second, and at once if the peak rises."""
+        """Return the memory of the ranks in ``pids`` (rank -> process), once a second or when the peak rises."""
         now_s = self._clock()
         if pids and now_s >= self._next_proportional_s:
             self._read_one(pids, now_s)
-        # A rank that is left out has ended its function; in a session, another command may follow.
+        # A missing rank has ended its function; in a session, another command may follow.
         self._uses = {rank: use for rank, use in self._uses.items() if rank in pids}
         due = set(pids)
         if now_s < self._next_s:
-            due -= self._uses.keys()  # a short job would end without a figure
+            due -= self._uses.keys()  # otherwise a short job would end without a figure
         else:
             self._next_s = now_s + _READING_S
         for rank in due:
@@ -137,7 +139,7 @@ class MemorySampler:
         return [self._report(rank, now_s) for rank in sorted(due) if self._is_news(rank, now_s)]
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
-        """Read the rank whose number is the oldest; the slower it was, the later the next."""
+        """Read the rank whose reading is the oldest. A slow reading delays the next one."""
         rank = min(pids, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
         own_bytes = self._own_bytes(pids[rank])
         if own_bytes is None:
@@ -146,8 +148,8 @@ class MemorySampler:
         self._next_proportional_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
     def _estimate(self, rank: int, pid: int) -> None:
-        # Workers of a job share the same pages, so until a rank is read, the shared part of another one stands for its
-        # own: a table with the memory of some ranks only would show a wrong sum.
+        # Workers of a job share the same pages. Until a rank is read, the shared part of another rank is used for it,
+        # because a table without some ranks would show a wrong sum.
         sample = self._known.get(rank) or next(iter(self._known.values()), None)
         own_bytes = self._own_bytes(pid)
         if own_bytes is None or sample is None:

@@ -1,6 +1,6 @@
-"""The outcome of a job: the results of its workers, loaded into the kernel's modules and optimizers, or the error.
+"""The outcome of a job: the error, or the workers' results, loaded into the kernel's modules and optimizers.
 
-conclude_job   the report of the last attempt, and what each rank left -> JobOutcome
+conclude_job   the report of the last attempt, and the results of ranks -> JobOutcome
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class JobOutcome:
     """How a job ended.
 
     Args:
-        status: ``"done"``, ``"failed"``, ``"interrupted"``, ``"cancelled"``, or ``"lost"`` of a detached job.
-        error: the exception that the job's result raises; None if there is a result. A job that is done has an error if
-            a return value could not be sent.
+        status: ``"done"``, ``"failed"``, ``"interrupted"``, ``"cancelled"``, or ``"lost"`` for a detached job.
+        error: the exception that ``Job.result`` raises; None if there is a result. A job that is done has an error if
+            it could not send a return value.
         failed_rank: the rank that failed first.
         headline: one line about the failure; empty = the error's own text.
-        advice: what explains the failure, and what to do.
-        is_early: whether it was stopped early on request.
+        advice: explanation of the failure, and what to do.
+        is_early: whether the job was stopped early on request.
         values: rank -> return value, for a job that is done.
         unloaded_weights: argument path -> trained state dict that was loaded into no module, because it does not fit
             the kernel's module or the job is detached.
-        has_lost_weights: whether workers of a job that is done ended before they had sent all trained weights.
+        has_lost_weights: whether workers of a successful job ended before they had sent all trained weights.
         is_released: whether values and weights were released.
     """
 
@@ -70,7 +70,7 @@ class JobOutcome:
         return f"{type(self.error).__name__}: {self.error}"
 
     def with_traceback(self) -> JobOutcome:
-        """Return the same with the error's present traceback, from the user's function on.
+        """Return a copy with the error's current traceback, from the user's function on.
 
         The traceback of a worker's error has the worker's frames (``diagnosis/exceptions.py``). With
         ``engine="inline"``, it begins at the function. ``WorkerDied`` and ``JobHung`` have none.
@@ -80,7 +80,7 @@ class JobOutcome:
         return replace(self, _traceback=from_first_user_frame(self.error.__traceback__))
 
     def released(self) -> JobOutcome:
-        """Return the same without values, weights and variables."""
+        """Return a copy without values, weights and variables."""
         if self.error is not None:
             self.error.__traceback__ = None
         if isinstance(self.error, ResultError):
@@ -97,7 +97,7 @@ class JobOutcome:
         try:
             raise error
         finally:
-            del error  # or the traceback, which refers to this frame, would keep itself alive
+            del error  # otherwise the traceback, which refers to this frame, would keep itself alive
 
 
 def conclude_job(
@@ -112,7 +112,7 @@ def conclude_job(
     An interrupted job gets a new KeyboardInterrupt instead of the workers' exceptions.
 
     Args:
-        attempt: the last one.
+        attempt: the last attempt.
         report: report of this attempt.
         rank_results: rank -> its result.
         pids: rank -> process id.
@@ -150,7 +150,7 @@ def conclude_job(
 
 
 def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
-    """Return the interrupt of a job that is nevertheless done.
+    """Return the KeyboardInterrupt of a job that is nevertheless done.
 
     Args:
         door: expression that returns the value, as text.
@@ -160,7 +160,7 @@ def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
 
 
 def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
-    """Describe the modules that the function of a job without modules in its arguments has trained."""
+    """Describe the modules that the function trained although they are not in its arguments."""
     has_trained = any(reading.loss is not None for reading in report.last_readings)
     if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
         return []
@@ -174,7 +174,7 @@ def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
 def _load_interrupted(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load what an interrupted job has trained, with one note about it; return as :func:`_load_weights` does."""
+    """Load the trained weights of an interrupted job, with one note; return what :func:`_load_weights` does."""
     modules = attempt.plan.modules
     if not modules:
         return {}, [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
@@ -194,7 +194,7 @@ def _load_weights(
     rank_results: Mapping[int, RankResult],
     what: str = "trained weights",
 ) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load ``what`` workers have left into the kernel's modules; return what did not fit them, and notes."""
+    """Load the workers' weights, which notes call ``what``; return the weights that did not fit, and notes."""
     modules, first_rank = attempt.plan.modules, attempt.ranks[0]
     if first_rank not in rank_results:
         return {}, []
@@ -227,7 +227,7 @@ def _load_optimizers(
         return []
     unsent, notes = _unsent(report), []
     loaded: set[int] = set()
-    # Optimizers first: a scheduler would go on from learning rates that its optimizer does not have.
+    # Optimizers first, because a scheduler continues from its optimizer's learning rates.
     for path, optimizer in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
         kind = "scheduler" if is_scheduler(optimizer) else "optimizer"
         name = f"{path_name(path)} ({type(optimizer).__name__})"
@@ -248,16 +248,16 @@ def _load_optimizers(
 
 
 def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
-    """Load a state into an optimizer or scheduler; return why that is not possible, empty if it was done."""
+    """Load a state into an optimizer or scheduler; return why that failed, or an empty string."""
     try:
         optimizer.load_state_dict(dict(state))
-    except Exception as error:  # another model's, or the optimizer's own code refuses
+    except Exception as error:  # the state of another model, or the optimizer rejects it
         return f"it does not fit: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
     return ""
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
-    """Return why ranks whose function returned did not send states that they had announced, by argument path."""
+    """Return why announced states were not sent by ranks whose function returned, by argument path."""
     reasons: dict[ArgPath, str] = {}
     for rank, announced in sorted(report.announced.items()):
         sent = report.sent_states.get(rank, {})
@@ -280,7 +280,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 
 
 def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
-    """Return what to raise when a return value could not travel whole; the parts that could are kept in the error."""
+    """Return the error for a return value that could not be sent as a whole; it contains the parts that could."""
     for rank, result in sorted(rank_results.items()):
         unpicklable = report.returned[rank].value_location.unpicklable
         if unpicklable:

@@ -1,8 +1,8 @@
-"""LaunchPlan: decides how to launch, or why not, before any worker starts.
+"""LaunchPlan: decides before any worker starts how to launch, or why a launch is impossible.
 
 It inspects the machine without creating a device context, because workers can't be forked from a kernel with one. A
 backend may try a fork (``backends/first_use.py``). If devices are unavailable, it ends workers that are kept for the
-debugger and may use them.
+debugger, because they may hold the devices.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class LaunchPlan:
     Args:
         backend: device family of the workers.
         num_processes: number of workers.
-        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for none; for a detached job as
-            requested, until its process decides.
-        reason: why this method, as the end of a sentence.
+        start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``, or ``"inline"`` for no workers; for a detached job
+            the requested method, until its process decides.
+        reason: why this method was chosen, as the end of a sentence.
         num_threads: CPU threads of each worker.
         modules: modules in the arguments whose weights come back, by argument path.
         optimizers: optimizers in the arguments whose states come back, and their schedulers, by argument path.
-        fallback: why workers are not forked although that was not requested, as a sentence; empty otherwise.
-        starts_later: whether workers may start when the launching call has returned: restarts in the background, and
-            starts that wait for other machines, or happen there.
+        fallback: why workers are not forked although the user did not ask for that, as a sentence; empty otherwise.
+        starts_later: whether workers may start after the launching call has returned: restarts in the background, and
+            starts that wait for other machines or happen there.
         warnings: possible problems, one sentence each.
     """
 
@@ -57,7 +57,7 @@ class LaunchPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All fields except the backend, the modules and the optimizers, for other processes."""
+        """All fields except backend, modules and optimizers, for other processes."""
         objects = ("backend", "modules", "optimizers")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in objects}
 
@@ -72,7 +72,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     Raises:
         ValueError: more processes than devices, a precision that the device does not support, an argument that can't
             work in another process, or an invalid environment variable of :mod:`nblaunch.env`.
-        RuntimeError: called inside a worker; or the backend can't be used on this machine.
+        RuntimeError: the caller is a worker, or the backend can't be used on this machine.
         LaunchError: the devices or the requested start method can't be used from this kernel.
     """
     if context.is_worker():
@@ -86,7 +86,8 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         _refuse_beside_inline(spec, background)
     if spec.is_on_nodes:
         return _plan_on_nodes(spec)
-    # Workers of a detached job start in a process of its own, which makes its own plan: this one may be unsafe to fork.
+    # Workers of a detached job start in the job process, which makes its own plan; this process may be unsafe to
+    # fork.
     starts_here = not (spec.is_detached and background)
     starts_later = starts_here and _starts_later(spec, background)
     if starts_later and background and spec.start_method == "fork":
@@ -94,7 +95,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     backend = backends.choose(spec.backend)
     refusal = backend.launch_refusal()
     if refusal is not None and debug_client.latest_kept_failure() is not None:
-        # Workers that are kept for the debugger may be those that have the devices.
+        # Workers that are kept for the debugger may hold the devices.
         debug_client.release_kept_failures()
         refusal = backend.launch_refusal()
     if refusal is not None:
@@ -129,9 +130,9 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
 
 
 def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
-    """Return what this process decides of a launch on other machines: each of these makes a plan of its own.
+    """Return this process's part of the plan for a launch on other machines, each of which makes its own plan.
 
-    The backend is a stand-in until the nodes have answered, and so is the number of processes where it is left open.
+    The backend is a placeholder until the nodes have answered, and so is the number of processes if it is not set.
     """
     return LaunchPlan(
         backend=backends.find("cpu"),
@@ -147,14 +148,14 @@ def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
 
 
 def _synced_optimizers(spec: LaunchSpec) -> Mapping[ArgPath, Any]:
-    """Return the optimizers and schedulers whose state is to come back.
+    """Return the optimizers and schedulers whose states come back.
 
     Raises:
-        ValueError: it is asked for, and there is none.
+        ValueError: ``sync_optimizers=True`` but there is no optimizer.
     """
     if not spec.sync_optimizers:
         return {}
-    optimizers = optimizers_in(spec.args)  # schedulers are with their optimizers, never alone
+    optimizers = optimizers_in(spec.args)  # schedulers come with their optimizers, never alone
     if not optimizers:
         raise ValueError(
             "sync_optimizers=True, but there is no optimizer in args; build the optimizer in the notebook and pass "
@@ -186,7 +187,7 @@ def _starts_later(spec: LaunchSpec, background: bool) -> bool:
 
 
 def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
-    """Refuse what only worker processes can do, rather than ignore it."""
+    """Reject settings that only worker processes can honour, instead of ignoring them."""
     asked: dict[str, Any] = {"background": True} if background else {}
     for field_, use in uses():
         value = getattr(spec, field_.name)
@@ -251,7 +252,7 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
 
 
 class _Start(NamedTuple):
-    """How workers start: the method, the reason for it, and the plan's sentence where it is not the usual one."""
+    """How workers start: the method, the reason for it, and the plan's sentence if the method is unusual."""
 
     method: str
     reason: str
@@ -262,12 +263,12 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
     """Decide how workers start.
 
     Raises:
-        LaunchError: a fork was asked for, and is not possible here.
+        LaunchError: the user requested a fork, which is not possible here.
     """
     if spec.engine == "inline":
         return _Start("inline", "as requested, the function runs in the kernel")
     hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
-    # A forkserver forks, too: on macOS that does not help, however clean the process is.
+    # A forkserver also forks, which fails on macOS even from a clean process.
     otherwise = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
@@ -287,7 +288,7 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
 
 
 def _overlooked(chosen: Backend) -> tuple[str, ...]:
-    """Return a sentence for each device that is here and idle because something is missing."""
+    """Return a sentence for each device that stays idle because something is missing."""
     others = (
         backend
         for backend in backends.discover().values()
@@ -297,13 +298,13 @@ def _overlooked(chosen: Backend) -> tuple[str, ...]:
 
 
 def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
-    """Return each worker's share of the cores, unless it was given."""
+    """Return the requested number of threads, or each worker's share of the cores."""
     return spec.threads_per_process or env.read("OMP_NUM_THREADS") or max(1, usable_cores() // num_processes)
 
 
-# --- an Accelerator of Hugging Face Accelerate, made in the notebook -------------------------------------------------
-# Its states join the worker in which it is used (wire/accelerate_states.py), but what it has prepared in the notebook
-# is for one process: ranks would train without each other, unnoticed. (nblaunch's own notices by itself.)
+# --- an Accelerator of Hugging Face Accelerate from the notebook -------------------------------------------------
+# Its states join the worker that uses it (wire/accelerate_states.py), but objects that it prepared in the notebook
+# are for one process: ranks would silently train separately. (nblaunch's own Accelerator detects this itself.)
 
 _HAS_PREPARED = (
     "an accelerate.Accelerator that prepared objects in the notebook for one process, so the ranks would train "
@@ -312,10 +313,10 @@ _HAS_PREPARED = (
 
 
 def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
-    """Return a sentence for each that the function uses without getting it in its arguments.
+    """Return a sentence for each Accelerator that the function uses without an argument.
 
     Raises:
-        ValueError: there is one in the arguments.
+        ValueError: an argument is such an Accelerator.
     """
     for position, arg in enumerate(spec.args):
         if _has_prepared(arg):

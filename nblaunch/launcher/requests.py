@@ -1,11 +1,11 @@
 """Requests to a running job, from signal handlers, buttons and threads.
 
-    stop()         ``accelerator.should_stop`` is true from the same step on in all ranks; loops that read it end
-    terminate(s)   stop, and interrupt when ``s`` seconds are over; the second time at once
-    interrupt()    KeyboardInterrupt in all workers; the second time they are killed
-    cancel()       all workers are killed
-    ask_stacks()   where every rank is, as text
-    ask_logs()     all that was printed by now is shown, as after a command of a session
+    stop()         ``accelerator.should_stop`` becomes true at the same step on all ranks; loops that read it end
+    terminate(s)   stop, and interrupt after ``s`` seconds; the second call interrupts at once
+    interrupt()    KeyboardInterrupt in all workers; the second call kills them
+    cancel()       kills all workers
+    ask_stacks()   returns the position of every rank, as text
+    ask_logs()     shows all output so far, as after a session's command
 
     any thread, any signal handler ── counts, flags, queries ─────> JobRequests <── the supervisor reads
                                    └─ one byte ──> WakePipe ─────────────────────> wakes its wait loop
@@ -31,7 +31,7 @@ _NO_WORKER = "no worker of the job is running"
 
 
 class WakePipe:
-    """A pipe that wakes a wait loop. Its descriptors stay open while anything refers to it.
+    """A pipe that wakes a wait loop. Its descriptors stay open while any object refers to it.
 
     There is no ``close``: a thread or signal handler in the middle of :meth:`wake` could then write its byte into
     another file with the same number. Drop the last reference instead.
@@ -56,7 +56,7 @@ class WakePipe:
 
     def wake(self) -> None:
         """Wake the wait loop."""
-        with suppress(BlockingIOError):  # full: the loop has been woken often enough
+        with suppress(BlockingIOError):  # the pipe is full, so the loop will wake anyway
             os.write(self._writing, b"!")
 
     def empty(self) -> None:
@@ -65,7 +65,7 @@ class WakePipe:
             os.read(self.reading, 4096)
 
     def __del__(self) -> None:
-        # A forked child had them closed at once, and may use the numbers otherwise.
+        # A forked child closed the descriptors at once and may have reused their numbers.
         if self._pid == os.getpid():
             descriptors.close(self.reading, self._writing)
 
@@ -117,7 +117,7 @@ class JobRequests:
         return len(self._interrupts)
 
     def interrupt(self) -> None:
-        """Ask workers to end, with grace; the second time kill them."""
+        """Interrupt the workers, with a grace period; the second call kills them."""
         self._interrupts.append(None)
         self.endings += 1
         self._wake()
@@ -153,7 +153,9 @@ class JobRequests:
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        if not self._is_answering:  # a look after the append: the end of answering refuses what is there
+        if (
+            not self._is_answering
+        ):  # after the append, because the end of answering rejects only earlier queries
             self._refuse_queries()
         self._wake()
         return query
@@ -165,7 +167,7 @@ class JobRequests:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Let the caller answer queries within the block; queries left at its end are refused."""
+        """Let the caller answer queries within the block; queries left at its end are rejected."""
         self._is_answering = True
         try:
             yield
@@ -180,13 +182,13 @@ class JobRequests:
         return taken
 
     def answer(self, query: Query, text: str) -> None:
-        """Answer a query, unless it was cancelled or refused before."""
+        """Answer a query unless it was already cancelled or rejected."""
         self._taken_queries.discard(query)
         with suppress(InvalidStateError):
             query.set_result(text)
 
     def close(self) -> None:
-        """Handle the end of the job: later requests are counted but have no effect."""
+        """Mark the job as ended: later requests are counted but have no effect."""
         self._pipe = None
 
     def _refuse_queries(self) -> None:
@@ -195,13 +197,13 @@ class JobRequests:
                 self.answer(query, _NO_WORKER)
 
     def _wake(self) -> None:
-        pipe = self._pipe  # held until the byte is written, whatever happens meanwhile
+        pipe = self._pipe  # a reference keeps the pipe open until the byte is written
         if pipe is not None:
             pipe.wake()
 
 
 def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
-    """Take out everything, while other threads may do the same."""
+    """Remove and yield all queries; other threads may do the same at the same time."""
     while True:
         try:
             yield pop()
@@ -214,7 +216,7 @@ def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
     """Let SIGINT call ``request()`` within the block instead of raising an exception at a random line.
 
     This works only in the main thread; elsewhere nothing changes. The previous handler is always restored. A SIGINT
-    that was held back before the block counts as a request.
+    that was blocked before the block counts as a request.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -225,5 +227,5 @@ def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
             request()
         yield
     finally:
-        # getsignal() of a handler that was not set from Python is None, which signal() does not take back.
+        # getsignal() returns None for a handler that Python did not set, and signal() does not accept None.
         signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)

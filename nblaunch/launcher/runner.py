@@ -1,12 +1,12 @@
 """JobRunner: runs a job to its end, attempt after attempt, until one succeeds or no restart is left.
 
     start    in the main thread, while the kernel runs no other code: announce the job, start the first workers
-    finish   in that thread or another: supervise them, start them again after a failure, load what they leave
+    finish   in that thread or another: supervise the workers, restart them after failures, load their results
 
 A launch in another thread starts its workers in the thread that finishes it, because the system kills them when the
 thread that started them ends (``PR_SET_PDEATHSIG``).
 
-The caller holds it as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in ``nodes/link.py``),
+The caller sees it as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in ``nodes/link.py``),
 start only prepares the job; attempts start in finish, once all nodes have met.
 """
 
@@ -54,20 +54,21 @@ _REMEDY = (
 )
 
 _KEPT = (
-    "{} stay where they were: in the next cell, nblaunch.debug() opens pdb at the failure, and "
+    "{} stay where they were. In the next cell, nblaunch.debug() opens pdb at the failure, and "
     "last_job().inspect('name') and last_job().compare() show variables of every rank. The workers end with "
     "the next launch, last_job().release(), or after 30 minutes"
 )
 
 _KEPT_S = 1800.0
-"""How long workers are kept at most."""
+"""How long workers are kept for the debugger."""
 
 _LOOK_S = 0.05
-"""Between two looks for signals whose handlers are held back."""
+"""Seconds between checks for delayed signal handlers."""
 
 
 class JobRunner(Job):
-    """Runs one job, once. On several machines it is a ``NodeRunner`` (``nodes/link.py``), which has other attempts.
+    """Runs one job, once. On several machines, the subclass ``NodeRunner`` (``nodes/link.py``) runs different
+    attempts.
 
     Args:
         spec: what to run.
@@ -75,14 +76,14 @@ class JobRunner(Job):
         listeners: receive its events.
         on_prompts: called with the runner while ranks wait for input to pdb.
         log: the job's log folder; None = a new one.
-        requests: requests to the job, if there can be some before it starts.
+        requests: requests to the job, if there may be some before it starts.
 
     Attributes:
         spec: what to run; a job that has ended drops the function and its arguments.
         plan: how its workers start; a job that has ended drops the modules in the arguments.
-        command_connections: rank -> connection for commands in the present attempt; empty = no commands.
+        command_connections: rank -> connection for commands in the current attempt; empty = no commands.
         past_failures: one line for each attempt that failed.
-        slots: rank -> its slot of the board, in the present attempt.
+        slots: rank -> its slot of the board, in the current attempt.
 
     Raises:
         LaunchError: the system refused a pipe or the log folder.
@@ -121,7 +122,7 @@ class JobRunner(Job):
                 already returned on every rank. The rest of the cell must not run.
         """
         with ExitStack() as stack:
-            if not self._is_inline:  # there the function's handlers count
+            if not self._is_inline:  # an inline function's own handlers apply
                 stack.enter_context(signal_handlers.held_back())
                 stack.enter_context(interrupts_as_requests(self.requests.interrupt))
             self._start()
@@ -132,7 +133,7 @@ class JobRunner(Job):
     def run_in_background(self) -> None:
         """Start the workers and continue in a thread; return when they run or could not be started.
 
-        An interrupt meanwhile ends the job, and this returns when it has ended.
+        An interrupt during the start ends the job; this method then returns after its end.
 
         Raises:
             BaseException: the exception of a signal handler; the job has ended.
@@ -172,7 +173,7 @@ class JobRunner(Job):
             while not self._launch_settled.wait(_LOOK_S):
                 signal_handlers.run_arrived()
             signal_handlers.run_arrived()
-        except BaseException:  # raised by a handler, so that the caller does not get this job
+        except BaseException:  # raised by a handler, so the caller never gets this job
             self.requests.cancel()
             self._ended.wait()
             raise
@@ -198,7 +199,7 @@ class JobRunner(Job):
     def _start_job(self) -> None:
         """Announce the job, prepare later starts, start the first workers.
 
-        Where the function runs in this process, nothing starts here: :meth:`_finish` calls it.
+        Nothing starts here if the function runs in this process; :meth:`_finish` calls it.
         """
         self._announce_attempt()
         self._prepare_starts()
@@ -208,7 +209,7 @@ class JobRunner(Job):
             self._start_attempt()
 
     def _prepare_starts(self) -> None:
-        """Emit what may go wrong, and save the call and random states for starts that come later."""
+        """Emit warnings, and save the call and the random states for later starts."""
         for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
         if self.spec.max_restarts > 0:
@@ -217,24 +218,24 @@ class JobRunner(Job):
             self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
 
     def _finish(self) -> None:
-        """Go on to the end from what :meth:`_start` has started; nothing if that has ended the job."""
+        """Run the job that :meth:`_start` has started to its end; do nothing if it has already ended."""
         if not self.is_running:
             return
         try:
             outcome = self._run_inline() if self._is_inline else self._finish_workers()
         except BaseException as error:
-            if isinstance(error, LaunchError) and self.past_failures:  # or these would be lost with it
+            if isinstance(error, LaunchError) and self.past_failures:  # otherwise past failures would be lost
                 text = f"the job could not be restarted: {error}"
                 error = LaunchError("\n".join([text, *self.past_failures]))
             outcome = JobOutcome.of_error(error)
         self._end(outcome)
 
     def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
-        """Finish the job in a thread of its own, and stay while workers are kept, or they would end with the thread.
+        """Finish the job in its own thread. The thread stays while workers are kept, because they end with it.
 
         Args:
-            starts_here: start the workers first: the calling thread has not, since it may end before they do.
-            begun: set when they have been started.
+            starts_here: start the workers in this thread, because the calling thread may end before them.
+            begun: set when the workers have started.
         """
         try:
             if starts_here:
@@ -252,7 +253,7 @@ class JobRunner(Job):
             self._publish(JobOutcome.of_error(error))
         finally:
             self._release()
-            self._launch_settled.set()  # after the end, for which those that wait for this look next
+            self._launch_settled.set()  # set after the end, which waiting threads check next
 
     def _publish(self, outcome: JobOutcome) -> None:
         """Set the outcome of the job, and send it to the listeners as their last event."""
@@ -273,7 +274,7 @@ class JobRunner(Job):
         self._close_listeners()
 
     def _release(self) -> None:
-        """Give up the call and what was prepared for further starts, and end workers that are not watched yet."""
+        """Release the call and the preparations for further starts, and end workers that are not supervised yet."""
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
@@ -293,24 +294,24 @@ class JobRunner(Job):
     # --- attempts ------------------------------------------------------------------------------------------------
 
     def _must_not_restart(self, report: AttemptReport) -> bool:
-        """Return whether an interrupt, cancel or SIGTERM has come, even after the attempt had failed."""
+        """Return whether an interrupt, cancel or SIGTERM came, even after the attempt failed."""
         requests = self.requests
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
     def _next_attempt(self) -> None:
-        """Number the next attempt, and decide anew how its workers start."""
+        """Number the next attempt, and decide again how its workers start."""
         self.attempt += 1
         self.pids = {}
         self.plan = replan_start_method(self.plan, self.spec)
 
     def _record_failure(self, report: AttemptReport) -> str:
-        """Record the failure of this attempt in a line, which the errors of later ones repeat; return the line."""
+        """Record the failure of this attempt as a line, which errors of later attempts repeat; return the line."""
         failure = failure_of(report, self.pids, self.log, self.attempt)
         self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]
 
     def _finish_workers(self) -> JobOutcome:
-        """Run the attempts to the last, and conclude the job: its weights are loaded."""
+        """Run all attempts, conclude the job and load its weights."""
         report, rank_results = self._finish_attempts()
         outcome, notes = conclude_job(
             self._make_attempt(), report, rank_results, self.pids, self.past_failures
@@ -322,7 +323,7 @@ class JobRunner(Job):
         return outcome
 
     def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Watch the workers, and start them again after failures; return the last report, and rank -> what it left."""
+        """Supervise the workers and restart them after failures; return the last report, and the results by rank."""
         report, rank_results = self._supervise()
         while self._wants_restart(report):
             self._restart(report)
@@ -330,7 +331,7 @@ class JobRunner(Job):
         return report, rank_results
 
     def _keep_workers(self, supervisor: Supervisor, report: AttemptReport) -> None:
-        """Keep the workers that still run until :attr:`kept` is released."""
+        """Keep the running workers until :attr:`kept` is released."""
         assert self.debugger is not None, "workers are kept for the debugger"
         root = find_root_cause(report)
         failed_rank = root.rank if root is not None else report.kept[0]
@@ -353,7 +354,7 @@ class JobRunner(Job):
         self._start_attempt()
 
     def _make_attempt(self) -> Attempt:
-        """Return the present attempt, as it is planned now. Only the one that is running has its store's port."""
+        """Return the current attempt as planned. Only a running attempt has the port of its store."""
         number = self.attempt
         return Attempt(self.spec, self.plan, number, number, self.topology, self.log, self._saved)
 
@@ -372,9 +373,9 @@ class JobRunner(Job):
         )
 
     def _start_from_launch_states(self) -> RunningAttempt:
-        """Start the workers with the random states of the launch; move this process's generators on, once.
+        """Start the workers with the random states of the launch; advance this process's generators, once.
 
-        A restart replays the numbers of the first attempt, as a script that runs again with its seed.
+        A restart repeats the random numbers of the first attempt, like a script that is run again with its seed.
         """
         attempt = self._make_attempt()
         if self.attempt == 0:
@@ -393,7 +394,7 @@ class JobRunner(Job):
                 slot.keeps_weights = int(wanted)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Watch the workers that have been started to their end; return the report, and rank -> what it left."""
+        """Supervise the started workers to their end; return the report, and the results by rank."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None
         report, rank_results = supervisor.run()
@@ -436,9 +437,9 @@ class _KeptWorkers(KeptFailure):
     """The workers of a failed job.
 
     Args:
-        supervisor: has watched them so far.
-        debugger: client of the debugger in each of them.
-        failed_rank: with the root cause.
+        supervisor: supervisor of these workers.
+        debugger: client of the debugger in each worker.
+        failed_rank: rank with the root cause.
     """
 
     def __init__(self, supervisor: Supervisor, debugger: DebugClient, failed_rank: int) -> None:
@@ -451,7 +452,10 @@ class _KeptWorkers(KeptFailure):
     def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
-        supervisor, self._supervisor = self._supervisor, None  # it has the function and its arguments
+        supervisor, self._supervisor = (
+            self._supervisor,
+            None,
+        )  # the supervisor holds the function and its arguments
         try:
             if supervisor is not None:
                 supervisor.end_kept()
@@ -460,7 +464,7 @@ class _KeptWorkers(KeptFailure):
 
 
 def _clear_variables(error: BaseException) -> None:
-    """Empty the frames of the launcher in which ``error`` and its causes arose: they hold the function's arguments."""
+    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -474,7 +478,7 @@ def _clear_variables(error: BaseException) -> None:
 
 
 def _clear_frames(frame: FrameType | None) -> None:
-    """Empty a frame and those that called it, which it keeps, up to the first that still runs."""
+    """Clear a frame and its callers, up to the first that still runs."""
     with suppress(RuntimeError):
         while frame is not None:
             frame.clear()

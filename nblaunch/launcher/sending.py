@@ -1,10 +1,11 @@
-"""Ranks that still send what their function has made when the user interrupts the job.
+"""Ranks that still send the results of their function when the user interrupts the job.
 
-A first interrupt must not cost a value or weights. So a rank is not signalled between the end of its function and its
-last :class:`nblaunch.events.StateSent`, whatever its own code does meanwhile, as in ``state_dict`` or ``__getstate__``:
+A first interrupt must not lose a value or weights. A rank is therefore not signalled between the end of its function
+and its last :class:`nblaunch.events.StateSent`, whatever its code does meanwhile, such as ``state_dict`` or
+``__getstate__``:
 
     every rank has returned     the launcher waits without a limit; a second interrupt ends the wait
-    some ranks have not         what sends may wait for these in a collective, so it must go on to write
+    some ranks have not         a sending rank may wait for them in a collective, so it must keep writing
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.argument_paths import ArgPath
 
 _STANDSTILL_S = 5.0
-"""How long a rank may write nothing to its outbox while it may wait for a rank that has not returned."""
+"""How long a rank may write nothing to its outbox while some rank has not returned."""
 
 
 class SendingRanks:
-    """Finds the ranks of an attempt that still send, from an interrupt on.
+    """Finds the ranks of an attempt that still send, after an interrupt.
 
     Args:
         running: the workers of the attempt.
-        report: facts about it, kept up to date by the caller.
+        report: report of the attempt, which the caller updates.
     """
 
     def __init__(self, running: RunningAttempt, report: AttemptReport) -> None:
@@ -37,15 +38,15 @@ class SendingRanks:
         self._outboxes = {
             assignment.rank: assignment.outbox_fd
             for assignment in running.assignments
-            if assignment.outbox_fd >= 0  # else the rank has nothing to send
+            if assignment.outbox_fd >= 0  # otherwise the rank has nothing to send
         }
         self._sizes: dict[int, tuple[int, float]] = {}
-        """Rank -> bytes of its outbox, and since when there are so many."""
+        """Rank -> bytes in its outbox, and the time at which they reached this number."""
         self._since_s: float | None = None
         self._is_noted = False
 
     def find(self, alive: Collection[int]) -> set[int]:
-        """Return the ranks among ``alive`` that still send, and that nothing else seems to hold up."""
+        """Return the ranks among ``alive`` that still send and do not seem to be blocked."""
         now = time.monotonic()
         announced = self._report.announced
         sending = {
@@ -57,7 +58,7 @@ class SendingRanks:
         return sending
 
     def describe_wait(self, sending: Collection[int], grace_s: float) -> str:
-        """Return once, after ``grace_s``, what the interrupted job waits for; empty otherwise."""
+        """Return a note, once after ``grace_s``, that says what the interrupted job waits for; empty otherwise."""
         if self._is_noted or self._since_s is None or time.monotonic() - self._since_s < grace_s:
             return ""
         self._is_noted = True
@@ -73,7 +74,7 @@ class SendingRanks:
         return rank not in report.failed and self._is_finishing(rank)
 
     def _is_finishing(self, rank: int) -> bool:
-        """Return whether the function has ended, and the rank has not announced yet what it will send."""
+        """Return whether the function has ended and the rank has not yet announced what it will send."""
         return self._running.board.slot(rank).state is WorkerState.FINISHING
 
     def _have_all_returned(self, alive: Collection[int]) -> bool:

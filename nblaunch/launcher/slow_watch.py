@@ -1,10 +1,10 @@
-"""Watches why steps are slow: takes the ranks' spans, reads how they get processors, and names a cause once it stays.
+"""Explains slow steps from the ranks' spans and their processor time, and names a cause once it persists.
 
     spans ──────────────────────────┐
     /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
 
-A look takes at most a hundredth of the launcher's time. What holds for a moment only, as while a neighbour compiles, is
-not named; what has ended is taken back by a note without text.
+A check takes at most a hundredth of the launcher's time. A brief cause, such as a neighbour that compiles, is not
+named. A note without text withdraws a cause that has ended.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.spans import Span, unpack
 
 CHECK = "slow_steps"
-"""Name by which ``NBLAUNCH_CHECKS`` leaves it out."""
+"""Name of this check in ``NBLAUNCH_CHECKS``."""
 
 _LOOK_S = 1.5
 _MAX_SHARE = 0.01  # of the launcher's time
 _WINDOW_S = 10.0
-_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # of a rank, the last ones: these are looked at
+_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # of a rank, the newest, that are analysed
 _ALL_SPANS = 20_000  # of all ranks
 _NUM_LOOKS = 3  # in a row
 _NUM_LOOKS_UNLESS_FIXED = 6
-_MAX_NOTES = 2  # times that a cause is named, which may come and go
-_BUSY_SHARE = 0.25  # of the time of the busiest thread: other threads of a process help out now and then
+_MAX_NOTES = 2  # per cause, which may come and go
+_BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
 _SUSPICIOUS_WAIT = (
-    0.2  # fraction of the time that a rank waits for a processor, from which its neighbours are read
+    0.2  # fraction of the time that a rank waits for a processor; above it, its neighbours are read
 )
 
 
@@ -53,7 +53,7 @@ class SlowWatch:
     Args:
         running: the attempt.
         emit: receives notes.
-        clock: the monotonic clock, of which the spans are.
+        clock: the monotonic clock of the spans.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class SlowWatch:
         self._num_notes: Counter[object] = Counter()
 
     def receive(self, event: Event) -> None:
-        """Take the use of a rank's device; nothing else is of interest."""
+        """Store the utilisation of a rank's device; ignore other events."""
         if isinstance(event, DeviceUse):
             self._device_uses[event.rank] = event.share
 
     def take(self, spans: Mapping[int, bytes]) -> None:
-        """Take the new spans of ranks, and judge them if it is time."""
+        """Add new spans of ranks, and judge them if a check is due."""
         if not self._is_on:
             return
         for rank, data in spans.items():
@@ -98,7 +98,7 @@ class SlowWatch:
 
     def _judge(self, now_s: float) -> None:
         times = self._step_times(now_s)
-        if not times:  # ranks do not train at the moment: nothing is known
+        if not times:  # nothing is known while ranks do not train
             self._candidate, self._num_seen = None, 0
             return
         pids = {rank: pid for rank, pid in self._group.pids().items() if rank in times}
@@ -108,20 +108,20 @@ class SlowWatch:
         self._note(find_cause(times, uses, machine))
 
     def _step_times(self, now_s: float) -> dict[int, StepTimes]:
-        """Return the times of all ranks; none unless all of them take steps."""
+        """Return the step times of all ranks; empty unless all ranks take steps."""
         times = {}
         for rank, spans in self._spans.items():
-            first = next((place for place, one in enumerate(spans) if one.ended_s >= now_s - _WINDOW_S), None)
-            own = None if first is None else step_times(list(islice(spans, first, None)))
-            if own is None and spans and now_s - spans[-1].ended_s < _WINDOW_S:
-                own = step_times(list(spans))  # long steps
-            if own is None:
+            first = next((i for i, span in enumerate(spans) if span.ended_s >= now_s - _WINDOW_S), None)
+            steps = None if first is None else step_times(list(islice(spans, first, None)))
+            if steps is None and spans and now_s - spans[-1].ended_s < _WINDOW_S:
+                steps = step_times(list(spans))  # long steps
+            if steps is None:
                 return {}
-            times[rank] = own
+            times[rank] = steps
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row, and take it back when it is gone as long."""
+        """Name a cause that was found several times in a row, and withdraw it when it has been absent as often."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause
@@ -142,7 +142,7 @@ class SlowWatch:
 
 
 class _Readings:
-    """The last reading of the system, with which the next one is compared."""
+    """The last reading of the system, for comparison with the next one."""
 
     def __init__(self) -> None:
         self._read_s = 0.0
@@ -151,7 +151,9 @@ class _Readings:
         self._stolen_s = self._throttled_s = 0.0
 
     def read(self, pids: Mapping[int, int], now_s: float) -> tuple[dict[int, Processors], Machine]:
-        """Return how the ranks in ``pids`` (rank -> process) got processors since the last call, and their machine."""
+        """Return the processor time of the ranks in ``pids`` (rank -> process) since the last call, and their
+        machine.
+        """
         elapsed_s = max(now_s - self._read_s, 1e-3)
         before, self._threads = (
             self._threads,
@@ -176,16 +178,16 @@ class _Readings:
         return {rank: _with(use, neighbours.get(rank)) for rank, use in uses.items()}, machine
 
     def _neighbours(
-        self, waiting: Mapping[int, int], own: set[int], elapsed_s: float
+        self, waiting: Mapping[int, int], pids_of_job: set[int], elapsed_s: float
     ) -> dict[int, Neighbour]:
-        """Return the process that takes most of each waiting rank's processor."""
+        """Return, for each waiting rank, the process that uses most of its processor."""
         before, self._processes = self._processes, scheduling.processes() if waiting else {}
-        found: dict[int, Neighbour] = {}
+        neighbours: dict[int, Neighbour] = {}
         for rank, pid in waiting.items():
             rank_use = self._processes.get(pid)
             for other in self._processes.values():
                 last = before.get(other.pid)
-                is_foreign = other.pid not in own and other.posix_session not in own
+                is_foreign = other.pid not in pids_of_job and other.posix_session not in pids_of_job
                 if (
                     rank_use is None
                     or last is None
@@ -194,16 +196,18 @@ class _Readings:
                 ):
                     continue
                 use = (other.cpu_s - last.cpu_s) / elapsed_s
-                if use > (found[rank].use if rank in found else 0.0):
+                if use > (neighbours[rank].use if rank in neighbours else 0.0):
                     limits = scheduling.allowed_processors(pid), scheduling.allowed_processors(other.pid)
-                    found[rank] = Neighbour(other.pid, other.name, use, any(len(one) == 1 for one in limits))
-        return found
+                    neighbours[rank] = Neighbour(
+                        other.pid, other.name, use, any(len(limit) == 1 for limit in limits)
+                    )
+        return neighbours
 
 
 def _use_of(
     pid: int, before: Mapping[int, ThreadTimes], now: Mapping[int, ThreadTimes], elapsed_s: float
 ) -> Processors:
-    """Return how a process got processors between two readings of its threads."""
+    """Return the processor time of a process between two readings of its threads."""
     nothing = ThreadTimes()
     run_s = {thread: times.run_s - before.get(thread, nothing).run_s for thread, times in now.items()}
     wait_s = {thread: times.wait_s - before.get(thread, nothing).wait_s for thread, times in now.items()}

@@ -1,10 +1,10 @@
-"""Collects what ranks spend their time on, and adds it to a file of the attempt, from which timelines are made.
+"""Records how ranks spend their time in a file of the attempt, from which timelines are made.
 
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)
 
-The file is bounded: when it is full, it becomes ``spans.before`` in place of an earlier one, so that the newest spans
-stay. Nothing of it is needed by the job: where it can't be written, the job goes on without a timeline.
+A full file replaces ``spans.before``, so the newest spans stay. The job does not need the file: if it can't be
+written, the job continues without a timeline.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SpanRecorder:
 
     Args:
         running: the attempt.
-        watch: judges the spans as they come.
-        max_bytes: of the file.
+        watch: judges the spans as they arrive.
+        max_bytes: largest size of the file.
         clock: seconds on a clock that never jumps.
     """
 
@@ -62,7 +62,7 @@ class SpanRecorder:
         self._watch.receive(event)
 
     def collect(self, alive: Collection[int] = ()) -> None:
-        """Take the spans since the last call."""
+        """Collect the spans since the last call."""
         spans = {rank: data for rank in self._ranks if (data := self._board.spans(rank).read())}
         if self._is_writable and spans:
             self._pending.append(to_blocks(spans))
@@ -72,11 +72,11 @@ class SpanRecorder:
             self._watch.take(spans)
 
     def end(self) -> None:
-        """Write what was collected last."""
+        """Write the last spans."""
         self.write()
 
     def write(self) -> None:
-        """Write what was collected."""
+        """Write the collected spans."""
         self._next_write_s = self._clock() + _WRITE_S
         data, self._pending = b"".join(self._pending), []
         if not data:
@@ -95,7 +95,7 @@ class SpanRecorder:
 
 
 def recorded(log: LogFolder) -> Iterator[tuple[int, bytes]]:
-    """Yield the ranks and spans of all attempts of a job; each rank has its spans in the order in which they ended."""
+    """Yield (rank, spans) for all attempts of a job; the spans of a rank are in order of their ends."""
     for attempt in log.attempts():
         for name in _NAMES:
             path = str(log.attempt_path(attempt) / name)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _BACKLOG = 1024
-_STORE_DESCRIPTORS = 16  # its event loop, and its connection to itself; with some to spare
+_STORE_DESCRIPTORS = 16  # for its event loop and its connection to itself, with some to spare
 
 
 _running: set[int] = set()
-"""Ports whose store runs in this process, each with a thread of C++ that knows nothing of forks, and is in use."""
+"""Ports of the stores that run in this process, each with a C++ thread that is not safe to fork."""
 
 
 def is_any_store_running() -> bool:
@@ -68,7 +68,7 @@ class StoreHost:
         descriptors.keep_from_children(self._fd)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a worker wants the store; -1 once it runs."""
+        """Return a descriptor that is readable when a worker needs the store; -1 once the store runs."""
         return self._socket.fileno() if self._socket is not None else -1
 
     def start(self) -> None:
@@ -80,9 +80,9 @@ class StoreHost:
         if self._socket is None:
             return
         try:
-            # The store itself would try again for minutes.
+            # The store itself would retry for minutes.
             descriptors.check_room(_STORE_DESCRIPTORS)
-            # The store would leak its descriptors if its thread were refused: ask for one first.
+            # Start a thread first: without threads, the store would fail and leak its descriptors.
             threading.Thread(target=str).start()
             fd = self._socket.detach()
             self._socket = None
@@ -96,7 +96,7 @@ class StoreHost:
             ) from error
 
     def leave_to_kept_workers(self) -> None:
-        """Expect no more clients: the workers are kept for the debugger, and end before others start."""
+        """Expect no more clients, because the workers are kept for the debugger and end before others start."""
         _running.discard(self.port)
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def store_behind(fd: int, address: str, port: int) -> TCPStore:
     import torch
     from torch.distributed import TCPStore
 
-    # Until torch 2.7 the store's newer server, the default, refuses a socket that is open (pytorch/pytorch#150215).
+    # Until torch 2.7, the store's default server rejects an open socket (pytorch/pytorch#150215).
     takes_sockets = torch.__version__ >= "2.8"  # compares versions, not text
     return TCPStore(
         address, port, None, True, wait_for_workers=False, master_listen_fd=fd, use_libuv=takes_sockets

@@ -6,9 +6,9 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
 
-Events, ends, requests, prompts of a debugger and failures of other nodes wake the loop at once (ends are polled where
-the system has no descriptors for them). Logs, the board, memory, use of devices and hangs are looked at by the clock.
-When the last process has ended, pipes, logs and outboxes are read to their end before anything is concluded.
+Events, process ends, requests, debugger prompts and failures of other nodes wake the loop at once (ends are polled if
+the system has no descriptors for them). Logs, the board, memory, device utilisation and hangs are checked by the
+clock. When the last process has ended, pipes, logs and outboxes are read to their end before the outcome is decided.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from nblaunch.wire.stop_agreement import Agreement, Boundary, StopAgreement, on_
 TICK_S = 0.1
 _INSPECTION_S = 0.25
 _BUSY_TICK_S = 0.01
-"""While ranks are being asked something and answer through memory or files, which do not wake the loop."""
+"""Used while ranks answer through memory or files, which do not wake the loop."""
 
 _POLL_S = 0.02
-"""Between polls where the system can't wake us at the end of a process."""
+"""Between polls if the system can't wake the loop at the end of a process."""
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
 _LATE_FAILURES_S = 0.3
-"""From the first failure until its job ends, where its workers are kept."""
+"""From the first failure to the end of its job, if the workers are kept."""
 
 _MAX_NAMED = 5
-"""Processes that workers left running."""
+"""Largest number of processes to name that workers left running."""
 
 
 class Supervisor:
@@ -82,7 +82,7 @@ class Supervisor:
         emit_readings: receives readings of the board, one per rank, 10 times a second.
         debugger: client of the debugger in the workers; None = no debugger.
         on_prompts: called while ranks wait for input to pdb.
-        read_outbox: reads what a rank has left, as :func:`nblaunch.wire.outbox.read` does.
+        read_outbox: reads a rank's outbox, as :func:`nblaunch.wire.outbox.read` does.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Supervisor:
 
     @property
     def _alive(self) -> set[int]:
-        """The ranks whose process has neither ended nor been given up."""
+        """The ranks whose process has neither ended nor been abandoned."""
         return set(self._attempt.ranks) - self._report.exits.keys()
 
     @property
@@ -133,14 +133,14 @@ class Supervisor:
         return self._alive - self._spared()
 
     def _spared(self) -> set[int]:
-        """Return the ranks that one interrupt must not signal, because their values or weights are on their way."""
+        """Return the ranks that a first interrupt must not signal, because they send values or weights."""
         report = self._report
         if not report.interrupted or self._requests.interrupts > 1 or report.cancelled or report.hang:
             return set()
         return self._sending.find(self._alive)
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Watch the workers to their end, in any thread; return the report, and rank -> its result.
+        """Supervise the workers to their end, in any thread; return the report, and the results by rank.
 
         Raises:
             LaunchError: the system denied a resource that workers need while they run.
@@ -152,7 +152,7 @@ class Supervisor:
                 self._loop()
             self._drain()
             if self._report.returned.keys() >= set(self._attempt.ranks):
-                self._report.interrupted = False  # the function has handled the interrupt, and returned
+                self._report.interrupted = False  # the function handled the interrupt and returned
             if self._ends_with_kept_workers():
                 return self._leave_workers()
             rank_results = self._collect()
@@ -163,7 +163,7 @@ class Supervisor:
         return self._report, rank_results
 
     def _leave_workers(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Return as :meth:`run` does; leave the workers that still run until :meth:`end_kept`."""
+        """Return what :meth:`run` does; keep the running workers until :meth:`end_kept`."""
         if not self._running.guardian.is_started:
             self._do_deferred()
         if self._running.store is not None:
@@ -172,7 +172,7 @@ class Supervisor:
         return self._report, self._collect()
 
     def end_kept(self) -> None:
-        """End the workers that :meth:`run` kept, as after any failure. In any thread."""
+        """End the workers that :meth:`run` kept, as after any failure. Call from any thread."""
         try:
             self._report.kept = []
             self._post_mortem_since_s = None
@@ -186,17 +186,17 @@ class Supervisor:
         self._running.close()
         for watcher in self._watchers:
             watcher.end()
-        if found := self._running.left_running:
-            named = formatting.first(found, _MAX_NAMED)
+        if processes := self._running.left_running:
+            named = formatting.first(processes, _MAX_NAMED)
             self._note(f"ended with the job, although outside of the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
-        """Do at the first tick what workers need not wait for, and short jobs do without."""
+        """Run work at the first tick for which workers need not wait, and which short jobs can skip."""
         with refusals_as_launch_errors(self._attempt):
             self._running.guardian.start()
         try:
             self._attempt.log.prune()
-        except OSError as error:  # old logs are no reason to end a job
+        except OSError as error:  # old logs must not end a job
             self._note(f"logs of earlier jobs could not be removed: {error}", "warning")
 
     # --- the wait loop -----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class Supervisor:
         while self._alive and not self._ends_with_kept_workers():
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
-            signal_handlers.run_arrived()  # an exception of the user's handler ends the job here
+            signal_handlers.run_arrived()  # an exception in the user's handler ends the job here
             self._reap()
             self._handle_requests()
             self._check_peers()
@@ -216,13 +216,13 @@ class Supervisor:
             self._judge_hang()
             self._poll_agreement()
             if self._debugger is not None and self._debugger.prompts and self._escalation is None:
-                self._read_logs()  # what was printed before comes first
+                self._read_logs()  # earlier output comes first
                 self._on_prompts()
 
     def _ends_with_kept_workers(self) -> bool:
-        """Return whether the attempt ends here, with workers that go on: a rank has raised, and a debugger may come.
+        """Return whether the attempt ends with running workers, because a rank has raised and a debugger may follow.
 
-        Others that raise the same are waited for a moment: the first is not always the root cause.
+        Other ranks get a moment to raise, too, because the first failure is not always the root cause.
         """
         if self._post_mortem_since_s is None or self._escalation is not None or not self._alive:
             return False
@@ -249,7 +249,7 @@ class Supervisor:
         self._watch_ends()
 
     def _watch_ends(self) -> None:
-        """Keep the set of watched process descriptors equal to what the group has."""
+        """Watch exactly the process descriptors of the group."""
         wanted = set(self._group.waitables())
         for fd in self._watched_ends - wanted:
             self._selector.unregister(fd)
@@ -264,25 +264,25 @@ class Supervisor:
             until = min(until, step) if step is not None else until
         if not self._watched_ends:
             until = min(until, time.monotonic() + _POLL_S)
-        agreements = [one for one in (self._agreement, self._boundary) if one is not None]
-        if self._hangs.is_asking or not all(one.is_settled for one in agreements):
+        agreements = [agreement for agreement in (self._agreement, self._boundary) if agreement is not None]
+        if self._hangs.is_asking or not all(agreement.is_settled for agreement in agreements):
             until = min(until, time.monotonic() + _BUSY_TICK_S)
         return max(0.0, until - time.monotonic())
 
     # --- what happens --------------------------------------------------------------------------------------------
 
     def _read_pipe(self, rank: int) -> None:
-        """Handle the events of a rank; wait for no more of them where its pipe was closed."""
+        """Handle the events of a rank; stop waiting for more if its pipe was closed."""
         if self._receive(rank):
             self._selector.unregister(self._running.connections.receivers[rank].fd)
 
     def _receive(self, rank: int) -> bool:
-        """Handle the events of a rank; returns whether its pipe was closed."""
+        """Handle the events of a rank; return whether its pipe was closed."""
         events, is_closed = self._running.connections.receivers[rank].receive()
         for event in events:
             if isinstance(event, Started):
                 self._started.add(event.rank)
-                # A forkserver's group may not list it yet.
+                # A forkserver's group may not list the process yet.
                 self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
             elif isinstance(event, Returned):
                 self._report.returned.setdefault(event.rank, event)
@@ -305,7 +305,7 @@ class Supervisor:
         return is_closed
 
     def _read_pipes(self, ranks: Sequence[int] | None = None) -> None:
-        """Handle what ranks have sent by now; None = all."""
+        """Handle the events that ranks have sent so far; None = all ranks."""
         receivers = self._running.connections.receivers
         for rank in receivers if ranks is None else ranks:
             if receivers[rank].fd in self._selector.get_map():
@@ -328,7 +328,7 @@ class Supervisor:
         for rank, status in ended:
             now = time.time()
             self._report.exits[rank] = (status, now)
-            self._read_pipes([rank])  # its last words, before anything is concluded from its end
+            self._read_pipes([rank])  # its last events, before its end is judged
             self._running.guardian.watch_only(self._group.process_groups())
             self._emit(Exited(rank=rank, time_s=now, status=status))
             if rank not in self._report.returned:
@@ -365,25 +365,27 @@ class Supervisor:
         if self._report.interrupted:
             for rank in self._alive:
                 self._board.slot(rank).keeps_weights = 1
-        if self._requests.interrupts > 1:  # also where both came before this look
+        if self._requests.interrupts > 1:  # even if both came before this check
             self._escalation = Escalation.kill(now)
         elif self._escalation is not None:
             self._escalation.add_interrupt(now)
         else:
             spec = self._attempt.spec
-            # One of a session comes this way while its workers start: no code of the user's runs, and none notices it.
+            # An interrupt of a session comes here while its workers start. None of them notices it, because no user
+            # code runs.
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
             start = on_boundary if self._peers is None else self._peers.boundary
             self._boundary = start({rank: self._board.slot(rank) for rank in running}, now)
-            self._report.signalled |= dict.fromkeys(running, time.time())  # some may end at the boundary
+            self._report.signalled |= dict.fromkeys(running, time.time())  # some may end at the agreed step
             patience_s = 0.0 if self._boundary is None else min(self._boundary.limit_s, grace_s)
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:
-        """Return whether the attempt's outcome stands while processes still run: a rank failed, or all have delivered.
+        """Return whether the outcome is decided while processes still run: a rank failed, or all have delivered.
 
-        An interrupt then ends them sooner, and no other attempt follows. With other machines none is decided here.
+        An interrupt then only ends the processes sooner, and no other attempt follows. With other machines, never
+        decided here.
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
@@ -408,18 +410,20 @@ class Supervisor:
         if self._peers is None:
             return
         if self._peers.is_closed and self._peers in self._selector.get_map():
-            self._selector.unregister(self._peers)  # or its end would wake the loop for ever
+            self._selector.unregister(self._peers)  # otherwise its end would wake the loop forever
         if self._peers.must_end:
             self._begin_escalation()
 
     def _begin_escalation(self) -> None:
-        """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are being stopped."""
+        """Stop all ranks after a failure, a hang, or an end that takes too long, unless they are already being
+        stopped.
+        """
         if self._escalation is None:
             grace_s = self._attempt.spec.interrupt_grace_s
             self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
 
     def _escalate_by(self, escalation: Escalation) -> None:
-        """Stop all ranks by these steps; none waits at its failure for a debugger any more, but goes on to its end."""
+        """Stop all ranks by these steps. Ranks that wait at a failure for the debugger continue to their end."""
         self._escalation = escalation
         if self._debugger is not None:
             self._debugger.release()
@@ -435,14 +439,14 @@ class Supervisor:
             if self._boundary is not None:
                 self._boundary.withdraw()
                 if signum == signal.SIGINT and self._boundary.has_stopped(rank):
-                    continue  # it has ended at the boundary
+                    continue  # it ended at the agreed step
             self._report.signalled.setdefault(rank, time.time())
             if signum == signal.SIGKILL:
                 self._killed_s.setdefault(rank, time.monotonic())
             self._group.signal(rank, signum)
 
     def _abandon_unkillable(self) -> None:
-        """Go on without processes that SIGKILL does not end: a driver or a file system may hold them for ever."""
+        """Abandon processes that SIGKILL does not end: a driver or a file system may hold them forever."""
         now = time.monotonic()
         for rank in sorted(self._alive):
             if now - self._killed_s.get(rank, now) >= KILL_PATIENCE_S:
@@ -450,7 +454,7 @@ class Supervisor:
 
     def _abandon(self, rank: int) -> None:
         pid = self._group.pids().get(rank)
-        # A forkserver that blocks before it has started its workers has sent no pids.
+        # A forkserver that blocks before it starts its workers has sent no pids.
         name, hint = f"rank {rank}", ""
         if pid is not None:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
@@ -473,16 +477,16 @@ class Supervisor:
     # --- what takes several rounds -------------------------------------------------------------------------------
 
     def _judge_hang(self) -> None:
-        """Go on with collecting stacks; end the workers where these show a hang, if that is what the user wants."""
+        """Continue to collect stacks; if they show a hang, end the workers if the user wants that."""
         hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            # Where every function has returned there is a result, and states alone are late.
+            # If every function has returned, there is a result, and only states are late.
             if running := sorted(self._alive - self._report.returned.keys()):
                 self._report.hang = hang.reported(running)
             self._begin_escalation()
 
     def _poll_agreement(self) -> None:
-        """Go on with agreeing on the step at which all ranks leave their loops."""
+        """Continue the agreement on the step at which all ranks leave their loops."""
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled
@@ -498,10 +502,10 @@ class Supervisor:
 
     def _done(self) -> set[int]:
         """Return the ranks that have sent everything, and idle ranks of a session."""
-        done = {one.rank for one in self._board.read() if one.state is WorkerState.DONE}
+        done = {reading.rank for reading in self._board.read() if reading.state is WorkerState.DONE}
         return self._report.delivered | done
 
-    # --- what is looked at by the clock --------------------------------------------------------------------------
+    # --- what the clock triggers --------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._next_tick = time.monotonic() + TICK_S
@@ -529,13 +533,13 @@ class Supervisor:
                 self._emit(event)
 
     def _inspect(self, readings: Sequence[SlotReading]) -> None:
-        """Record the memory of the host, and check the progress of the workers."""
+        """Record host memory, and check the progress of the workers."""
         now = time.monotonic()
         if now < self._next_inspection:
             return
         self._next_inspection = now + _INSPECTION_S
         if self._debugger is not None and self._debugger.prompts:
-            self._hangs.begin_anew()  # ranks may wait for one in pdb
+            self._hangs.begin_anew()  # ranks may wait for a rank in pdb
             return
         pids = self._active_pids()
         self._running.memory.update()
@@ -549,7 +553,7 @@ class Supervisor:
         return self._peers.exchange(readings, self._report, slots)
 
     def _check_lingering(self) -> None:
-        """End workers that are done but do not end, with a note about it."""
+        """Kill workers whose function has returned but which do not exit, with a note."""
         if self._escalation is not None or not self._alive <= self._report.delivered:
             self._lingering_since = None
             return
@@ -579,17 +583,19 @@ class Supervisor:
         self._emit_readings(self._report.last_readings)
 
     def _collect(self) -> dict[int, RankResult]:
-        """Read the outboxes of the ranks that returned, or sent what they had when they were interrupted."""
+        """Read the outboxes of the ranks that returned, or that sent their states after an interrupt."""
         report = self._report
         locations = report.value_locations
         return {
-            own.rank: self._read_outbox(
-                own.outbox_fd, locations[own.rank], report.sent_states.get(own.rank, {})
+            assignment.rank: self._read_outbox(
+                assignment.outbox_fd,
+                locations[assignment.rank],
+                report.sent_states.get(assignment.rank, {}),
             )
-            for own in self._running.assignments
-            if own.outbox_fd >= 0 and own.rank in locations
+            for assignment in self._running.assignments
+            if assignment.outbox_fd >= 0 and assignment.rank in locations
         }
 
 
 def _nothing() -> None:
-    """Do nothing: the end of a process only has to wake the loop, which reaps it right after."""
+    """Do nothing: the end of a process only wakes the loop, which reaps it right after."""

@@ -1,9 +1,9 @@
-"""Timelines: what the ranks of a job spent their time on, in a file that Perfetto and Chrome's tracing open.
+"""Timelines of a job: how its ranks spent their time, as a file for Perfetto and Chrome's tracing.
 
     spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
 
-Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). What lies
-between the last slice and a backward pass is shown as the forward pass: no hook sees a plain model's.
+Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
+between the last slice and a backward pass is shown as the forward pass, because no hook sees a plain model's.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _NAMES = {
 }
 _VALUES = {SpanKind.DATA: "elements", SpanKind.SAVE: "bytes", SpanKind.EVALUATION: "batches"}
 _INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
-"""What may happen within a forward pass."""
+"""Spans that may lie within a forward pass."""
 
 _TICKS_A_SECOND = 10_000_000  # tenths of a microsecond
 _COMPRESSION = 4
-_PID = 1  # of the job in the file; its threads are the ranks
+_PID = 1  # the job's process in the file; its threads are the ranks
 
 
 def write_timeline(spans: Iterable[tuple[int, bytes]], path: Path, title: str) -> int:
-    """Write a timeline; return how many slices it has. Nothing is written where there are none.
+    """Write a timeline; return its number of slices. Nothing is written if there are none.
 
     Args:
-        spans: ranks, each with some of its spans, in their order.
-        path: of the file; it is compressed if its name ends in ``.gz``.
+        spans: ranks, each with some of its spans, in order.
+        path: path of the file; it is compressed if its name ends in ``.gz``.
         title: name of the job.
 
     Raises:
@@ -68,11 +68,11 @@ def _open(path: Path, *, is_compressed: bool) -> TextIO:
 
 
 _Slice = tuple[int, str, int, int, dict[str, Any]]
-"""Rank, name, begin and end in ticks, and what else is known."""
+"""Rank, name, begin and end in ticks, and other facts."""
 
 
 def _slices(spans: Iterable[tuple[int, bytes]]) -> Iterator[_Slice]:
-    ended: dict[int, int] = {}  # rank -> end of what came before its next forward pass
+    ended: dict[int, int] = {}  # rank -> end of the span before its next forward pass
     for rank, data in spans:
         for span in unpack(data):
             began, end = int(span.began_s * _TICKS_A_SECOND), int(span.ended_s * _TICKS_A_SECOND)
@@ -96,7 +96,7 @@ def _about(span: Span) -> dict[str, Any]:
 
 
 def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) -> int:
-    """Write the document, and return the number of its slices. Times count from the begin of the first slice."""
+    """Write the document; return its number of slices. Times count from the beginning of the first slice."""
     start, num_slices, ranks = first[2], 0, set()
     file.write('{"displayTimeUnit":"ms","otherData":')
     json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _TICKS_A_SECOND}, file)

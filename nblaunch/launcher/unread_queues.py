@@ -1,12 +1,12 @@
-"""What ranks have put into queues of the kernel and no process has read when the ranks end.
+"""Saves values that ranks put into queues of the kernel and that no process has read when the ranks end.
 
-    rank ── PutUnread ──> UnreadQueues: once all ranks that live wait like this
-                            └── thread: reads the pipes, and with that lets the ranks end
-                                        writes all of it into the pipes again, as far as there is room
-                                        writes the rest when the kernel reads (for as long as that takes)
+    rank ── PutUnread ──> UnreadQueues: once all living ranks wait like this
+                            └── thread: reads the pipes, so that the ranks can end
+                                        writes the values back into the pipes, as far as there is room
+                                        writes the rest while the kernel reads
 
-While the thread reads, it holds the queue's lock for readers, so that no reader gets a later value before an earlier
-one. A rank that still runs its function may be a reader: as long as there is one, the queues are left alone.
+The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that
+still runs its function may be a reader; as long as there is one, the queues are left alone.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from nblaunch.worker.inheritance.queues import queues_of_this_process
 
 _POLL_MS = 20
 _SETTLED_S = 0.2
-"""How long the pipes are empty before tensors that no process has taken are given up."""
+"""How long the pipes stay empty before tensors that no process has read are given up."""
 _LOCK_S = 2.0
-"""How long to wait for the lock for writers. A rank that was killed while it wrote holds the lock for ever."""
+"""How long to wait for the lock for writers. A rank that was killed while it wrote holds the lock forever."""
 _REFILL_S = 10.0
 
 _INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes of multiprocessing
@@ -43,10 +43,10 @@ _CUT = "a value that a rank has put into a queue of the kernel is lost: the rank
 
 
 class UnreadQueues:
-    """The queues of the kernel in which ranks of one attempt have left values.
+    """The queues of the kernel in which ranks of an attempt left values.
 
     Args:
-        board: of the attempt.
+        board: board of the attempt.
         emit: receives notes.
     """
 
@@ -57,12 +57,12 @@ class UnreadQueues:
         self._thread: _KeepingThread | None = None
 
     def receive(self, event: Event) -> None:
-        """Take an event of a rank: it may wait for readers."""
+        """Handle an event of a rank, which may wait for readers."""
         if isinstance(event, PutUnread):
             self._waiting[event.rank] = event
 
     def collect(self, alive: Collection[int]) -> None:
-        """Begin to keep what ranks have put, if each of those that are alive waits for readers. Never blocks."""
+        """Begin to save the ranks' values if every living rank waits for readers. Never blocks."""
         if self._thread is not None or not alive or not self._waiting.keys() >= set(alive):
             return
         pipes = {pipe for event in self._waiting.values() for pipe in event.pipes}
@@ -76,7 +76,7 @@ class UnreadQueues:
         self._thread.start()
 
     def end(self) -> None:
-        """Put back what was kept, as far as the queues have room, when all ranks have ended."""
+        """Put the saved values back, as far as the queues have room, when all ranks have ended."""
         if self._thread is None:
             return
         num_cut = self._thread.put_back()
@@ -90,11 +90,11 @@ class UnreadQueues:
 
 
 class _KeepingThread(threading.Thread):
-    """Reads queues until :meth:`put_back` is called, then writes to them what it has read.
+    """Reads queues until :meth:`put_back` is called, then writes the values back.
 
     Args:
         queues: the queues.
-        release_ranks: called while they are empty: no tensor is left in them.
+        release_ranks: called while the queues are empty, so that no tensor is left in them.
     """
 
     def __init__(self, queues: Sequence[_Kept], release_ranks: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class _KeepingThread(threading.Thread):
         self._is_put_back = threading.Event()
 
     def put_back(self) -> int:
-        """Write what was read, as far as there is room; the thread goes on with the rest.
+        """Write the values back, as far as there is room; the thread writes the rest.
 
         Returns:
             The number of values that were lost, because their rank was killed.
@@ -128,7 +128,9 @@ class _KeepingThread(threading.Thread):
     def _read(self) -> None:
         last_s = time.monotonic()
         while True:
-            has_ended = self._ranks_have_ended.is_set()  # asked first: all that they wrote is read afterwards
+            has_ended = (
+                self._ranks_have_ended.is_set()
+            )  # read first, so that all of their output is read afterwards
             now = time.monotonic()
             num_read = sum(queue.read() for queue in self._queues)
             if num_read:
@@ -141,18 +143,18 @@ class _KeepingThread(threading.Thread):
 
 
 class _Kept:
-    """What is kept of one queue.
+    """The saved values of one queue.
 
     Args:
-        queue: the kernel's.
-        has_tensors: values may refer to memory of a rank, which has to be taken over while the rank lives.
+        queue: queue of the kernel.
+        has_tensors: values may refer to memory of a rank, which must be taken over while the rank lives.
     """
 
     def __init__(self, queue: Any, has_tensors: bool) -> None:
         self._read_lock, self._write_lock = queue._rlock, queue._wlock
         self._has_tensors = has_tensors
         self._is_locked = False
-        # Copies, since the user may drop the queue: a pipe without a reader then ends the thread that writes.
+        # Duplicates, because the user may drop the queue. A pipe without a reader ends the writing thread.
         self.reader, self._writer = os.dup(queue._reader.fileno()), os.dup(queue._writer.fileno())
         descriptors.keep_from_children(self.reader, self._writer)
         self._messages: list[bytes | bytearray] = []
@@ -167,7 +169,7 @@ class _Kept:
         self._message, self._num_missing = bytearray(), _INT.size
 
     def read(self) -> bool:
-        """Read what has come; return whether that is anything."""
+        """Read the available bytes; return whether there were any."""
         if not self._is_locked:
             self._is_locked = self._read_lock.acquire(False)
         has_read = False
@@ -181,7 +183,7 @@ class _Kept:
         return has_read
 
     def _end_part(self) -> None:
-        """Find out how much comes after a part of a message that is complete."""
+        """Determine the size of the next part after a complete part of a message."""
         size = len(self._message)
         if size == _INT.size:
             number = _INT.unpack(self._message)[0]
@@ -193,7 +195,7 @@ class _Kept:
             self._begin_message()
 
     def put_back(self) -> Callable[[], None] | None:
-        """Write the first bytes, as many as the pipe takes at once; return a function that writes the others."""
+        """Write as many bytes as the pipe takes at once; return a function that writes the rest."""
         descriptors.close(self.reader)
         if not self._messages:
             self._end()
@@ -208,7 +210,7 @@ class _Kept:
         def write_rest() -> None:
             try:
                 _write(self._writer, data[num_first:])
-            except BrokenPipeError:  # the user has dropped the queue
+            except BrokenPipeError:  # the user dropped the queue
                 pass
             finally:
                 descriptors.close(self._writer)
@@ -241,11 +243,11 @@ def _wait_for_input(fds: Sequence[int], timeout_ms: int = _POLL_MS) -> bool:
 
 
 def _taken_over(message: bytearray) -> bytes | bytearray:
-    """Return the same message with memory that this process shares, in place of the memory of the rank that sent it."""
+    """Return the message with memory of this process in place of the sending rank's memory."""
     body = message[_INT.size + (_LONG.size if _INT.unpack_from(message)[0] == -1 else 0) :]
     try:
         data = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))
-    except Exception:  # it is the user's code; the kernel gets the error when it reads the message
+    except Exception:  # the user's code raised; the kernel gets the error when it reads the message
         return message
     if len(data) > 0x7FFFFFFF:
         return _INT.pack(-1) + _LONG.pack(len(data)) + data

@@ -1,6 +1,6 @@
-"""The trained weights of the modules in the arguments of a call, on their way back into the kernel's own modules.
+"""Loads the trained weights of modules in a call's arguments back into the kernel's modules.
 
-Modules that are trained without being in the arguments are described, too: their weights are not collected.
+It also describes modules that the function trains without an argument, whose weights are not collected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_NAMED = 3  # modules in one line
 
 
 def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
-    """Return state dicts from what every rank sent, by argument path; :class:`ShardedTensor` of sharded tensors."""
+    """Merge what the ranks sent into state dicts by argument path, with a :class:`ShardedTensor` per sharded tensor."""
     joined: dict[ArgPath, dict[str, Any]] = {}
     for states in sent:
         for path, state in states.items():
@@ -33,7 +33,7 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
                     names[name] = value
                     continue
                 shards = names[name].shards if name in names else ()
-                # Each of several machines sends what it has, which may be the same.
+                # Each of several machines sends its shards, which may be the same.
                 if (value.offset, value.data.shape) not in {
                     (shard.offset, shard.data.shape) for shard in shards
                 }:
@@ -42,7 +42,7 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
 
 
 def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Return ``state`` with full tensors; those that were not sent are copied from the kernel's ``module``."""
+    """Return ``state`` with full tensors; tensors that were not sent are copied from the kernel's ``module``."""
     current = without_wrappers_inside(module).state_dict()
     full = {
         name: current[name].detach().clone() if isinstance(value, Unchanged) else whole(value)
@@ -57,17 +57,17 @@ def load_back(
     lost: Mapping[ArgPath, str],
     what: str = "trained weights",
 ) -> tuple[set[ArgPath], list[Note]]:
-    """Load state dicts into the modules they belong to.
+    """Load state dicts into their modules.
 
     Args:
-        modules: of the kernel, by their argument paths.
+        modules: the kernel's modules, by argument path.
         weights: argument path -> state dict, whose tensors may be :class:`ShardedTensor`.
-        lost: argument path -> what of the state dict did not come through, or why none of it did.
-        what: these weights are, for the note.
+        lost: argument path -> which part of the state dict was lost, or why all of it was.
+        what: name of these weights in the note.
 
     Returns:
-        the paths of the modules that have their weights; notes about all modules, with warnings about those whose
-        weights are not back, or not all of them.
+        the paths of the modules that have their weights, and notes about all modules. Missing or incomplete weights
+        are warnings.
     """
     back: list[ArgPath] = []
     unchanged: list[ArgPath] = []
@@ -98,7 +98,7 @@ def load_back(
 def notes_of_lost(
     modules: Mapping[ArgPath, Any], weights: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
-    """Return warnings about weights, or parts of them, that did not come through; see :func:`load_back`."""
+    """Return warnings about weights that were lost completely or in part; see :func:`load_back`."""
     paths_by_reason: dict[tuple[str, str], list[ArgPath]] = {}
     for path, reason in lost.items():
         quantity = "some " if path in weights else ""
@@ -126,9 +126,9 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
     """Load a state dict, which must be complete, into ``module``.
 
     Raises:
-        ValueError: it does not fit, and nothing of it was loaded.
+        ValueError: the state does not fit; nothing was loaded.
     """
-    import torch  # the process may have only followed the job
+    import torch  # imported here, because the process may only have followed the job
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(
@@ -157,13 +157,13 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 
 
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:
-    """Describe the modules that a function takes from the notebook without getting them in its arguments.
+    """Describe the notebook's modules that a function uses without an argument.
 
-    Workers train such a module like any other, but its weights were not asked for, and end with the workers.
+    Workers train such a module like any other, but its weights are not collected and end with the workers.
 
     Args:
         function: what the workers ran.
-        name: by which the user knows it.
+        name: name that the user knows.
 
     Returns:
         A sentence; empty if there is no such module.
@@ -181,13 +181,13 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the trainable modules that ``function`` uses by itself, each once, by the name it has there."""
+    """Return the trainable modules that ``function`` refers to, each once, by their names there."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}
     modules: dict[str, Any] = {}
     for where, value in used_by(function):
-        is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own idea of its class may raise
+        is_module = issubclass(type(value), torch.nn.Module)  # a proxy's own __class__ may raise
         if not is_module or any(value is other for other in modules.values()):
             continue
         if any(parameter.requires_grad for parameter in value.parameters()):
