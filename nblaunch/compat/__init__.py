@@ -1,6 +1,6 @@
-"""Public names, imported at their first use: nblaunch's own, and the names in Hugging Face Accelerate's modules.
+"""Public names that are imported at first use: nblaunch's own, and those in Hugging Face Accelerate's modules.
 
-names.py    the tables: which module of nblaunch defines a name, which names an installed Accelerate serves, and what to
-            use instead of those that nblaunch does not have
-finder.py   what serves them: ``import nblaunch.utils`` creates a module whose names are imported at their first use
+names.py    tables: the module that defines each name, the names that an installed Accelerate serves, and the
+            replacements for names that nblaunch does not have
+finder.py   serves the names: ``import nblaunch.utils`` creates a module whose names are imported at first use
 """

@@ -1,10 +1,10 @@
-"""What serves the names of :mod:`nblaunch.compat.names`: lookup at their first use, and an import hook for modules.
+"""Serves the names of :mod:`nblaunch.compat.names`: lookup at first use, and an import hook for modules.
 
-``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at their first
-use. Names that an installed Accelerate serves are found in every module. An unsupported name raises an error that says
-what to use instead, as a module and as an attribute.
+``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at first use.
+Every module has the names that an installed Accelerate serves. An unsupported module or attribute raises an error
+that says what to use instead.
 
-On systems that can run no job ``import nblaunch`` works, and importing any name of it raises one ``LaunchError``.
+On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nblaunch.errors import LaunchError
 def install() -> None:
     """Add the finder to ``sys.meta_path``.
 
-    It is the first finder: a folder of an older version (``nblaunch/utils`` with only compiled files) would otherwise
-    be imported as an empty package.
+    It must be the first finder, because a folder of an older version (``nblaunch/utils`` with only compiled files)
+    would otherwise be imported as an empty package.
     """
     sys.meta_path.insert(0, _Finder())
 
@@ -38,10 +38,10 @@ def submodules_of(package: str) -> list[str]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return what ``name`` stands for in ``nblaunch`` or in a module of the table, imported from its home.
+    """Return the object ``name`` of ``nblaunch`` or of a module of the table, imported from its home.
 
     Raises:
-        AttributeError: the module does not have it; says what to use instead, where there is something.
+        AttributeError: the module lacks the name; the message names a replacement if there is one.
         LaunchError: no job can run on this system.
     """
     home = (PUBLIC if module == "nblaunch" else HOMES[module]).get(name)
@@ -83,9 +83,10 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith("nblaunch.") and system_refusal() is not None:
-            raise LaunchError(system_refusal())  # rather than that some module of Python is missing
+            raise LaunchError(system_refusal())  # instead of an error about a missing Python module
         if fullname in HOMES:
-            # As packages, because Python then calls the finders for missing submodules, which raise the explanation.
+            # Modules are packages, because Python then calls the finders for missing submodules, which raise the
+            # explanation.
             return ModuleSpec(fullname, _Loader(), is_package=True)
         reason = explanation(fullname.rpartition(".")[2]) if fullname.startswith("nblaunch.") else ""
         if reason:
@@ -110,21 +111,21 @@ class _Loader(Loader):
 
 
 def from_accelerate(name: str) -> Any:
-    """Return the object of an installed Hugging Face Accelerate; without it, what raises where it is used.
+    """Return the object of an installed Hugging Face Accelerate; without it, a placeholder that raises when used.
 
-    nblaunch trains models; it does not cut one into pieces for inference, nor has it every helper and constant that
-    Accelerate exports. Programs that do both import these names beside names for training, and libraries import them
-    without any use of them. So each is Accelerate's own object, and can be imported without Accelerate all the same.
+    nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
+    Accelerate exports. Programs that do both import such names next to names for training, and libraries import them
+    without using them. Each name is therefore Accelerate's own object, and can be imported even without Accelerate.
 
     Args:
-        name: one of :data:`nblaunch.compat.names.DELEGATED`, or of a function of ``accelerate.big_modeling``.
+        name: a name in :data:`nblaunch.compat.names.DELEGATED`, or a function of ``accelerate.big_modeling``.
     """
     try:
         value = getattr(importlib.import_module(DELEGATED.get(name, "accelerate.big_modeling")), name)
     except (ImportError, AttributeError, RecursionError) as error:
         return _without_accelerate(name, error)
     if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants have none
-        # Another package is imported under the name of Accelerate: nblaunch itself, maybe.
+        # Another package, perhaps nblaunch itself, is imported under Accelerate's name.
         return _without_accelerate(name, None)
     return value
 
@@ -140,11 +141,12 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
         ) from cause
 
     refuse.__name__ = refuse.__qualname__ = name
-    # Libraries ask whether something is of such a class, and derive from it.
+    # Libraries use isinstance() with such a class, or derive from it.
     return type(name, (), {"__init__": refuse, "__doc__": refuse.__doc__}) if name[0].isupper() else refuse
 
 
-# --- systems that can run no job -------------------------------------------------------------------------------------
+# --- systems that can't run jobs
+# -------------------------------------------------------------------------------------
 
 
 def system_refusal() -> str | None:

@@ -1,7 +1,7 @@
 """The tables of public names: nblaunch's own, and the names in Hugging Face Accelerate's modules.
 
-A script for Accelerate runs when ``accelerate`` is replaced by ``nblaunch`` in its imports. The modules of these tables
-have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
+A script for Accelerate runs after ``accelerate`` is replaced with ``nblaunch`` in its imports. The modules of these
+tables have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
 (``nblaunch/__init__.pyi``, ``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from these tables.
 """
 
@@ -166,14 +166,14 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
         ),
     },
 }
-"""Module -> home -> the names that it has from there, both without ``nblaunch.`` in front."""
+"""Module -> home -> the names that the module takes from there; both without the prefix ``nblaunch.``."""
 
 _SAME_AS_UTILS = (
     "checkpointing", "memory_utils", "utils.constants", "utils.dataclasses", "utils.deepspeed", "utils.environment",
     "utils.fsdp_utils", "utils.imports", "utils.launch", "utils.memory", "utils.modeling", "utils.operations",
     "utils.other", "utils.random", "utils.torch_xla", "utils.tqdm", "utils.versions",
 )  # fmt: skip
-"""Modules in which Accelerate defines what its ``utils`` offers. Each has all of those names here."""
+"""Modules in which Accelerate defines the names of its ``utils``. Here, each has all of these names."""
 
 _DELEGATED: Mapping[str, str] = {
     "big_modeling": (

@@ -7,18 +7,18 @@
                                                     │ read, followed             │
                         any kernel, script, shell ──┴── JobFollower ──────────┘
 
-job_process.py          starts the process of a job, which runs it with the ordinary ``JobRunner``
+job_process.py          starts the process that runs a job, with the ordinary ``JobRunner``
 recorder.py             writes the folder of the job, and waits if the disk has no space for the result
-home.py                 where the folders of jobs are; the key of their user
-folder.py               what is in the folder of a job; private to the user
-record.py               facts about a job that need no pickle
-layout.py               which pickles of a folder this version can read
-listing.py              lists jobs, from folders and from processes whose folders are gone
+home.py                 location of the jobs' folders; the user's key
+folder.py               contents of a job's folder, private to the user
+record.py               facts about a job as JSON, without pickles
+layout.py               decides which pickles this version can read
+listing.py              lists jobs, from folders and from processes whose folders were removed
 requests.py             requests to a running job, on its Unix sockets
-reader.py               reads the folder from the beginning on
-follower.py             follows it, as a ``Job`` with dashboards in this process
+reader.py               reads a folder from the beginning
+follower.py             follows a job, as a ``Job`` with dashboards in this process
 
-Everything about a job is in files; only requests need the job process. If it is killed, its workers end with it, and
+Everything about a job is in files. Only requests need the job process. If it is killed, its workers end with it, and
 the job is listed as lost.
 """
 

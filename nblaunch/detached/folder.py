@@ -1,22 +1,22 @@
 """The folder of a detached job: everything about it, readable after any crash.
 
-    <folder of jobs>/               mode 0700, of this user; nothing in it is read otherwise. See ``home.py``
-      .key                          of the user: signs the pickles below
-      train-3f9a2c/                 a job's log folder, with what other jobs have (``launcher/joblog.py``), and
-        record.json                 what was launched, and by which process (``record.py``)
-        launch                      the rest of it, for those that attach: a signed pickle
-        events                      what has happened, appended as it happens: the packets of ``wire/channel.py``, each
-                                    signed; but lines, which a follower reads from the logs of the ranks, and samples
-        snapshot                    the last readings of the board, and the last samples of memory and use of devices:
+    <folder of jobs>/               mode 0700, owned by this user; otherwise nothing in it is read (``home.py``)
+      .key                          the user's key, which signs the pickles below
+      train-3f9a2c/                 a job's log folder, with the files of any job (``launcher/joblog.py``), and
+        record.json                 what was launched, and the job process (``record.py``)
+        launch                      the remaining facts, for processes that attach: a signed pickle
+        events                      events, appended as they happen: signed packets of ``wire/channel.py``. Output is
+                                    only in the ranks' logs, and samples are only in the snapshot
+        snapshot                    the last readings of the board, and the last samples of memory and devices:
                                     a signed pickle, replaced several times a second
-        result, weights, error      what the ranks returned, trained weights, or why it failed: signed pickles
+        result, weights, error      return values, trained weights, or the error: signed pickles
         end.json                    how the job ended
-        end.reserve                 room for it, should the disk be full by then
-        socket                      for requests, while the job process runs
-        job.log                     what the job process printed
+        end.reserve                 reserved space for it, in case the disk is full
+        socket                      receives requests while the job process runs
+        job.log                     output of the job process
 
-Files are replaced atomically, so that no reader sees half of one. ``events`` ends with
-:class:`~nblaunch.events.JobEnded`, behind all other files.
+Files are replaced atomically, so readers never see a partial file. ``events`` ends with
+:class:`~nblaunch.events.JobEnded`, which is written after all other files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class Launch:
-    """What a process needs to attach, besides the record.
+    """The facts that a process needs to attach, besides the record.
 
     Args:
         spec: settings of the launch, without the function and its arguments.
@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The present state of all ranks.
+    """The current state of all ranks.
 
     Args:
         samples: the last sampled event of each kind and rank: memory, utilisation of devices.
@@ -84,8 +84,8 @@ class JobError:
     """The error that ended a job.
 
     Args:
-        failed: with its text and frames as IPython shows it.
-        notes: notes of an error that is shown as a worker's error; None = it is shown as an error of the launcher.
+        failed: the error, with its text and frames as IPython shows it.
+        notes: notes of an error that is shown as a worker's error; None = shown as an error of the launcher.
     """
 
     failed: Failed
@@ -101,9 +101,9 @@ class Unusable(LookupError):
 
     Args:
         status: status of the job in the list.
-        reason: why, in a few words.
-        message: the whole message.
-        head: what can be read of the record of another version.
+        reason: the reason in a few words.
+        message: the full message.
+        head: readable part of a record of another version.
     """
 
     def __init__(self, status: str, reason: str, message: str, head: Head | None = None) -> None:
@@ -126,11 +126,11 @@ class JobFolder(LogFolder):
         self._user_key = b""
 
     def open(self) -> int:
-        """Open the folder; return the descriptor.
+        """Open the folder; return its descriptor.
 
         Raises:
             PermissionError: other users can change it.
-            FileNotFoundError: it was removed.
+            FileNotFoundError: the folder was removed.
         """
         place = self.path.parent
         try:
@@ -143,12 +143,12 @@ class JobFolder(LogFolder):
 
     @property
     def user_key(self) -> bytes:
-        """The key of the user, once the folder was opened; empty = missing."""
+        """The user's key, available after the folder was opened; empty = missing."""
         return self._user_key
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Open the folder within the block; raises the same as :meth:`open`."""
+        """Open the folder within the block; raise the same errors as :meth:`open`."""
         fd = self.open()
         try:
             yield fd
@@ -161,10 +161,10 @@ class JobFolder(LogFolder):
             return os.open(Path(path).relative_to(self.path), flags, dir_fd=fd)
 
     def key(self, name: str) -> bytes:
-        """Return the key of a file: it fits no other file, and no other job.
+        """Return the key of a file, which is valid for no other file or job.
 
         Raises:
-            ValueError: the key of the user is missing.
+            ValueError: the user's key is missing.
         """
         if not self._user_key:
             with self.opened():
@@ -174,7 +174,7 @@ class JobFolder(LogFolder):
         return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
 
     def modified(self, name: str) -> tuple[int, int] | None:
-        """Return a value that changes when a file is replaced, and its time in nanoseconds; None without the file."""
+        """Return a value that changes when a file is replaced, and the file's time in nanoseconds; None if missing."""
         try:
             with self.opened() as fd:
                 status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -191,14 +191,14 @@ class JobFolder(LogFolder):
             Unusable: the record can't be read.
             LookupError: there is no job in the folder.
         """
-        found = self._load_plain(RECORD, Record)
-        if found is None:
+        record = self._load_plain(RECORD, Record)
+        if record is None:
             if self.modified(EVENTS) is None:
                 raise LookupError(f"{self.path} is not the folder of a detached job")
             raise self._damaged(RECORD, "it is missing")
-        if found.id != self.id:
-            raise self._damaged(RECORD, f"it belongs to {found.id!r:.80}")
-        return found
+        if record.id != self.id:
+            raise self._damaged(RECORD, f"it belongs to {record.id!r:.80}")
+        return record
 
     def load_end(self) -> End | None:
         """Return how the job ended; None if nothing has recorded it.
@@ -212,7 +212,7 @@ class JobFolder(LogFolder):
         """Return the value in the file for this type; None if it was not written yet.
 
         Raises:
-            Unusable: it can't be read. Only data that is signed with the user's key is unpickled.
+            Unusable: the file can't be read. Only data that is signed with the user's key is unpickled.
         """
         name = _NAMES[cls]
         sealed = self._read(name)
@@ -226,17 +226,17 @@ class JobFolder(LogFolder):
             value = pickle.loads(body)
             if not isinstance(value, cls) or not all(hasattr(value, field.name) for field in fields(cls)):
                 raise TypeError(f"{type(value).__name__} is not the expected {cls.__name__}")
-        except Exception as error:  # this version has no such module, class, or member of an enum
+        except Exception as error:  # this version lacks the module, class or enum member
             raise self.of_another_version(Head(), f"{name}: {type(error).__name__}: {error}") from None
         return value
 
     def load_payload(self, name: str) -> Any:
-        """Return the result or the weights, with tensors on the pages of their file; None without the file.
+        """Return the result or the weights, with tensors mapped from their file; None if the file is missing.
 
         Raises:
-            ValueError: the file is damaged, or is not signed with the key of the user.
+            ValueError: the file is damaged, or is not signed with the user's key.
             FileNotFoundError: the folder was removed.
-            Exception: what unpickling raises.
+            Exception: any error of unpickling.
         """
         with self.opened() as folder_fd:
             try:
@@ -248,16 +248,16 @@ class JobFolder(LogFolder):
         finally:
             os.close(fd)
 
-    def process_state(self, known: Record | Head) -> ProcessState:
+    def process_state(self, record: Record | Head) -> ProcessState:
         """Return the state of the process that runs the job. If it has ended, its files are complete."""
         state = ProcessState.HIDDEN
-        if known.process is not None:
+        if record.process is not None:
             written = [self.modified(name) for name in (RECORD, EVENTS, _NAMES[Snapshot])]
             last_ns = max((time_ns for _, time_ns in filter(None, written)), default=0)
-            state = known.process.state(last_ns / 1e9)
+            state = record.process.state(last_ns / 1e9)
         if state is not ProcessState.HIDDEN:
             return state
-        is_served = Endpoint(self.path, known.address).is_served()
+        is_served = Endpoint(self.path, record.address).is_served()
         return ProcessState.RUNS if is_served else ProcessState.ENDED
 
     def _names(self) -> list[str]:
@@ -265,7 +265,7 @@ class JobFolder(LogFolder):
             return os.listdir(fd)
 
     def _read(self, name: str) -> bytes | None:
-        """Return what a file holds; wait while this process has no descriptor left to open it with."""
+        """Return the contents of a file; wait while this process has no free descriptor."""
         while True:
             try:
                 with self.opened() as fd:
@@ -293,16 +293,16 @@ class JobFolder(LogFolder):
         return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
 
     def of_another_version(self, head: Head, reason: str) -> Unusable:
-        """Return the refusal to attach to a job of another version, with what works all the same."""
-        its, own = head.launcher, sys.modules["nblaunch"].__version__
+        """Return the error about a job of another version, with the commands that still work."""
+        its, ours = head.launcher, sys.modules["nblaunch"].__version__
         text = (
-            f"{self.id} was launched by {its}, and nblaunch {own} can't read its files ({reason}). Attach to it with "
+            f"{self.id} was launched by {its}, and nblaunch {ours} can't read its files ({reason}). Attach to it with "
             f"{its}. Here, `nblaunch logs {self.id}` prints its output, and `nblaunch stop {self.id}` ends it. Its "
             f"files are in {self.path}"
         )
         return Unusable("other version", reason, text, head)
 
-    # --- writing: the job process alone ------------------------------------------------------------------------
+    # --- writing, only by the job process ------------------------------------------------------------------------
 
     def write_plain(self, value: Record | End) -> None:
         """Replace the file for this type of value. The end can be written even to a full disk.
@@ -334,7 +334,7 @@ class JobFolder(LogFolder):
 
         Raises:
             OSError: the disk is full, for example; the file is as it was.
-            Exception: what pickling raises.
+            Exception: any error of pickling.
         """
         key = self.key(name)
         with self.opened() as fd:

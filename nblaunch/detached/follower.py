@@ -1,7 +1,7 @@
 """JobFollower: follows a detached job through the files in its folder, as a ``Job`` of this process with dashboards.
 
     attach ──> follow ──> JobFollower, one for each job and process: a thread, and a JobReader ──> all dashboards
-                              ^ a dashboard that comes later gets what has happened so far from a reader of its own
+                              ^ a dashboard that is added later gets past events from its own reader
 
 The thread ends with the job, or with :meth:`JobFollower.detach`.
 """
@@ -41,19 +41,19 @@ from nblaunch.wire.pickling import payload
 _POLL_S = 0.1
 _FIRST_LOOK_S = 5.0
 _POLLS_PER_CHECK = 10
-"""Looks at the files for each look at whether the job process runs."""
+"""Number of file checks per check of the job process."""
 
 _PATIENCE_S = 10.0
-"""For the thread to end."""
+"""Time for the thread to end."""
 
 _ANSWER_S = 2.0
 
 _followers: dict[tuple[int, Path], JobFollower] = {}
-"""Process and folder of a job -> what follows it, as long as it does. A forked process has none."""
+"""Process and folder of a job -> its follower, while it follows. A forked process has none."""
 
 
 def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
-    """Return the follower of a job in this process, and add listeners, which get all events from the first.
+    """Return the follower of a job in this process, and add listeners, which receive all events from the first.
 
     Raises:
         LookupError: it is not a job's folder, or the job can't be followed from here.
@@ -68,7 +68,7 @@ def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower
         if _followers.setdefault(place, new) is new:
             new.start()
             return new
-        _followers.pop(place, None)  # it has ended meanwhile, or another thread was faster
+        _followers.pop(place, None)  # the follower has ended meanwhile, or another thread was faster
         new.close()
 
 
@@ -77,7 +77,7 @@ class JobFollower(Job):
 
     Args:
         folder: folder of the job.
-        listeners: receive its events, all from the first.
+        listeners: receive all of its events, from the first.
 
     Raises:
         LookupError: it is not a job's folder, or the job can't be followed from here.
@@ -119,7 +119,7 @@ class JobFollower(Job):
         self._has_looked.wait(_FIRST_LOOK_S)
 
     def show_on(self, listeners: Sequence[Listener]) -> bool:
-        """Send all events, past ones first, to these listeners as well; return False if it is too late."""
+        """Add listeners, which receive all events, past ones first; return False if it is too late."""
         newcomer = _Newcomer(listeners)
         self._newcomers.append(newcomer)
         while not newcomer.has_joined.wait(_POLL_S):
@@ -134,16 +134,16 @@ class JobFollower(Job):
             self._thread.join(_PATIENCE_S)
 
     def ends_within(self, timeout: float | None = None) -> bool:
-        """Wait for the end, ``timeout`` seconds at most; return whether the job has ended.
+        """Wait up to ``timeout`` seconds for the end; return whether the job has ended.
 
         Raises:
-            RuntimeError: the job is not followed any more.
+            RuntimeError: the job is no longer followed.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
         while not self._ended.is_set():
             if self._is_detached:
                 raise RuntimeError(
-                    f"{self!r} is not followed any more, because detach() was called; nblaunch.attach({self.id!r}) "
+                    f"{self!r} is no longer followed, because detach() was called; nblaunch.attach({self.id!r}) "
                     "follows it again"
                 )
             left_s = _POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic())
@@ -153,10 +153,10 @@ class JobFollower(Job):
         return self._ended.is_set()
 
     def wait_for_start(self, interrupts: Sequence[float]) -> None:
-        """Wait until the workers run or the job has ended; after an interrupt, wait for its end.
+        """Wait until the workers run or the job has ended; after an interrupt, wait for the end.
 
         Args:
-            interrupts: the time of each interrupt, appended meanwhile; they end the job.
+            interrupts: times of interrupts, which are appended during the wait and end the job.
         """
         is_over = False
         while not is_over:
@@ -177,7 +177,7 @@ class JobFollower(Job):
     def _follow(self) -> None:
         try:
             self._follow_to_end()
-        except BaseException as error:  # of a listener, or of the files
+        except BaseException as error:  # from a listener or from the files
             self._conclude(
                 JobOutcome.of_error(error), JobEnded(-1, time.time(), "failed", message=str(error))
             )
@@ -192,7 +192,9 @@ class JobFollower(Job):
                 self._leave()
                 return
             has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._look_at_process()
-            events = self._reader.read_events()  # after that look: of one that has gone, these are all
+            events = (
+                self._reader.read_events()
+            )  # after that check: if the process has ended, these are all events
             if num_polls == 0:
                 events = self._dated(events, has_job_process)
             for event in events:
@@ -211,18 +213,18 @@ class JobFollower(Job):
             time.sleep(_POLL_S)
 
     def _look_at_process(self) -> bool:
-        """Return whether the job runs; ask what its process waits for, and find files that it has put back."""
+        """Return whether the job runs; ask why its process waits, and reopen files that it has restored."""
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:
-            if self._has_seen_end:  # its last event, which follows the end at once, can't be read
+            if self._has_seen_end:  # the last event, which follows the end at once, can't be read
                 return False
             self._has_seen_end = True
         is_gone = not self._reader.has_all_files()
-        written_s = self._reader.last_snapshot_s()  # several times a second, but on a disk that is full
+        written_s = self._reader.last_snapshot_s()  # several times a second, unless the disk is full
         is_quiet, self._written_s = written_s == self._written_s, written_s
         if is_gone or is_quiet or self._reader.has_ended_ranks:
-            served = ask(self._endpoint, _ANSWER_S)  # it puts back what was removed before it answers
+            served = ask(self._endpoint, _ANSWER_S)  # the process restores removed files before it answers
             waits_for = served.waits_for if served is not None else ""
             if waits_for != self._waits_for:
                 self._waits_for = waits_for
@@ -235,7 +237,7 @@ class JobFollower(Job):
         return True
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
-        """Return events of the past with the time since the start of attempts, up to now or to the job's end."""
+        """Return past events, with the time since the start of attempts, up to now or to the job's end."""
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
@@ -250,16 +252,16 @@ class JobFollower(Job):
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, AttemptStarted):
-            self._reader.read_logs_to_end()  # of the attempt before
+            self._reader.read_logs_to_end()  # of the previous attempt
             self.attempt, self.pids = event.attempt, {}
-            # The job process has decided how its workers start; all else is as the launching process has planned it.
+            # The job process decides how its workers start; the rest is the plan of the launching process.
             self.plan = replace(
                 self.plan, start_method=event.start_method, reason=event.reason, fallback=event.fallback
             )
         self._reader.handle(event)
 
     def _welcome(self, newcomer: _Newcomer) -> None:
-        """Send listeners what has happened so far, then let them be among those that get what happens from now on."""
+        """Send past events to new listeners, then add them to the listeners of future events."""
         with self._reader.replay(newcomer.emit, newcomer.emit_readings) as reader:
             for event in self._dated(reader.read_events(), True):
                 reader.handle(event)
@@ -270,15 +272,15 @@ class JobFollower(Job):
         newcomer.has_joined.set()
 
     def _leave(self) -> None:
-        """End the displays without an end of the job."""
-        self.emit(Note.of_job(f"not followed any more; nblaunch.attach({self.id!r}) follows the job again"))
+        """Close the displays although the job continues."""
+        self.emit(Note.of_job(f"no longer followed; nblaunch.attach({self.id!r}) follows the job again"))
         self._close_listeners()
         self._launch_settled.set()
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Conclude with what the job process has left."""
+        """Conclude the job from the files of the job process."""
         try:
             end, problem = self._folder.load_end(), ""
         except Unusable as error:
@@ -296,7 +298,7 @@ class JobFollower(Job):
         self._conclude(outcome, ended)
 
     def _describe_loss(self) -> tuple[str, str]:
-        """Return what is known of a job whose end nothing has recorded, and the same in a few words."""
+        """Return a description of a job whose end was not recorded, and a short version."""
         process = f"the process of {self.id} (pid {self._record.process.pid})"
         logs = f"Logs: {self._folder.path}"
         if self._folder.process_state(self._record) is ProcessState.RESTARTED:
@@ -330,7 +332,7 @@ class JobFollower(Job):
 
 
 class _Newcomer:
-    """Listeners that were not there from the beginning."""
+    """Listeners that were added after the beginning."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = listeners
@@ -357,7 +359,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
-        with suppress(ResultError):  # of a class that is not here; the error says so of the whole
+        with suppress(ResultError):  # from a class that is missing here; the error of the whole value says so
             error.partial = _load_values(folder).get(end.partial_rank)
     return JobOutcome(
         status=end.event.outcome,
@@ -371,7 +373,7 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
 
 
 def _error_of(folder: JobFolder, end: End) -> BaseException | None:
-    """Return the error that ended the job, with the frames and notes that the job process has found."""
+    """Return the error that ended the job, with the frames and notes from the job process."""
     if end.unsaved_error:
         return JobLost(f"{end.event.message}\n{end.unsaved_error}")
     try:
@@ -390,7 +392,7 @@ def _error_of(folder: JobFolder, end: End) -> BaseException | None:
 
 
 class _Stored(Mapping[Any, Any]):
-    """A mapping that is read from the job's folder when it is needed."""
+    """A mapping that is read from the job's folder on demand."""
 
     def __init__(self, load: Callable[[], Mapping[Any, Any]]) -> None:
         self._load = load
@@ -414,7 +416,7 @@ def _load_values(folder: JobFolder, is_there: bool = True) -> Any:
         return _load(folder, RESULT) if is_there else {}
     except ResultError:
         raise
-    except Exception as error:  # of the user's classes, which this process may not have
+    except Exception as error:  # from the user's classes, which this process may lack
         raise ResultError(
             f"the return value of {folder.id} can't be rebuilt in this process: {type(error).__name__}: {error}. "
             "If a cell defines the class, run that cell and try again"
@@ -428,7 +430,7 @@ def _load_weights(folder: JobFolder, end: End) -> Any:
 
 
 def _load(folder: JobFolder, name: str) -> Any:
-    """Return what a file holds, with tensors on its pages.
+    """Return the contents of a file, with tensors mapped from it.
 
     Raises:
         ResultError: the folder or the file was removed, or the file is damaged.

@@ -1,8 +1,8 @@
 """The location of the folders of detached jobs, and the user's key.
 
-    $NBLAUNCH_LOG_DIR/detached              where that is set
-    $XDG_STATE_HOME/nblaunch/jobs           else; by default ~/.local/state/nblaunch/jobs
-    <temporary folder>/nblaunch-<uid>/detached      where the user has no home, or can't write there
+    $NBLAUNCH_LOG_DIR/detached              if set
+    $XDG_STATE_HOME/nblaunch/jobs           otherwise; by default ~/.local/state/nblaunch/jobs
+    <temporary folder>/nblaunch-<uid>/detached      if the user has no home or can't write there
 
 The temporary folder is the last resort: a restart may empty it, and cleaners remove old files.
 """
@@ -29,9 +29,9 @@ class Home:
     """The folder that contains the folders of new jobs.
 
     Args:
-        path: of it.
+        path: path of the folder.
         key: the user's key, which signs the pickles in it.
-        why_temporary: why it is in the temporary folder; empty = it is not.
+        why_temporary: why the folder is temporary; empty if it is not.
     """
 
     path: Path
@@ -54,7 +54,7 @@ def open_home() -> Home:
         try:
             return Home(state, _made_key(state))
         except PermissionError as error:
-            if error.errno is None:  # it is there, and open to others
+            if error.errno is None:  # the folder exists and is open to other users
                 raise
             why = f"{state} is not writable: {error.strerror}"
         except OSError as error:
@@ -70,11 +70,11 @@ def present_homes() -> list[Path]:
     state, _ = _state_folder()
     try:
         temporary = Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
-    except FileNotFoundError:  # there is none that can be written to
+    except FileNotFoundError:  # no temporary folder is writable
         return [state] if state is not None else []
     if state is None:
         return [temporary / "detached"]
-    # Another user may have made it. Jobs are in it only where the state folder can't be used.
+    # Another user may have created it. Jobs are in it only if the state folder can't be used.
     is_own = temporary.is_dir() and temporary.stat().st_uid == os.getuid()
     return [state, temporary / "detached"] if is_own else [state]
 
@@ -85,8 +85,8 @@ def read_key(home_fd: int) -> bytes:
 
 
 def private_problem(path: Path, error: PermissionError) -> PermissionError:
-    """Return the error about a folder that :func:`files.open_private` refused, with advice."""
-    if error.errno is not None:  # the system's own: this user may not enter it
+    """Return the error for a folder that :func:`files.open_private` rejected, with advice."""
+    if error.errno is not None:  # an error of the system: this user may not enter it
         return error
     remedy = (
         f"If only you have written to this folder: chmod 700 {path}"
@@ -101,7 +101,7 @@ def private_problem(path: Path, error: PermissionError) -> PermissionError:
 def _state_folder() -> tuple[Path | None, str]:
     """Return the folder of jobs in the user's state folder, or None with the reason."""
     chosen = Path(env.read("XDG_STATE_HOME"))
-    if chosen.is_absolute():  # a relative one is to be ignored: the XDG Base Directory Specification
+    if chosen.is_absolute():  # relative paths are ignored (XDG Base Directory Specification)
         return chosen / "nblaunch" / "jobs", ""
     try:
         home = Path.home()
@@ -116,10 +116,10 @@ def _state_folder() -> tuple[Path | None, str]:
 
 
 def _made_key(path: Path) -> bytes:
-    """Return the key of the user in the folder of jobs; make both where they are not there.
+    """Return the user's key in the folder of jobs; create both if they are missing.
 
     Raises:
-        OSError: that is not possible; without a number where the folder is there, and other users can change it.
+        OSError: that failed. Without an errno, the folder exists but other users can change it.
     """
     files.make_private_folder(path)
     try:
@@ -130,7 +130,7 @@ def _made_key(path: Path) -> bytes:
 
 
 def checked_key(path: Path, key: bytes) -> bytes:
-    """Return a key that was read.
+    """Check and return a key.
 
     Raises:
         LaunchError: it is damaged.

@@ -51,7 +51,7 @@ _MAX_NAME = 24  # characters of the function's name in the job's id
 _REMEDY = "without detach=True, workers are forked from the notebook and nothing needs to be pickled"
 
 _TERMINATION_GRACE_S = 20.0
-"""For a checkpoint, when this process gets SIGTERM."""
+"""Time for a checkpoint when this process receives SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class JobTask:
     """The input of a job process.
 
     Args:
-        launch: what processes need to attach.
+        launch: the facts that processes need to attach.
         backend: name of the device family.
         job_id: name of the job.
         root: folder in which it creates the folder of the job.
-        call: the call that the job runs, and its surroundings.
+        call: the call that the job runs, and its environment.
         report_fd: pipe on which the launching process waits until the folder of the job exists.
     """
 
@@ -103,7 +103,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
         task = JobTask(launch, plan.backend.name, job_id, root=str(home.path), call=call)
         release_kept_failures()
         interrupts: list[float] = []
-        # What has started must be known here, to be ended by an interrupt.
+        # An interrupt must be able to end whatever has started.
         with interrupts_as_requests(lambda: interrupts.append(time.time())):
             _start_process(task)
             follower = follow(JobFolder(home.path / job_id), listeners)
@@ -141,22 +141,22 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with os.fdopen(int(arguments[0]), "rb") as file:
         task: JobTask = pickle.load(file)
     if os.fork():
-        os._exit(0)  # the system reaps the job process, also while the launching process lives
+        os._exit(0)  # the system then reaps the job process even while the launching process lives
     try:
         job = _DetachedJob(task)
     except BaseException as error:
         os.write(task.report_fd, str(error).encode()[:4096])
         os._exit(1)
-    with suppress(BrokenPipeError):  # the launching process has gone already
+    with suppress(BrokenPipeError):  # the launching process has already ended
         os.write(task.report_fd, b"ok")
     os.close(task.report_fd)
     job.run()
     output.flush()
-    os._exit(0)  # a thread of the user's modules must not keep it
+    os._exit(0)  # a thread of the user's modules must not keep the process alive
 
 
 class _DetachedJob:
-    """The job of this process, with its folder, from which others can follow it from now on."""
+    """The job of this process, with the folder through which other processes follow it."""
 
     def __init__(self, task: JobTask) -> None:
         self._task = task
@@ -165,7 +165,7 @@ class _DetachedJob:
             self._publish()
         except BaseException as error:
             why = disk.reason(self._log.path, error) if isinstance(error, OSError) else ""
-            self._log.remove()  # or it would be listed as a damaged job
+            self._log.remove()  # otherwise it would be listed as a damaged job
             if not why:
                 raise
             raise LaunchError(
@@ -174,7 +174,7 @@ class _DetachedJob:
             ) from error
 
     def _publish(self) -> None:
-        """Make the files and sockets of the job: from now on, others can follow it."""
+        """Create the files and sockets of the job, after which other processes can follow it."""
         task = self._task
         output.capture(str(self._log.new_file("job.log")))
         self._requests = JobRequests()
@@ -196,7 +196,7 @@ class _DetachedJob:
         self._recorder.publish()
 
     def run(self) -> None:
-        """Run it to its end. What goes wrong is in the folder, and not raised."""
+        """Run the job to its end. Errors are written to the folder, not raised."""
         try:
             signal.signal(
                 signal.SIGTERM, lambda number, frame: self._requests.terminate(_TERMINATION_GRACE_S)
@@ -222,7 +222,9 @@ class _DetachedJob:
         return JobRunner(spec, plan, listeners, log=self._log, requests=self._requests)
 
     def _load(self) -> LaunchSpec:
-        """Return the launch with its call, in a process that looks to the user's modules as the kernel did."""
+        """Return the launch with its call, after preparing this process so that the user's modules see the kernel's
+        state.
+        """
         launch, saved = self._task.launch, self._task.call
         saved.restore_surroundings()
         backends.find(self._task.backend, launch.registered_backend)
@@ -240,7 +242,7 @@ class _DetachedJob:
         return self._runner.outcome if self._runner is not None else self._outcome
 
     def _describe(self) -> str:
-        """Answer what this job is and waits for; put back what was removed of its folder."""
+        """Return the facts about this job and why it waits; restore removed files of its folder."""
         problem = self._recorder.restore()
         self._server.restore()
         served = Served(str(self._log.path), problem, self._recorder.waits_for, self._record)

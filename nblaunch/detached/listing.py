@@ -20,7 +20,7 @@ from nblaunch.host.machine import ProcessState
 from nblaunch.wire import schema
 
 _PATIENCE_S = 0.5
-"""For the answer of a job process, which may be busy, or stopped: the list does not wait long for it."""
+"""How long the list waits for the answer of a job process, which may be busy or stopped."""
 
 OTHER_LAYOUT = "its events have other fields"
 
@@ -32,8 +32,8 @@ class Served:
     Args:
         folder: folder of the job.
         problem: why removed files can't be restored; empty = all files exist.
-        waits_for: what it waits for before it ends; empty = nothing.
-        record: of the job.
+        waits_for: why the process waits before it ends; empty = it does not wait.
+        record: record of the job.
     """
 
     folder: str
@@ -49,7 +49,7 @@ class JobSummary:
     Args:
         id: short name, for :func:`nblaunch.attach`.
         function_name: name of the user's function.
-        status: as of :class:`nblaunch.Job`; ``"on NAME"`` if it runs on another machine that shares the folder;
+        status: as in :class:`nblaunch.Job`; ``"on NAME"`` if it runs on another machine that shares the folder;
             ``"damaged"`` if its files can't be read; ``"other version"`` if it has ended, and was launched by another
             version of nblaunch whose record this version can't read.
         num_processes: number of ranks; 0 = unknown.
@@ -100,10 +100,14 @@ def jobs() -> list[JobSummary]:
             summary, record = _look_at(folder)
             records.append(record)
             listed.append(summary)
-    known = {record.address for record in records if record is not None}
-    # A job that is just putting its files back looks damaged, and answers.
-    by_folder = {one.log_dir: one for one in [*listed, *_without_folder(homes, known)] if one is not None}
-    return sorted(by_folder.values(), key=lambda one: one.started_s)
+    addresses = {record.address for record in records if record is not None}
+    # A job that is restoring its files looks damaged, but answers.
+    by_folder = {
+        summary.log_dir: summary
+        for summary in [*listed, *_without_folder(homes, addresses)]
+        if summary is not None
+    }
+    return sorted(by_folder.values(), key=lambda summary: summary.started_s)
 
 
 def find(job_id: str | None) -> JobFolder:
@@ -116,16 +120,16 @@ def find(job_id: str | None) -> JobFolder:
         LookupError: there is no such job, or several jobs match.
         PermissionError: other users can change the folder.
     """
-    known = jobs()
+    all_jobs = jobs()
     if job_id is None:
-        usable = [one for one in known if one.can_attach]
-        chosen, begun = (usable or known)[-1:], known
+        usable = [job for job in all_jobs if job.can_attach]
+        chosen, begun = (usable or all_jobs)[-1:], all_jobs
     else:
-        begun = [one for one in known if one.id.startswith(job_id)]
-        chosen = [one for one in begun if one.id == job_id] or begun
+        begun = [job for job in all_jobs if job.id.startswith(job_id)]
+        chosen = [job for job in begun if job.id == job_id] or begun
     if len(chosen) == 1:
         return JobFolder(chosen[0].log_dir)
-    listed = ", ".join(one.id for one in begun or known) or "none"
+    listed = ", ".join(job.id for job in begun or all_jobs) or "none"
     problem = f"{job_id!r} is a prefix of several jobs" if begun else f"there is no job {job_id or 'at all'}"
     places = " and ".join(map(str, present_homes()))
     raise LookupError(
@@ -140,21 +144,21 @@ def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
-    except ValueError:  # of another version, or there is no answer
+    except ValueError:  # another version, or no answer
         return None
 
 
 def _folders(homes: Collection[Path]) -> list[JobFolder]:
-    found = []
+    folders = []
     for place in homes:
         try:
             with files.private_folder(place) as fd:
-                found += [JobFolder(place / entry) for entry in _subfolders(fd)]
+                folders += [JobFolder(place / entry) for entry in _subfolders(fd)]
         except FileNotFoundError:
             continue
         except PermissionError as error:
             raise private_problem(place, error) from None
-    return found
+    return folders
 
 
 def _subfolders(folder_fd: int) -> list[str]:
@@ -163,17 +167,17 @@ def _subfolders(folder_fd: int) -> list[str]:
 
 
 def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
-    """Return the line of a job, and its record; None for what there is not."""
+    """Return the line of a job and its record, each None if missing."""
     record = None
     try:
         record = folder.load_record()
-        state = folder.process_state(record)  # first: what it writes at its end is there when it has gone
+        state = folder.process_state(record)  # read first: once the process has ended, its last files exist
         return _line_of(folder, record, state, folder.load_end()), record
     except Unusable as error:
         status, reason = _of_unreadable(folder, error)
         return _unusable_line(folder, status, reason), record
     except LookupError:
-        return None, None  # it is not a job's
+        return None, None  # not a job's folder
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -232,11 +236,14 @@ def _summary(path: Path, record: Record, status: str, until_s: float, problem: s
     )
 
 
-def _without_folder(homes: Collection[Path], known: Collection[str]) -> list[JobSummary]:
-    """Return the lines of jobs whose processes run although their folders are gone: they put them back when asked."""
+def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[JobSummary]:
+    """Return the lines of jobs that run although their folders were removed; ``listed``: addresses to skip.
+
+    The processes restore their folders on request.
+    """
     lines = []
     for address in served_addresses():
-        served = None if address in known else ask(Endpoint(Path("/nonexistent"), address))
+        served = None if address in listed else ask(Endpoint(Path("/nonexistent"), address))
         if served is None or Path(served.folder).parent not in homes:
             continue
         if not served.problem:

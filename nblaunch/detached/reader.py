@@ -21,7 +21,7 @@ class JobReader:
 
     Args:
         folder: folder of the job.
-        ranks: of the job.
+        ranks: ranks of the job.
         emit: receives events, including events made from other files.
         emit_readings: receives readings of the board.
         events_limit: number of bytes of the events to read.
@@ -29,7 +29,7 @@ class JobReader:
 
     Raises:
         OSError: the events can't be opened.
-        Unusable: they can't be read.
+        Unusable: the events can't be read.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class JobReader:
         self._receiver = EventReceiver(fd, f"job {folder.id}", key)
 
     def read_events(self) -> list[Event]:
-        """Return the events that were not read yet."""
+        """Return the unread events."""
         events, _ = self._receiver.receive(self._events_limit)
         return events
 
@@ -72,7 +72,7 @@ class JobReader:
         elif isinstance(event, Exited):
             self.has_ended_ranks = True
             if self._log_limits is None:
-                self.read_logs()  # what follows is about the end
+                self.read_logs()  # later events are about the end
         self._emit(event)
 
     def read_logs(self) -> None:
@@ -95,7 +95,7 @@ class JobReader:
         self._emit_readings(() if self._snapshot is None else self._snapshot.readings)
 
     def read_snapshot(self) -> None:
-        """Send the present state of the ranks, if it has changed."""
+        """Send the current state of the ranks if it has changed."""
         mark = self._folder.modified("snapshot")
         if mark is None or mark == self._snapshot_mark:
             return
@@ -154,7 +154,7 @@ class JobReader:
                     self._emit(event)
                 self.tick()
                 if tail.position == before:
-                    break  # it was cut meanwhile
+                    break  # the file was cut meanwhile
         for event in self._snapshot.samples if self._snapshot is not None else ():
             self._emit(event)
         self.tick()

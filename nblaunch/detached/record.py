@@ -1,7 +1,7 @@
-"""Facts about a detached job that need no pickle: its record and its end, as JSON.
+"""The record and the end of a detached job, as JSON.
 
 Any version of nblaunch can list and end the jobs of any other. If ``format`` differs, only the fields of :class:`Head`
-are read: they keep their names and types for good.
+are read, which keep their names and types forever.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from nblaunch.host.machine import ProcessMark
 from nblaunch.wire import schema
 
 FORMAT = 2
-"""Format of these files. Raise it with every change of :class:`Record` or :class:`End`. The pickles beside them are
-compared by their layout (``layout.py``)."""
+"""Format of these files. Raise it with every change of :class:`Record` or :class:`End`. The pickles next to them are
+compared by layout (``layout.py``).
+"""
 
 
 class OtherFormat(ValueError):
     """A file comes from another version of nblaunch.
 
     Args:
-        head: what can be read of it.
+        head: the part that this version can read.
     """
 
     def __init__(self, message: str, head: Head) -> None:
@@ -97,9 +98,9 @@ class End:
 
     Args:
         format: :data:`FORMAT`.
-        event: its last event.
+        event: last event of the job.
         unsaved: why the result could not be written; empty if it was.
-        has_weights: there are trained weights.
+        has_weights: whether there are trained weights.
         unsaved_weights: why the weights could not be written; empty if they were.
         unsaved_error: why the job's error could not be written; empty if it was.
         partial_rank: the rank whose value is the ``partial`` of the error; None = no partial value.
@@ -118,7 +119,7 @@ _Stored = TypeVar("_Stored", Record, End)
 
 
 def dump(value: Record | End) -> bytes:
-    """Return the text of a file."""
+    """Return the contents of a file as JSON text."""
     return schema.dump(value) + b"\n"
 
 

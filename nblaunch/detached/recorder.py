@@ -46,40 +46,40 @@ from nblaunch.wire.pickling import payload
 from nblaunch.worker.failure import describe_failure
 
 _PROGRESS_S = 0.25
-"""Between two writes of the present state."""
+"""Seconds between writes of the current state."""
 
 _CHECK_S = 1.0
-"""Between two looks at whether all files are there."""
+"""Seconds between checks that all files exist."""
 
 _LOOK_S = 0.1
 _RETRY_S = 1.0
-"""Between two looks for a request, and between two tries to write, while there is no room."""
+"""Seconds between checks for a request, and between tries to write, while the disk is full."""
 
 _COPY_BYTES = 1 << 20
 _MAX_MESSAGE = 4096
 _MAX_PENDING = 100_000
-"""Characters of each text in the record of the end, and events kept until there is room for them."""
+"""Largest number of characters of each text in the record of the end, and of events kept until there is space."""
 
 _IN_LOGS = (LogLines, StatusLine)
-"""Events that are made of the log files again, where a process attaches."""
+"""Events that an attaching process reconstructs from the log files."""
 
 _SAMPLES = (DeviceUse, HostMemory)
-"""Events of which only the last counts."""
+"""Events of which only the last matters."""
 
 
 class Recorder:
     """Writes the record, events, snapshots of the ranks and the outcome of a job.
 
     Args:
-        folder: where.
+        folder: folder of the job.
         log: the same folder, as the folder of the job's log files.
         record: what was launched.
-        launch: the rest of it.
+        launch: remaining facts about the launch.
         outcome: returns the outcome once the job has ended.
         requests: requests to the job; a request to end it discards data for which there is no space.
 
     Attributes:
-        waits_for: what the process waits for before it ends; empty while it does not.
+        waits_for: why the process waits before it ends; empty while it does not wait.
 
     Raises:
         OSError: the files can't be created.
@@ -107,7 +107,7 @@ class Recorder:
         self._num_dropped = 0
         self._next_write_s = self._next_check_s = 0.0
         self._has_workers = False
-        self._lock = threading.RLock()  # of what the thread of requests does as well: it restores the folder
+        self._lock = threading.RLock()  # shared with the thread of requests, which restores the folder
         self._home_fd = -1
         self._keep_home_from_cleaners()
         with folder.opened() as folder_fd:
@@ -119,7 +119,7 @@ class Recorder:
         """Write what was launched. Other processes can then attach.
 
         Raises:
-            OSError: that is not possible.
+            OSError: the files can't be written.
         """
         self._folder.write(self._launch)
         self._folder.write_plain(self._record)
@@ -135,7 +135,7 @@ class Recorder:
             self._append(event)
             if isinstance(event, Started) and not self._has_workers:
                 self._has_workers = True
-                self._write_snapshot()  # its file says that workers run; readings come a moment later
+                self._write_snapshot()  # this file says that workers run; readings follow a moment later
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Write the state of all ranks a few times per second, and restore removed files."""
@@ -160,7 +160,7 @@ class Recorder:
     # --- the folder ----------------------------------------------------------------------------------------------
 
     def restore(self) -> str:
-        """Restore removed files of the folder; return why that is not possible, or an empty string."""
+        """Restore removed files of the folder; return why that failed, or an empty string."""
         with self._lock:
             try:
                 if self._events_fd >= 0 and not self._is_whole():
@@ -181,7 +181,7 @@ class Recorder:
         return os.path.samestat(named, os.fstat(self._events_fd))
 
     def _restore(self) -> None:
-        key = self._folder.key(EVENTS)  # of the user, which it has read at the beginning
+        key = self._folder.key(EVENTS)  # the user's key, read at the beginning
         files.make_private_folder(self._folder.path)
         self._keep_home_from_cleaners()
         with files.private_folder(self._folder.path.parent) as home_fd:
@@ -217,7 +217,9 @@ class Recorder:
     # --- while it runs -------------------------------------------------------------------------------------------
 
     def _append(self, *events: Event) -> OSError | None:
-        """Append events, behind those that there was no room for; return why there is none, None if all are there."""
+        """Append events, after earlier ones that did not fit; return why there is no space, or None if all were
+        written.
+        """
         with self._lock:
             self._pending.extend(events)
             while len(self._pending) > _MAX_PENDING:
@@ -227,7 +229,7 @@ class Recorder:
                 end = os.fstat(self._events_fd).st_size
                 try:
                     self._sender.send(self._pending[0])
-                except OSError as error:  # without a part of this event, those that follow can be read
+                except OSError as error:  # remove a partial event, so that later events can be read
                     os.ftruncate(self._events_fd, end)
                     return error
                 self._pending.popleft()
@@ -237,7 +239,7 @@ class Recorder:
         try:
             with self._lock:
                 self._folder.write(Snapshot(time.time(), self._readings, list(self._samples.values())))
-        except (OSError, ValueError):  # the disk is full: the next one may find room
+        except (OSError, ValueError):  # the disk is full; the next write may fit
             self._next_write_s = time.monotonic() + 10 * _PROGRESS_S
 
     # --- the end -------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ class Recorder:
         assert outcome is not None, "the job has ended"
         folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
         saving = _Saving(self._requests.endings)
-        # The result first, and apart: nothing that happens to weights, which may be large, can cost it.
+        # The result first and separately, so that a problem with the weights, which may be large, can't lose it.
         unsaved = unsaved_weights = unsaved_error = ""
         if outcome.status == "done":
             unsaved = self._save(saving, "the result", values, lambda: folder.write_payload(RESULT, values))
@@ -281,10 +283,10 @@ class Recorder:
             raise problem
 
     def _save(self, saving: _Saving, what: str, value: Any, write: Callable[[], None]) -> str:
-        """Write a part of the outcome as soon as there is room; return why it was not, empty if it is there.
+        """Write a part of the outcome as soon as there is space; return why that failed, or an empty string.
 
         Args:
-            value: what is pickled, to know how much room it needs; None if that is next to nothing.
+            value: the value to pickle, for its size; None if it is tiny.
         """
         try:
             while True:
@@ -294,17 +296,17 @@ class Recorder:
                     problem = error
                 else:
                     return ""
-                num_bytes = payload.num_bytes(value)  # raises where it is the value's own code that can't
+                num_bytes = payload.num_bytes(value)  # raises if the value's own code fails
                 why = disk.reason(self._folder.path, problem)
                 if not self._waits(saving, what, num_bytes, problem, why):
                     return f"{what} could not be written: {why}. It was discarded on request"
-        except Exception as error:  # the user's classes have code of their own
+        except Exception as error:  # raised by the user's classes
             return f"{what} could not be written: {type(error).__name__}: {error}"
         finally:
             self.waits_for = ""
 
     def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
-        """Wait until another try may have room; return False if the user has asked to give up."""
+        """Wait until another try may succeed; return False if the user asked to give up."""
         place = self._folder.path.parent
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (
@@ -315,7 +317,7 @@ class Recorder:
         while not saving.is_given_up(self._requests):
             self.restore()
             free = disk.free_bytes(place) if problem.errno == errno.ENOSPC else None
-            # A try without enough room would take what there is from others for a moment.
+            # A try without enough space would briefly take the remaining space from other processes.
             if time.monotonic() >= next_try_s and (free is None or free > num_bytes):
                 return True
             time.sleep(_LOOK_S)
@@ -323,10 +325,10 @@ class Recorder:
 
 
 class _Saving:
-    """Whether what can't be written is to be given up: by a request that came after the end of the job.
+    """Decides whether to give up unwritten data, on a request that came after the end of the job.
 
     Args:
-        endings: number of requests to end the job before.
+        endings: number of requests to end the job before its end.
     """
 
     def __init__(self, endings: int) -> None:

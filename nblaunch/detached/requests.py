@@ -3,8 +3,8 @@
     kernel, script, shell ── "stop" ──> socket in the folder (mode 0700)  ──┐  user of the other
                                     └─> socket by a name of its own (Linux) ┴─ end checked ── job process
 
-The second socket does not depend on the folder, so a job whose folder was removed can still be found. Nothing that
-comes through a socket is unpickled.
+The second socket does not depend on the folder, so a job whose folder was removed can still be found. Data from a
+socket is never unpickled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RETRY_S = 0.1
 _LOOK_S = 1.0
 
 _HAS_NAMES = sys.platform == "linux"
-"""Whether sockets can have names that are no files. Source: unix(7), abstract."""
+"""Whether sockets can have names that are not files. Source: unix(7), abstract."""
 
 
 def new_address() -> str:
@@ -61,7 +61,7 @@ class Endpoint:
 
     Args:
         folder: folder of the job.
-        address: name of the second socket; empty without one.
+        address: name of the second socket; empty = none.
     """
 
     folder: Path
@@ -72,10 +72,12 @@ class Endpoint:
         try:
             with self.connected():
                 return True
-        except BlockingIOError:  # more wait than the system queues: it is only busy, or stopped
+        except BlockingIOError:  # the system's queue is full: the process is only busy or stopped
             return True
         except OSError as error:
-            return descriptors.have_run_out(error)  # of this process: nothing is known of the other
+            return descriptors.have_run_out(
+                error
+            )  # this process has no descriptors, so the state of the other is unknown
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies."""
@@ -92,7 +94,7 @@ class Endpoint:
         """Connect with the job process.
 
         Raises:
-            OSError: there is none, or it belongs to another user.
+            OSError: no job process serves requests, or another user owns it.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_PATIENCE_S)
@@ -119,7 +121,7 @@ class RequestServer:
     """Serves requests in a thread of the job process.
 
     Args:
-        endpoint: where.
+        endpoint: the sockets.
         requests: receives the requests to the job.
         questions: text of a request -> function that returns the reply.
 
@@ -156,7 +158,7 @@ class RequestServer:
                 self._listen_in_folder()
 
     def close(self) -> None:
-        """Serve no more requests."""
+        """Stop serving requests."""
         self._closed.set()
         for listening in self._sockets.values():
             listening.shutdown(socket.SHUT_RDWR)
@@ -173,7 +175,7 @@ class RequestServer:
             return error
 
     def _listen(self, address: str) -> OSError | None:
-        """Listen at an address; return why that is not possible, as on a file system that takes no sockets."""
+        """Listen at an address; return why that failed, for example on a file system without sockets."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listening.bind(address)
@@ -189,25 +191,25 @@ class RequestServer:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            # A socket that is listened at later is looked at from the next round on.
+            # Sockets that are added later are polled from the next round on.
             for fd, _ in self._poller.poll(_LOOK_S * 1000):
                 if self._closed.is_set():
                     return
                 try:
                     connection, _ = self._sockets[fd].accept()
-                except OSError:  # there may be no descriptor left, or the client has gone
+                except OSError:  # there may be no descriptor left, or the client has ended
                     self._closed.wait(_RETRY_S)
                     continue
                 self._serve_one(connection)
 
     def _serve_one(self, connection: socket.socket) -> None:
-        """Serve a request. A client that has gone, or sends nothing or nonsense, does no harm."""
+        """Serve a request. A client that has ended, or that sends nothing or garbage, does no harm."""
         with suppress(OSError):
             connection.settimeout(_PATIENCE_S)
             is_own = _is_own_user(connection)
             request = connection.recv(_MAX_REQUEST_BYTES).decode(errors="replace").strip() if is_own else ""
             if request == "stacks":
-                # They take seconds to find: a stop or an interrupt does not wait for that.
+                # Stacks take seconds to collect; a stop or an interrupt must not wait for them.
                 self._requests.ask_stacks().add_done_callback(partial(_reply_with, connection))
                 return
             if request in ("stop", "interrupt", "cancel"):
@@ -221,7 +223,7 @@ class RequestServer:
 
 
 def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
-    with connection, suppress(OSError):  # the client has gone
+    with connection, suppress(OSError):  # the client has ended
         connection.sendall(answer.result().encode())
 
 
@@ -237,7 +239,7 @@ class RemoteRequests:
         self._endpoint.ask("stop")
 
     def interrupt(self) -> None:
-        """Ask workers to end, with grace; the second time kill them."""
+        """Interrupt the workers, with a grace period; the second call kills them."""
         self.interrupts += 1
         self._endpoint.ask("interrupt")
 

@@ -17,6 +17,6 @@ root_cause.py           the earliest failure that no other failure explains, and
 memory.py               the host's memory; evidence that it ran out
 failure.py              which exception the kernel raises, with its evidence
 silent_errors.py        mistakes that raise no exception: compares the observations of all ranks
-slow_steps.py           why steps are slow: what ranks spend their time on, judged
+slow_steps.py           why steps are slow: judges how ranks spend their time
 exceptions.py           rebuilds the worker's exception in the kernel with its frames; chooses frames for IPython
 """

@@ -19,11 +19,11 @@ _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
 _GATHER_OF_WRITES_S = 5.0
-"""The same for a file that several ranks write."""
+"""The same, for a file that several ranks write."""
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
-_NEEDS_ALL = (*_COMPARED, "first")  # says nothing before all ranks have sent theirs
+_NEEDS_ALL = (*_COMPARED, "first")  # inconclusive before all ranks have sent their observations
 _TOLERANCE = 1e-3
 """Largest relative difference of numbers that count as equal: different devices round differently."""
 
@@ -85,7 +85,7 @@ class SilentErrors:
         is_complete = by_rank.keys() >= self._ranks
         patience_s = _GATHER_OF_WRITES_S if how == "together" else _GATHER_S
         is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
-        # A rank that works longer comes to the file later.
+        # A rank that works longer reaches the file later.
         is_alone = how == "together" and len(by_rank) == 1 and not is_end
         if is_alone or not (is_complete or (is_late and how not in _NEEDS_ALL)):
             return ""
@@ -101,9 +101,9 @@ class SilentErrors:
 
 
 def _apart(observation: Observation) -> tuple[Any, ...]:
-    """Return what must be the same of observations that are judged together."""
+    """Return the key of observations that are judged together."""
     if observation.judged_by in _COMPARED:
-        # A model's weights and its gradients are compared separately; the problem says which is meant.
+        # A model's weights and its gradients are compared separately; the problem distinguishes the two.
         return observation.step, observation.problem
     return (observation.step, observation.value) if observation.judged_by == "together" else ()
 
@@ -129,14 +129,14 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks where it began; none if it began everywhere at once, or elsewhere for another reason."""
+    """Return the ranks where the problem began; none if it began everywhere at once, or for other reasons elsewhere."""
     first = min(seen.value for seen in by_rank.values())
     is_spread = max(seen.value for seen in by_rank.values()) == first + 1
     return sorted(rank for rank, seen in by_rank.items() if seen.value == first) if is_spread else []
 
 
 def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return all ranks if there are several, and the file was written: an empty one may be a lock."""
+    """Return all ranks if there are several and the file has contents; an empty file may be a lock."""
     path = next(iter(by_rank.values())).value[0]
     is_written = os.path.isfile(path) and os.path.getsize(path) > 0
     return sorted(by_rank) if len(by_rank) > 1 and is_written else []

@@ -1,10 +1,11 @@
-"""Why steps are slow: what the ranks spent their time on, judged. No clock, no file and no process is looked at here.
+"""Judges why steps are slow from how ranks spent their time. Nothing here reads a clock, a file or a process.
 
     spans of a rank ──> step_times ──> StepTimes ┐
     threads, processors, other processes ────────┴──> find_cause ──> Cause, or None
 
-A cause is a fact that a user can change, and that costs a good part of each step. What a busy machine does to all ranks
-alike is none. Where ranks differ and nothing here explains it, the dashboards compare their rates all the same.
+A cause is a fact that a user can change and that takes a large part of each step. A machine that is equally busy for
+all ranks is not a cause. If ranks differ for reasons that are not covered here, the dashboards still compare their
+rates.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
 
 MIN_STEPS = 5
-"""Steps of which a rank is judged."""
+"""Smallest number of steps by which a rank is judged."""
 
 MIN_PERIOD_S = 2.0
-"""Seconds that these must take together."""
+"""Seconds that these steps must take together."""
 
-_MIN_STEP_S = 2e-3  # shorter steps are of toys: whatever surrounds them takes most of their time
+_MIN_STEP_S = 2e-3  # shorter steps are toys, dominated by overhead
 _MIN_LOST_S = 5e-3  # of a step
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a rank spent some steps on.
+    """How a rank spent the time of some steps.
 
     Args:
-        num_steps: how many.
-        period_s: seconds of all of them.
-        seconds: by kind, without the kinds that lie inside.
-        counts: how often, by kind.
-        evaluated_s: seconds of evaluations, with what lies inside.
-        num_workers: worker processes of the loader that was read last.
+        num_steps: number of steps.
+        period_s: seconds of all steps.
+        seconds: seconds by kind, without other kinds inside.
+        counts: number of spans by kind.
+        evaluated_s: seconds of evaluations, including spans inside.
+        num_workers: worker processes of the last loader.
         elements: mean size of a batch; 0 if it was not measured.
-        saved_bytes: in all.
-        batches: of evaluations.
-        collective: the most frequent one.
+        saved_bytes: total bytes saved.
+        batches: number of evaluation batches.
+        collective: the most frequent collective.
     """
 
     num_steps: int
@@ -66,19 +67,19 @@ class StepTimes:
 
     @property
     def own_s(self) -> float:
-        """Seconds of a step in the user's code and the forward pass, in which a rank waits for no other."""
+        """Seconds of a step in the user's code and the forward pass, without waits for other ranks."""
         return (self.period_s - sum(self.seconds.values())) / self.num_steps
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A process that is not of the job, on a rank's processor.
+    """A process outside the job on a rank's processor.
 
     Args:
-        pid: its number.
-        name: of its program.
-        use: processors that it takes, 0 to 1.
-        is_pinned: it or the rank may run on this processor alone.
+        pid: process id.
+        name: name of its program.
+        use: fraction of the processor that it uses, 0 to 1.
+        is_pinned: whether it or the rank may run only on this processor.
     """
 
     pid: int
@@ -89,15 +90,15 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Processors:
-    """How a rank's process gets processors.
+    """The processor time of a rank's process.
 
     Args:
-        wait_share: fraction of the time that its main thread waited for one.
-        num_threads: threads that ran about as long as the busiest one.
+        wait_share: fraction of the time that its main thread waited for a processor.
+        num_threads: number of threads that ran about as long as the busiest thread.
         run_s: seconds of all threads together.
-        wait_s: and that they waited.
-        neighbour: the other process that takes most of the rank's processor; None if there is none.
-        device_use: of its device, 0 to 1; None: the rank computes on processors.
+        wait_s: seconds that all threads waited for a processor.
+        neighbour: the other process that uses most of the rank's processor; None if there is none.
+        device_use: utilisation of its device, 0 to 1; None if the rank computes on the CPU.
     """
 
     wait_share: float = 0.0
@@ -110,10 +111,10 @@ class Processors:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is alike for all ranks of a machine.
+    """Facts that are the same for all ranks of a machine.
 
     Args:
-        num_processors: that they may use.
+        num_processors: processors that the ranks may use.
         stolen_share: fraction of the processors that the host of a virtual machine gives to others.
         throttled_share: fraction of the time that a limit stops the ranks.
     """
@@ -125,13 +126,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why steps are slow.
+    """A cause of slow steps.
 
     Args:
-        kind: its name.
+        kind: name of the cause.
         ranks: the ranks concerned; empty: all.
         text: a sentence without its full stop: what happens, and what to do.
-        is_fixed: it does not come and go by itself, so that it is certain soon.
+        is_fixed: whether the cause can't come and go by itself, so that it is soon certain.
     """
 
     kind: str
@@ -141,15 +142,15 @@ class Cause:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What is equal where the cause is the same, though its numbers differ."""
+        """Key that is equal for the same cause with different numbers."""
         return self.kind, self.ranks
 
 
 def step_times(spans: Sequence[Span]) -> StepTimes | None:
-    """Return what a rank spent its steps on; None of too few steps.
+    """Return how a rank spent its steps; None for too few steps.
 
     Args:
-        spans: of the rank.
+        spans: spans of the rank.
     """
     counted = (
         SpanKind.OPTIMIZER if any(one.kind == SpanKind.OPTIMIZER for one in spans) else SpanKind.BACKWARD
@@ -191,16 +192,16 @@ Uses = Mapping[int, Processors]
 
 
 def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
-    """Return the cause that explains most; None if steps are as fast as they can be, as far as this is known.
+    """Return the most important cause; None if no cause of slow steps is known.
 
     Args:
-        times: rank -> what it spent its steps on, over about the same time.
-        uses: rank -> how it got processors meanwhile.
-        machine: of these ranks.
+        times: rank -> how it spent its steps, over about the same time.
+        uses: rank -> its processor time in that period.
+        machine: machine of these ranks.
     """
     if not times or any(own.period_s / own.num_steps < _MIN_STEP_S for own in times.values()):
         return None
-    # What slows all else down comes first: under it, data and batches look slow, too.
+    # Causes that slow everything down come first, because they make data and batches look slow, too.
     for judge in (_threads, _shared_processor, _limits):
         if (cause := judge(uses, machine)) is not None:
             return cause
@@ -212,14 +213,14 @@ def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
 
 # --- processors ------------------------------------------------------------------------------------------------------
 
-_MANY_THREADS = 4  # gloo and autograd have threads of their own, which may be as busy
+_MANY_THREADS = 4  # gloo and autograd have their own threads, which may be as busy
 _MIN_WAIT = 0.25  # fraction of the time
 _MIN_USE = 0.25  # of a processor
 _MIN_LIMITED = 0.2
 
 
 def _threads(uses: Uses, machine: Machine) -> Cause | None:
-    """Find more threads than processors, which wait for each other."""
+    """Find processes with more threads than processors, which wait for each other."""
     if not uses:
         return None
     number = round(median(use.num_threads for use in uses.values()))
@@ -236,7 +237,7 @@ def _threads(uses: Uses, machine: Machine) -> Cause | None:
 
 
 def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
-    """Find a rank whose processor another process takes, while other ranks have theirs for themselves."""
+    """Find a rank that shares its processor with another process while other ranks do not."""
     slow = {
         rank: use for rank, use in uses.items()
         if use.wait_share >= _MIN_WAIT and use.neighbour is not None and use.neighbour.use >= _MIN_USE
@@ -260,7 +261,7 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
 
 
 def _limits(uses: Uses, machine: Machine) -> Cause | None:
-    """Find limits of processor time, set from outside."""
+    """Find external limits of processor time."""
     if machine.throttled_share >= _MIN_LIMITED:
         return Cause(
             "throttled", (),
@@ -403,7 +404,7 @@ _LOOKS: tuple[Callable[[Times, Uses], Cause | None], ...] = (
 
 
 def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -> list[int]:
-    """Return the ranks that spend a share of their time on a kind, and enough for that to matter."""
+    """Return the ranks that spend at least a share of their time on a kind of span, and long enough to matter."""
     return [
         rank
         for rank, own in times.items()
@@ -412,7 +413,7 @@ def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -
 
 
 def _may_wait(use: Processors | None) -> bool:
-    """Return whether a rank that waits makes its device wait; one that runs ahead of a busy device does not."""
+    """Return whether a waiting rank keeps its device idle; a rank that runs ahead of a busy device does not."""
     return use is None or use.device_use is None or use.device_use < 0.5
 
 

@@ -5,39 +5,40 @@
                                      └────────────────────────────────────────────────────> node program ──> ranks 2, 3
                                                                     ranks 0, 1  <── gloo / nccl ──>  ranks 2, 3
 
-On each machine a clean process, the node program, loads the call once and runs its ranks as the launcher of one machine
-does. One coordinator merges what the nodes report, so that results, weights, errors and their texts come about by the
-same code as on one machine. (:mod:`nblaunch.nodes` is the other way to several machines: the same notebook on each.)
+On each machine, a clean process, the node program, loads the call once and runs its ranks like the launcher of a
+single machine. One coordinator merges the nodes' reports, so the same code as on one machine produces results,
+weights, errors and their texts. (:mod:`nblaunch.nodes` is the other way to several machines: the same notebook on
+each.)
 
 In the launching process:
 
     runner.py            runs the job: starts the nodes, attempt after attempt
       coordinator.py     watches one attempt on all nodes
-      link.py            one node, as the coordinator sees it
-      stacks.py          nodes that have been asked where their ranks are
-    engine.py            what an engine is; one file each:
-      processes.py       processes of this machine
-      ssh.py             hosts that ssh reaches
+      link.py            the coordinator's view of a node
+      stacks.py          a query for the stacks of ranks on several nodes
+    engine.py            the interface of an engine; one file each:
+      processes.py       processes on this machine
+      ssh.py             hosts over ssh
       slurm.py           nodes of the Slurm allocation of this process
       ray.py             nodes of a Ray cluster
-        ray_driver.py    process that is connected to it
-        ray_actor.py     what runs on each node, and moves bytes
-        ray_messages.py  between launching process and driver
-      command_node.py    what engines have in common whose node program runs below a command of this machine
+        ray_driver.py    the process that is connected to the cluster
+        ray_actor.py     runs on each node and moves bytes
+        ray_messages.py  messages between the launching process and the driver
+      command_node.py    shared by engines that start the node program with a local command
 
 On each node:
 
     node.py              the first lines of the node program
       node_program.py    loads the call, runs attempts
-      uplink.py          what goes up to the coordinator while ranks run, and comes down from it
+      uplink.py          exchanges data with the coordinator while ranks run
 
-In both:
+On both sides:
 
     channel.py           sealed messages over pipes
     messages.py          the messages
     agreements.py        the step at which ranks of all nodes end
-    collectives.py       what ranks of all nodes have recorded of their collectives
-    shipping.py          the user's modules and variables; what nodes must have themselves
+    collectives.py       recorded collectives of the ranks on all nodes
+    shipping.py          sends the user's modules and variables; lists packages that nodes must have
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _ENGINES = {
     "ray": ("nblaunch.engines.ray", "RayEngine"),
     "slurm": ("nblaunch.engines.slurm", "SlurmEngine"),
 }
-"""Name -> module and class, of which only the one in use is imported."""
+"""Name -> module and class; only the chosen one is imported."""
 
 
 def find(name: str) -> type[Engine]:

@@ -1,11 +1,11 @@
-"""Agreements of the ranks of all nodes on the step at which they end: at a stop, and at an interrupt.
+"""Agreements of the ranks on all nodes about the step at which they end, after a stop or an interrupt.
 
     coordinator: NodesAgreement                          each node: NodeBallots
     a StopAgreement over copies of all ballots  ── Proposal ──>  writes it to the ballots of its ranks
-                                                <── Replies ──   checks and replies of its ranks, as they change
+                                                <── Replies ──   checks and replies of its ranks, when they change
 
-The steps are checks of ``accelerator.should_stop`` or steps of optimizers (``wire/stop_agreement.py``). The coordinator
-alone proposes and decides: of a proposal that is withdrawn because a rank is past it, no rank holds the contrary.
+The steps are checks of ``accelerator.should_stop`` or steps of optimizers (``wire/stop_agreement.py``). Only the
+coordinator proposes and decides, so no rank acts on a proposal that it withdraws because a rank has passed it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.stop_agreement import BOUNDARY_S, Ballot, StopAgreement
 
 _AHEAD_S = {"check": 0.5, "step": 0.1}
-"""Seconds that a proposal is ahead of the foremost rank: what a message to all nodes and the replies take."""
+"""Seconds by which a proposal is ahead of the foremost rank: the time of a message to all nodes and of the replies.
+"""
 
 _PATIENCE_S = {"check": 1.0, "step": 0.5}
 """Seconds that a rank may wait at the proposed check."""
@@ -27,10 +28,11 @@ _SHARE = 0.75
 """Share of the grace after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
-"""Seconds that an interrupt waits longer for a common step than on one machine. Nodes wait as much longer again."""
+"""Additional seconds that an interrupt waits for a common step, compared with one machine. Nodes add the same again.
+"""
 
 _REPLY_S = 0.05
-"""Seconds between replies of a node in which nothing but the number of checks has changed."""
+"""Seconds between replies of a node in which only the number of checks has changed."""
 
 
 class NodesAgreement:
@@ -43,8 +45,8 @@ class NodesAgreement:
         grace_s: seconds of grace that an interrupt gives ranks.
 
     Attributes:
-        is_settled: all ranks stop at the same check.
-        is_over: nothing more is proposed.
+        is_settled: whether all ranks stop at the same check.
+        is_over: whether no more proposals follow.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class NodesAgreement:
     ) -> None:
         self._subject = subject
         self._send = send
-        # An interrupt has another end than a common step, and nodes give up waiting for it after their limit_s.
+        # An interrupt can end without a common step, for which nodes stop waiting after their limit_s.
         limit_s = min(BOUNDARY_S + _SLACK_S, grace_s * _SHARE) if subject == "step" else math.inf
         self._until_s = now_s + limit_s
         self._copies: dict[int, Slot] = {}
@@ -60,10 +62,10 @@ class NodesAgreement:
         self._sent = Proposal(subject)
         self.is_settled = self.is_over = False
         if subject == "check":
-            send(self._sent)  # which has nodes reply; of an interrupt they know
+            send(self._sent)  # makes nodes reply; they already know about an interrupt
 
     def take(self, replies: Replies) -> None:
-        """Take replies of the ranks of a node."""
+        """Store replies of a node's ranks."""
         for rank, (num_checks, reply) in replies.by_rank.items():
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
@@ -90,7 +92,7 @@ class NodesAgreement:
         has_untrained = any(copy.num_checks == 0 for copy in self._copies.values())
         if self._subject == "step" and (has_untrained or not running):
             self.give_up()
-        elif running and running <= self._copies.keys():  # a proposal has to be ahead of all ranks
+        elif running and running <= self._copies.keys():  # a proposal must be ahead of all ranks
             self._copies = {rank: self._copies[rank] for rank in running}
             self._agreement = StopAgreement(
                 self._copies,
@@ -108,14 +110,14 @@ class NodesAgreement:
             self._send(proposal)
 
     def give_up(self) -> None:
-        """Let ranks that wait at a proposed check go on, and let nodes know that no other proposal follows."""
+        """Release ranks that wait at a proposed check, and announce to nodes that no other proposal follows."""
         self.is_over = True
         number = self._sent.number
         self._send(Proposal(self._subject, number, -number, is_last=True))
 
 
 class NodeBallots:
-    """The ballots of the ranks of one node, which follow the coordinator. Implements ``stop_agreement.Boundary``.
+    """The ballots of one node's ranks, which follow the coordinator. Implements ``stop_agreement.Boundary``.
 
     Args:
         subject: what ranks count.
@@ -147,14 +149,14 @@ class NodeBallots:
         if self.is_settled:
             return
         for ballot in self._ballots.values():
-            # In this order: a rank compares the decision with the proposal that it has read before.
+            # The order matters: a rank compares the decision with the proposal that it read before.
             ballot.stop_proposal = proposal.number
             ballot.stop_decision = proposal.decision
         self.is_withdrawn = proposal.is_last
         self.is_settled = proposal.is_last or 0 < proposal.number == proposal.decision
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
-        """Send the replies of the ranks that still run, if they are others than before."""
+        """Send the replies of running ranks if they have changed."""
         if self.is_settled:
             return
         replies = {rank: (self._ballots[rank].num_checks, self._ballots[rank].stop_reply) for rank in running}
@@ -164,11 +166,11 @@ class NodeBallots:
             self._send(Replies(self._subject, replies))
 
     def has_stopped(self, rank: int) -> bool:
-        """Return whether a rank has come to the check that all have agreed on."""
+        """Return whether a rank has reached the agreed check."""
         ballot = self._ballots[rank]
         return 0 < ballot.stop_proposal == ballot.stop_decision and ballot.num_checks >= ballot.stop_proposal
 
     def withdraw(self) -> None:
-        """Follow no longer: the ranks go on, and are interrupted wherever they are."""
+        """Stop following: the ranks continue, and are interrupted wherever they are."""
         if not self.is_settled:
             self.take(Proposal(self._subject, 0, 0, is_last=True))

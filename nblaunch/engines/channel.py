@@ -1,14 +1,14 @@
-"""A channel: sealed messages over the pipes between the coordinator and a node, with a length before each.
+"""A channel: sealed, length-prefixed messages over the pipes between the coordinator and a node.
 
     node         ── mark, Hello (JSON) ──────────> coordinator     before the node has a key
-    coordinator  ── Boot (pickle), with the key ──> node           by the engine's own channel, which it trusts
+    coordinator  ── Boot (pickle), with the key ──> node           over the engine's channel, which is trusted
     both         ── sealed, numbered pickles of nblaunch's own classes (wire/channel.py) ──
 
-A newline follows each message: Slurm's ``srun`` passes on whole lines.
+A newline follows each message, because Slurm's ``srun`` forwards whole lines.
 
-What a node sends is unpickled only under the seal of the job's key, with the number that is due: bytes of another job,
-replayed ones and those that something else has written are not read. Nothing blocks but :meth:`Channel.wait` and
-:meth:`Channel.send_now`, which the node program uses where it has nothing else to do.
+A node's message is unpickled only if it has the seal of the job's key and the expected number. Bytes of other jobs,
+replayed messages and output of other programs are rejected. Only :meth:`Channel.wait` and :meth:`Channel.send_now`
+block; the node program uses them when it has nothing else to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nblaunch.wire import signing
 from nblaunch.wire.channel import dump_plain
 
 MARK = b"\n\0nblaunch node 1\0\n"
-"""Begins what a node program sends: a shell that was started for it may have printed before."""
+"""Precedes a node program's first message, because the shell that started it may have printed before."""
 
 _END = b"\n"
 _LENGTH = struct.Struct("<Q")
@@ -35,25 +35,25 @@ _READ_BYTES = 1 << 20
 _MAX_FRAME_BYTES = 1 << 30
 _LOOK_S = 0.5
 _FULL_BYTES = 4 << 20
-"""So many bytes wait to be sent at most, before parts of large objects are read."""
+"""Largest number of bytes in the send queue before parts of large objects are read."""
 
 
 class ChannelError(Exception):
-    """What has arrived is not from the node program of this job. Nothing of it was unpickled."""
+    """Received data is not from the node program of this job. None of it was unpickled."""
 
 
 class Channel:
-    """One end. Not safe in several threads.
+    """One end of a channel. Not thread-safe.
 
     Args:
-        reading_fd: where bytes arrive.
-        writing_fd: where bytes go.
+        reading_fd: descriptor for incoming bytes.
+        writing_fd: descriptor for outgoing bytes.
         side: ``b"c"`` at the coordinator, ``b"n"`` at the node.
-        skips_to_mark: ignore what arrives before :data:`MARK`.
+        skips_to_mark: ignore data before :data:`MARK`.
 
     Attributes:
         key: key of the job; messages can be sent and received once it is set.
-        is_closed: the other end was closed, and all that it had sent was returned.
+        is_closed: whether the other end was closed and all of its messages were returned.
         last_s: ``monotonic()`` when bytes arrived last.
     """
 
@@ -77,22 +77,22 @@ class Channel:
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be sent."""
+        """Number of bytes in the send queue."""
         return self._backlog
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits to be sent that large parts should wait, too."""
+        """Whether the send queue is so long that large parts should wait."""
         return self._backlog >= _FULL_BYTES
 
     def send(self, message: Any) -> None:
-        """Send a message, behind those that wait."""
+        """Append a message to the send queue."""
         body = _NUMBER.pack(self._num_sent) + dump_plain(message)
         self._num_sent += 1
         self.send_raw(signing.digest(self.key, self._side, body) + body)
 
     def send_bulk(self, messages: Iterator[Any]) -> None:
-        """Send messages, each made no earlier than there is room for it. Other messages may overtake them."""
+        """Send messages, each created only when there is room for it. Other messages may overtake them."""
         self._bulk = messages
         self.flush()
 
@@ -104,7 +104,7 @@ class Channel:
         self.flush()
 
     def send_mark(self) -> None:
-        """Send what the other end skips to."""
+        """Send the mark to which the other end skips."""
         self._queue(MARK)
 
     def _queue(self, data: bytes) -> None:
@@ -112,19 +112,19 @@ class Channel:
         self._backlog += len(data)
 
     def flush(self) -> None:
-        """Send what can be sent now. Where the other end was closed, everything is dropped."""
+        """Send as much as possible without blocking. If the other end was closed, drop everything."""
         while True:
             if not self._waiting:
                 for message in self._bulk:
                     self.send(message)
-                    return  # which has flushed
+                    return  # it has flushed
                 return
             view = self._waiting[0]
             try:
                 count = os.write(self.writing_fd, view)
             except BlockingIOError:
                 return
-            except OSError:  # the end of the file follows, which says why
+            except OSError:  # the end of file follows and gives the reason
                 self._waiting.clear()
                 self._backlog = 0
                 self._bulk = iter(())
@@ -137,11 +137,11 @@ class Channel:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether anything waits to be sent."""
+        """Whether the send queue is not empty."""
         return bool(self._waiting)
 
     def send_now(self, timeout_s: float | None = None) -> None:
-        """Wait until everything was sent, the other end was closed, or ``timeout_s`` seconds have passed."""
+        """Wait until everything is sent, the other end is closed, or ``timeout_s`` seconds have passed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self.writing_fd, select.POLLOUT)
@@ -156,12 +156,12 @@ class Channel:
         """Return the messages that have arrived.
 
         Raises:
-            ChannelError: what has arrived has no seal of this job.
+            ChannelError: a message lacks the seal of this job.
         """
         return [self._load(body) for body in self.receive_raw()]
 
     def receive_raw(self, limit: int | None = None) -> list[bytes]:
-        """Return the bytes of what has arrived, ``limit`` messages at most."""
+        """Return the bytes of up to ``limit`` messages that have arrived."""
         while not self.is_closed:
             try:
                 chunk = os.read(self.reading_fd, _READ_BYTES)
@@ -196,7 +196,7 @@ class Channel:
         return frames
 
     def _skip(self) -> bool:
-        """Drop what arrived before the mark; return whether it has arrived."""
+        """Drop data before the mark; return whether the mark has arrived."""
         at = self._arrived.find(MARK)
         if at < 0:
             del self._arrived[: max(0, len(self._arrived) - 2 * len(MARK))]
@@ -206,7 +206,7 @@ class Channel:
         return True
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for messages; return none where the other end was closed, or the time is over. Sends what waits."""
+        """Wait for messages and send queued ones; return none if the other end was closed or the time is over."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             messages = self.receive()
@@ -216,7 +216,7 @@ class Channel:
             self.wait_readable(_LOOK_S if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def wait_readable(self, timeout_s: float = _LOOK_S) -> None:
-        """Wait until bytes arrive, or those that wait can be sent, ``timeout_s`` seconds at most."""
+        """Wait up to ``timeout_s`` seconds until bytes arrive or queued bytes can be sent."""
         poller = select.poll()
         poller.register(self.reading_fd, select.POLLIN)
         if self._waiting and self.writing_fd != self.reading_fd:

@@ -1,10 +1,10 @@
-"""What ranks of all nodes record of their collectives, as far as the coordinator has to know it.
+"""The recorded collectives of the ranks on all nodes, as far as the coordinator needs them.
 
     node ── CallMarks, twice a second: digests of a few calls ──> do any differ? ── AskStacks ──> all nodes
-    node ── Stacks: all calls that are kept ──> compared as on one machine (launcher/collective_watch.py)
+    node ── Stacks: all recorded calls ──> compared as on one machine (launcher/collective_watch.py)
 
-A digest is of all collectives of a group up to a call, so that ranks that have differed once differ from then on. The
-marks are of the last calls, and of those with round numbers: nodes send them at different times.
+A digest covers all collectives of a group up to a call, so ranks that have differed once differ from then on. Marks
+cover the last calls, and calls with round numbers, because nodes send marks at different times.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from nblaunch.wire.board import Board, SlotReading
 from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
 
 _NUM_LAST = 8
-"""So many of the last calls of each group are marked."""
+"""Number of last calls of each group that are marked."""
 
 _ROUND = NUM_CALLS // 4
 """Calls whose numbers are multiples of this are marked as long as they are kept."""
 
 
 class NodeCalls:
-    """The calls of the ranks of a node, on the node.
+    """The calls of a node's ranks, on the node.
 
     Args:
-        board: which they write.
-        ranks: of the node.
+        board: board to which the ranks write.
+        ranks: ranks of the node.
     """
 
     def __init__(self, board: Board, ranks: range) -> None:
@@ -39,7 +39,7 @@ class NodeCalls:
         self._last = CallMarks({})
 
     def new_marks(self) -> CallMarks | None:
-        """Return the marks of the last calls; None if they are those that were returned before."""
+        """Return the marks of the last calls; None if they have not changed."""
         readers = [self._board.calls(rank) for rank in self._ranks]
         counts = [reader.num_calls for reader in readers]
         if counts == self._num_calls:
@@ -64,7 +64,7 @@ class NodeCalls:
 def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     last: dict[tuple[int, bool], int] = {}
     for group, number in digests:
-        key = group, number < 0  # steps of optimizers have negative numbers
+        key = group, number < 0  # optimizer steps have negative numbers
         last[key] = max(last.get(key, 0), abs(number))
     return {
         (group, number): digest
@@ -74,7 +74,7 @@ def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], f
 
 
 class AllCalls:
-    """The calls of the ranks of all nodes, in the coordinator. Implements ``launcher.collective_watch.CallSource``.
+    """The calls of the ranks on all nodes, in the coordinator. Implements ``launcher.collective_watch.CallSource``.
 
     Args:
         ask: asks all nodes for the calls of their ranks.
@@ -90,16 +90,16 @@ class AllCalls:
         self._has_new_marks = False
 
     def take_marks(self, link: NodeLink, marks: CallMarks) -> None:
-        """Take the marks of a node."""
+        """Store the marks of a node."""
         self._marks[link] = marks
         self._has_new_marks = True
 
     def take(self, calls: Mapping[int, RankCalls]) -> None:
-        """Take calls of ranks of a node, which are the last ones by now."""
+        """Store the latest calls of a node's ranks."""
         self._calls.update(calls)
 
     def may_differ(self) -> bool:
-        """Return whether marks of nodes differ; False at once where there are no others since the last look."""
+        """Return whether marks of nodes differ; False at once if there are no new ones."""
         if not self._has_new_marks:
             return False
         self._has_new_marks = False
@@ -113,7 +113,7 @@ class AllCalls:
         return False
 
     def read(self) -> dict[int, RankCalls] | None:
-        """Ask all nodes; return the last calls once they have answered, and None until then."""
+        """Ask all nodes; return the last calls once all have answered, None until then."""
         if self._query is None:
             self._query = self._ask()
         if not self._query.is_done:
@@ -122,7 +122,7 @@ class AllCalls:
         return self.last()
 
     def last(self) -> dict[int, RankCalls]:
-        """Return rank -> its last calls, as far as they are known."""
+        """Return the last known calls, by rank."""
         return dict(sorted(self._calls.items()))
 
     def steps(self) -> dict[int, int]:

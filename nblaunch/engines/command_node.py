@@ -1,7 +1,7 @@
-"""A node program that a command starts: Python itself on this machine, ``ssh`` or ``srun`` on another.
+"""A node program that a command starts: Python on this machine, ``ssh`` or ``srun`` for another.
 
-The command's standard input and output are the channel. What it prints besides goes to a file, whose last lines say
-why a node could not be started.
+The command's standard input and output are the channel. Other output goes to a file, whose last lines say why a node
+could not be started.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_LINES = 3
 
 
 def start_all(nodes: Iterable[NodeHandle]) -> list[NodeHandle]:
-    """Return the nodes, each started as it is taken; if one can't be started, end the others and raise that."""
+    """Start the nodes one by one and return them; if one can't be started, end the others and raise its error."""
     started: list[NodeHandle] = []
     try:
         for node in nodes:
@@ -39,13 +39,13 @@ def start_all(nodes: Iterable[NodeHandle]) -> list[NodeHandle]:
 
 
 class CommandNode(NodeHandle):
-    """A node program that runs as long as a command of this machine.
+    """A node program that runs as long as a local command.
 
     Args:
         command: program and arguments.
         host: name of the machine, for messages.
-        log_path: for what is printed.
-        address: as of :class:`NodeHandle`.
+        log_path: file for the command's output.
+        address: as in :class:`NodeHandle`.
         environment: environment of the command; None = this process's.
         folder: working folder; None = this process's.
 
@@ -67,7 +67,7 @@ class CommandNode(NodeHandle):
         self.address = address
         self._log_path = log_path
         try:
-            # A POSIX session of its own: Ctrl-C in a terminal is for the launcher, which passes it on.
+            # A separate POSIX session, because Ctrl-C in a terminal must reach only the launcher, which forwards it.
             with (
                 open(log_path, "ab") as log,
                 process_control.signals_blocked(),
@@ -100,7 +100,7 @@ class CommandNode(NodeHandle):
         return self._process.pid
 
     def how_ended(self) -> str:
-        """Return how the command ended, and what it printed last."""
+        """Return how the command ended, with its last output."""
         try:
             code = self._process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:

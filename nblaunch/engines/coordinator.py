@@ -1,11 +1,11 @@
-"""Coordinator: watches one attempt on all nodes to its end, as the supervisor does with the ranks of one machine.
+"""Coordinator: supervises one attempt on all nodes, as the supervisor does for the ranks of one machine.
 
-    nodes ── events, readings, logs, what ranks leave ──> one AttemptReport, over all ranks ──> listeners
-          <── interrupts, end of ranks, proposals, questions for stacks ──
+    nodes ── events, readings, logs, outboxes ──> one AttemptReport, over all ranks ──> listeners
+          <── interrupts, end of ranks, proposals, stack queries ──
 
-It merges what nodes report as if all ranks were of one machine: their root cause, error, texts and results then follow
-by the same code. One detector of hangs looks at the progress of all of them. The silence of a node is judged as in
-``nodes/``, of whose states it makes use (:class:`PeerStates`: here is a node without ranks).
+It merges the nodes' reports as if all ranks ran on one machine, so the same code finds the root cause and builds
+errors, texts and results. One hang detector watches the progress of all ranks. A silent node is judged as in
+``nodes/``, with the same :class:`PeerStates`, in which this process is a node without ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from nblaunch.wire.outbox import RankResult
 _TICK_S = 0.1
 _INSPECTION_S = 0.25
 _LOST_S = 15.0
-"""How long nodes may take to end their ranks once these have been killed."""
+"""How long nodes may take to end their ranks after a kill."""
 
 _LOST_ADVICE = (
     "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
@@ -87,10 +87,10 @@ class Coordinator:
     """Watches the ranks of one attempt on all nodes.
 
     Args:
-        attempt: with the topology of all ranks.
-        links: to the nodes, by node rank.
-        key: for objects between ranks.
-        requests: to the job.
+        attempt: the attempt, with the topology of all ranks.
+        links: links to the nodes, by node rank.
+        key: key for objects between ranks.
+        requests: requests to the job.
         emit: receives every event.
         emit_readings: receives readings of all ranks, 10 times a second.
     """
@@ -145,7 +145,7 @@ class Coordinator:
     # --- from the start to the end -------------------------------------------------------------------------------
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Start the ranks of all nodes and watch them to their end; return the report, and rank -> what it left.
+        """Start the ranks on all nodes and supervise them to their end; return the report, and the results by rank.
 
         Raises:
             LaunchError: ranks could not be started on a node.
@@ -171,7 +171,7 @@ class Coordinator:
                 os.close(fd)
 
     def _start(self) -> None:
-        """Have node 0 open the store of the ranks, then start the ranks of all nodes."""
+        """Have node 0 open the ranks' store, then start the ranks on all nodes."""
         for link in self._links:
             link.is_over = False
         self._order(0, port=0)
@@ -181,7 +181,7 @@ class Coordinator:
             for index in range(1, len(self._links)):
                 if not self._links[index].is_over:
                     self._order(index, port=self._store_port)
-        else:  # the first node can't start its ranks, or is lost
+        else:  # the first node can't start its ranks or is lost
             for link in self._links:
                 link.is_over = True
 
@@ -203,9 +203,9 @@ class Coordinator:
             channel.send(request)
 
     def _turn(self) -> None:
-        """Wait for the next thing to happen, and handle it."""
+        """Wait for the next message or timeout, and handle it."""
         self._wait()
-        signal_handlers.run_arrived()  # an exception of the user's handler ends the job here
+        signal_handlers.run_arrived()  # an exception in the user's handler ends the job here
         for link in self._links:
             self._receive(link)
         self._handle_requests()
@@ -257,7 +257,7 @@ class Coordinator:
             for query in self._queries:
                 query.take(message, link)
         elif isinstance(message, Replies):
-            self._begin_agreement(message.subject)  # of an interrupt at the end of a node's own grace, too
+            self._begin_agreement(message.subject)  # also after a SIGTERM's grace period on a node
             self._agreements[message.subject].take(message)
         elif isinstance(message, CallMarks):
             self._calls.take_marks(link, message)
@@ -310,7 +310,7 @@ class Coordinator:
             self._requests.wants_stop = True
 
     def _write_log(self, part: LogPart) -> None:
-        """Append to the file of a rank here, which is read as on one machine. A full disk ends no job."""
+        """Append to the local log of a rank, which is read as on one machine. A full disk does not end a job."""
         log, number = self._attempt.log, self._attempt.number
         path = (log.stacks_path if part.is_stacks else log.log_path)(part.rank, number)
         data = part.data
@@ -334,17 +334,17 @@ class Coordinator:
         link.is_over = True
 
     def _note_loss(self, link: NodeLink) -> None:
-        """Record that a node is lost with all of its ranks."""
+        """Record that a node and all of its ranks are lost."""
         node = self._nodes[self._links.index(link)]
         text = f"{node} was lost: {link.loss}"
         self._report.remote.lost.setdefault(node.first_rank, text)
         now = time.time()
         for rank in node.ranks:
             if rank not in self._report.exits:
-                self._report.signalled.setdefault(rank, now)  # it is not a cause
+                self._report.signalled.setdefault(rank, now)  # the rank is not a cause
                 self._report.exits[rank] = (UNKNOWN_EXIT, now)
                 self._emit(Exited(rank, now, status=UNKNOWN_EXIT))
-            self._report.returned.pop(rank, None)  # what it returned has not arrived
+            self._report.returned.pop(rank, None)  # its value has not arrived
         link.is_over = True
         self._note(text, "warning")
         self._end_ranks()
@@ -384,20 +384,20 @@ class Coordinator:
         self._send_all(Request("interrupt"))
 
     def _send_all(self, message: object) -> None:
-        if self._store_port is None:  # nodes that have no ranks yet do not listen
+        if self._store_port is None:  # nodes without ranks do not listen yet
             self._sent_before_start.append(message)
         for link in self._links:
             if not link.is_over:
                 link.channel.send(message)
 
     def _end_ranks(self) -> None:
-        """Have all nodes end their ranks: first with time for others to report failures of their own."""
+        """Have all nodes end their ranks, at first with time for others to report their own failures."""
         if self._ends_since is None:
             self._ends_since = time.monotonic()
             self._send_all(EndRanks())
 
     def _give_up_silent(self) -> None:
-        """Go on without nodes that are silent for too long, or don't end ranks that are to be killed."""
+        """Abandon nodes that are silent for too long or do not end killed ranks."""
         now = time.monotonic()
         for text in self._peers.check(now):
             self._note(text, "warning")
@@ -411,7 +411,7 @@ class Coordinator:
             if link.loss:
                 self._note_loss(link)
 
-    # --- what is looked at by the clock --------------------------------------------------------------------------
+    # --- what the clock triggers --------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -493,7 +493,7 @@ class Coordinator:
             self._agreements[subject] = NodesAgreement(subject, self._send_all, time.monotonic(), grace_s)
 
     def _poll_agreements(self) -> None:
-        """Go on with agreeing on the step at which all ranks end."""
+        """Continue the agreement on the step at which all ranks end."""
         report = self._report
         running = self._owner.keys() - report.returned.keys() - report.exits.keys() - report.failed.keys()
         for agreement in self._agreements.values():
@@ -509,7 +509,7 @@ class Coordinator:
                 self._emit(event)
         report = self._report
         if report.returned.keys() >= self._owner.keys():
-            report.interrupted = False  # the function has handled the interrupt, and returned
+            report.interrupted = False  # the function handled the interrupt and returned
         ended = {reading.rank: reading for reading in report.last_readings}
         report.last_readings = [ended.get(reading.rank, reading) for reading in self._readings()]
         self._emit_readings(report.last_readings)
@@ -523,7 +523,7 @@ class Coordinator:
             raise LaunchError(f"{link.label}: {refused.text}")
 
     def _collect(self) -> dict[int, RankResult]:
-        """Read what ranks have left, as if it had been left here."""
+        """Read the ranks' results from the local copies of their outboxes."""
         report = self._report
         results = {}
         for rank, location in report.value_locations.items():
@@ -540,7 +540,7 @@ class Coordinator:
 
 
 def _places(links: Sequence[NodeLink]) -> list[Node]:
-    """Return the nodes with the ranks that each of them has in this attempt."""
+    """Return the nodes with their ranks in this attempt."""
     nodes: list[Node] = []
     first_rank = 0
     for node_rank, link in enumerate(links):
@@ -556,6 +556,6 @@ def world_size(links: Sequence[NodeLink]) -> int:
 
 
 def describe_nodes(links: Sequence[NodeLink]) -> str:
-    """Return the nodes in a line, for the head of the table: ``0: a (ranks 0-3), 1: b (ranks 4-7)``."""
+    """Return the nodes as one line for the table's head: ``0: a (ranks 0-3), 1: b (ranks 4-7)``."""
     parts = [f"{node.node_rank}: {node.host} ({formatting.ranks(node.ranks)})" for node in _places(links)]
     return formatting.first(parts, 8)

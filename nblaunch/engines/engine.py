@@ -1,9 +1,10 @@
-"""What an engine is: it starts our node program on machines, and carries bytes between each of them and this process.
+"""The interface of an engine, which starts our node program on machines and carries bytes to and from them.
 
-    Engine ── start_nodes ──> NodeHandle of each machine: a pipe to the program, a pipe from it, and why it ended
+    Engine ── start_nodes ──> NodeHandle per machine: a pipe to the program, a pipe from it, and its exit reason
 
-An engine knows nothing of ranks, training or failures. A new one is a file of this folder with an :class:`Engine`, and
-its name in ``__init__.py`` and in ``spec.py``. ``tests/contracts/test_engine.py`` shows what it must do.
+An engine knows nothing about ranks, training or failures. To add one, write a file with an :class:`Engine` in this
+folder, and add its name to ``__init__.py`` and ``spec.py``. ``tests/contracts/test_engine.py`` shows the
+requirements.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from pathlib import Path
 from nblaunch.spec import LaunchSpec
 
 NODE_MODULE = "nblaunch.engines.node"
-"""The program that an engine starts: its ``main()`` talks through standard input and output."""
+"""The program that an engine starts. Its ``main()`` communicates through standard input and output."""
 
 
 @dataclass(frozen=True)
 class NodesWanted:
-    """The machines that a job asks an engine for.
+    """The machines that a job requests from an engine.
 
     Args:
-        spec: of the launch, with the engine's own settings.
-        log_path: returns the file for what the program on the n-th machine prints.
+        spec: settings of the launch, including the engine's own.
+        log_path: returns the file for the output of the program on the n-th machine.
         check: called several times a second while an engine waits; raises if the job was interrupted or cancelled.
         note: receives a line for the user.
-        path: where this process looks for modules.
+        path: module search path of this process.
         folder: working folder of this process; None if it was removed.
         environment: environment of this process.
     """
@@ -47,9 +48,9 @@ class NodeHandle(ABC):
 
     Attributes:
         host: name of the machine, for messages.
-        address: at which the other machines reach it; empty if the program finds that out.
-        reading_fd: where its bytes arrive. The end of the file means that it has ended.
-        writing_fd: for bytes to it.
+        address: address at which other machines reach it; empty if the program determines it.
+        reading_fd: descriptor for bytes from the program. The end of file means that it has ended.
+        writing_fd: descriptor for bytes to the program.
     """
 
     host: str
@@ -59,39 +60,39 @@ class NodeHandle(ABC):
 
     @abstractmethod
     def how_ended(self) -> str:
-        """Return why nothing more comes, as ``its process was killed by SIGKILL``. Called after the end of the file."""
+        """Return why the program ended, such as ``its process was killed by SIGKILL``. Called after the end of file."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the program at once, as far as that is possible from here."""
+        """End the program at once, as far as possible from here."""
 
     @abstractmethod
     def close(self, patience_s: float) -> None:
-        """Close both pipes, at which the program ends by itself; kill what has not ended after ``patience_s`` s."""
+        """Close both pipes, which ends the program; kill it if it still runs after ``patience_s`` seconds."""
 
 
 class Engine(ABC):
-    """Starts our node program on machines. Must be closed, which leaves nothing behind.
+    """Starts our node program on machines. Must be closed, and then leaves nothing behind.
 
     Attributes:
-        is_this_machine: the nodes are processes of this machine, with its files and its environment.
+        is_this_machine: whether the nodes are processes on this machine, with its files and environment.
     """
 
     is_this_machine = False
 
     @abstractmethod
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
-        """Start the program on at least ``wanted.spec.min_nodes`` machines, and on ``max_nodes`` where it can.
+        """Start the program on at least ``wanted.spec.min_nodes`` machines, and on up to ``max_nodes``.
 
-        Called again after a node was lost, when all handles have been closed.
+        Called again after a node was lost, with all handles closed.
 
         Raises:
-            LaunchError: that is not possible. Says what is wanted and what there is.
+            LaunchError: there are too few machines. The message lists the requested and the available ones.
         """
 
     def close(self) -> None:
-        """Release what the engine holds; all handles have been closed."""
+        """Release the engine's resources. All handles have been closed."""
 
     def notes(self) -> Sequence[str]:
-        """Return what users should know of this engine once, as that others can reach it."""
+        """Return facts that users should see once, for example that others can reach the cluster."""
         return ()

@@ -1,7 +1,7 @@
-"""NodeLink: one node as the coordinator sees it, from the start of its program to its end.
+"""NodeLink: the coordinator's view of one node, from the start of its program to its end.
 
 starting ── Hello ──> loading ── Ready, ClockIs ──> ready ── StartRanks ──> running ── AttemptOver ──> ready
-    └───────────────────── the end of its channel, or too long a silence ─────────────────────> lost
+    └───────────────────── end of its channel, or silence for too long ─────────────────────> lost
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from nblaunch.wire.collective_calls import RankCalls
 
 _CLOSE_S = 3.0
 _MIN_SHIFT_S = 0.05
-"""A difference of clocks below which times of the node are taken as they are."""
+"""Clock difference below which times of the node are not converted."""
 
 
 class NodeLink:
     """One node of a job.
 
     Args:
-        handle: of its program.
-        number: number of the node among those that were started; it keeps it as its node rank.
+        handle: handle of its program.
+        number: sequence number of the node at the start, which becomes its node rank.
 
     Attributes:
-        hello: its versions, once it has sent them.
-        ready: its plan, once it has loaded the call.
-        is_over: its ranks of the present attempt have ended, and all that they left has arrived.
-        loss: why it is lost; empty while it lives.
+        hello: its versions; None until they arrive.
+        ready: its plan; None until it has loaded the call.
+        is_over: whether its ranks in the current attempt have ended and all of their results have arrived.
+        loss: why the node is lost; empty while it lives.
     """
 
     def __init__(self, handle: NodeHandle, number: int) -> None:
@@ -55,7 +55,7 @@ class NodeLink:
 
     @property
     def address_hint(self) -> str:
-        """The address that the engine knows; empty if the program finds it out."""
+        """The address from the engine; empty if the program determines it."""
         return self._handle.address
 
     @property
@@ -65,16 +65,16 @@ class NodeLink:
         return f"node {self.number} (host {host})"
 
     def fileno(self) -> int:
-        """Return the descriptor at which its bytes arrive."""
+        """Return the descriptor for bytes from the node."""
         return self.channel.reading_fd
 
     # --- its start -----------------------------------------------------------------------------------------------
 
     def receive_hello(self) -> None:
-        """Take its first words, if they have arrived.
+        """Read the node's first message if it has arrived.
 
         Raises:
-            LaunchError: it has other versions of what the call depends on.
+            LaunchError: the node has incompatible versions.
         """
         for body in self.channel.receive_raw(1):
             try:
@@ -84,23 +84,23 @@ class NodeLink:
             _check_versions(self.label, self.hello)
 
     def send_boot(self, boot: Boot, body: bytes, call_fd: int) -> None:
-        """Send what it is to run.
+        """Send the call that the node must run.
 
         Args:
             boot: its first message.
-            body: the same, pickled.
-            call_fd: memory file of the call.
+            body: the first message, pickled.
+            call_fd: memory file with the call.
         """
         self.channel.send_raw(body)
         self.channel.key = boot.key
         self.channel.send_bulk(_parts(call_fd, boot.call_bytes))
 
     def ask_clock(self) -> None:
-        """Ask what time it is there."""
+        """Ask for the node's time."""
         self.channel.send(AskClock())
 
     def set_clock(self, answer: ClockIs) -> None:
-        """Compare its clocks with the clocks of this process; the error is half of the reply time."""
+        """Compare the node's clocks with this process's; the error is at most half of the reply time."""
         now_s, now_monotonic = time.time(), time.monotonic()
         error_s = (now_monotonic - answer.sent_s) / 2
         ahead_s = answer.time_s - (now_s - error_s)
@@ -110,13 +110,13 @@ class NodeLink:
         self.has_clock = True
 
     def how_ended(self) -> str:
-        """Return why nothing more comes from it."""
+        """Return why the node's program ended."""
         return self.loss or self._handle.how_ended()
 
     # --- what it sends -------------------------------------------------------------------------------------------
 
     def receive(self) -> list[object]:
-        """Return its messages since the last call. Where its channel has ended, set :attr:`loss`."""
+        """Return the node's messages since the last call. Set :attr:`loss` if its channel has ended."""
         try:
             messages: list[object] = self.channel.receive()
         except ChannelError as error:
@@ -127,13 +127,13 @@ class NodeLink:
         return messages
 
     def lose(self, why: str) -> None:
-        """Treat the node as lost, and end its program if possible."""
+        """Mark the node as lost, and end its program if possible."""
         if not self.loss:
             self.loss = why
             self._handle.kill()
 
     def here(self, event: Event) -> Event:
-        """Return an event of this node with the time that this process had."""
+        """Return an event of this node with its time converted to this process's clock."""
         return replace(event, time_s=event.time_s - self._ahead_s) if self._ahead_s else event
 
     def time_here(self, time_s: float) -> float:
@@ -141,13 +141,13 @@ class NodeLink:
         return time_s - self._ahead_s
 
     def reading_here(self, reading: SlotReading) -> SlotReading:
-        """Return a reading of this node with the clock of this process."""
+        """Return a reading of this node with times converted to this process's clock."""
         if not self._monotonic_ahead_s or not reading.step_time_s:
             return reading
         return replace(reading, step_time_s=reading.step_time_s - self._monotonic_ahead_s)
 
     def calls_here(self, calls: Mapping[int, RankCalls]) -> Mapping[int, RankCalls]:
-        """Return the collectives of ranks of this node with the clock of this process."""
+        """Return collectives of this node's ranks with times converted to this process's clock."""
         ahead_s = self._monotonic_ahead_s
         if not ahead_s:
             return calls
@@ -175,12 +175,12 @@ class NodeLink:
         )
 
     def close(self) -> None:
-        """Close the channel, at which its program ends."""
+        """Close the channel, which ends the program."""
         self._handle.close(0.0 if self.loss else _CLOSE_S)
 
 
 def end_all(links: list[NodeLink]) -> None:
-    """End the programs of all nodes: first all channels that can be closed, so that none waits for another."""
+    """End the programs of all nodes. All channels are closed first, so that no program waits for another."""
     while links:
         links.pop().close()
 
@@ -199,7 +199,7 @@ def _check_versions(label: str, hello: Hello) -> None:
 
 
 def torch_notes(links: list[NodeLink]) -> list[str]:
-    """Return a sentence about nodes that have another torch than this process."""
+    """Return a sentence about nodes whose torch differs from this process's."""
     here = packages.version("torch") or ""
     others = [
         f"{link.label}: {link.ready.torch}" for link in links if link.ready and link.ready.torch != here

@@ -1,13 +1,14 @@
 """Messages between the coordinator of a job and the node program on each machine.
 
-    coordinator ── Boot, CallPart ──────────────────────> node     what to run, and the key of the job
+    coordinator ── Boot, CallPart ──────────────────────> node     the call, and the key of the job
                 <── Hello, Ready or Refused ────────────
                 ── StartRanks ──────────────────────────>          one attempt
                 <── Happened, LogPart, Heartbeat, ... ──           while it runs
                 ── Request, Proposal, AskStacks, ... ───>
                 <── OutboxPart, AttemptOver ────────────           at its end
 
-All but :class:`Hello` and :class:`Boot` travel under a seal (``channel.py``). A heartbeat is the same as in ``nodes/``.
+All messages except :class:`Hello` and :class:`Boot` are sealed (``channel.py``). Heartbeats are the same as in
+``nodes/``.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from nblaunch.wire.collective_calls import RankCalls
 Subject = Literal["check", "step"]
 
 PART_BYTES = 1 << 20
-"""Size of a part of something large."""
+"""Size of a part of a large object."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first words of a node program, before it has a key: what decides whether it can read the call.
+    """The first message of a node program, before it has a key: the versions that decide whether it can read the
+    call.
 
     Args:
         host: name of the machine.
-        python: version, as ``3.11``.
-        nblaunch: version.
+        python: version of Python, such as ``3.11``.
+        nblaunch: version of nblaunch.
     """
 
     host: str
@@ -58,13 +60,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module of the user's, to be imported from its text.
+    """A module of the user, sent as source text.
 
     Args:
-        name: dotted.
-        filename: of the file here, which tracebacks name.
+        name: dotted name.
+        filename: path on the launching machine, for tracebacks.
         text: text of the file.
-        is_package: it holds other modules.
+        is_package: whether the module is a package.
     """
 
     name: str
@@ -75,19 +77,19 @@ class ModuleSource:
 
 @dataclass(frozen=True)
 class Boot:
-    """What a node program is started with. It is the first message to it, and has the key.
+    """The first message to a node program, which contains the key.
 
     Args:
         key: key of the job.
-        spec: of the launch on this node alone, without the call.
-        registered_backend: the backend, pickled, where it is not part of nblaunch.
-        call: what surrounds the call, which follows in parts.
+        spec: settings of the launch on this node, without the call.
+        registered_backend: the pickled backend, if it is not part of nblaunch.
+        call: environment of the call, which itself follows in parts.
         call_bytes: size of the call.
-        modules: of the user's, that travel with it.
-        required: top-level modules that the call needs besides.
+        modules: the user's modules that are sent.
+        required: other top-level modules that the call needs.
         environment: variables to set.
-        is_same_machine: paths of the launching process mean the same here.
-        address: address of the node, as the others reach it; empty if it finds that out.
+        is_same_machine: whether paths of the launching process are valid here.
+        address: address at which other nodes reach this node; empty if the program determines it.
         number: number of the node among those that were started.
     """
 
@@ -116,7 +118,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class AskClock:
-    """Asks what time it is there."""
+    """Asks for the node's time."""
 
     sent_s: float = field(default_factory=time.monotonic)
 
@@ -126,10 +128,10 @@ class StartRanks:
     """Starts the ranks of a node.
 
     Args:
-        topology: topology of the first of them; ``master_port`` 0: the store is hosted on this node.
+        topology: topology of the first rank; with ``master_port`` 0, this node hosts the store.
         number: number of the attempt.
-        key: for objects between ranks.
-        first_collected: rank that sends what all have alike.
+        key: key for objects between ranks.
+        first_collected: rank that sends values that are the same on all ranks.
     """
 
     topology: Topology
@@ -140,21 +142,21 @@ class StartRanks:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the job: ``"interrupt"``, ``"cancel"`` or ``"stop"``, as of ``JobRequests``."""
+    """A request to the job: ``"interrupt"``, ``"cancel"`` or ``"stop"``, as in ``JobRequests``."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Terminate:
-    """SIGTERM has come to the job, whose ranks have ``grace_s`` seconds to return by themselves."""
+    """The job received SIGTERM; its ranks have ``grace_s`` seconds to return by themselves."""
 
     grace_s: float
 
 
 @dataclass(frozen=True)
 class EndRanks:
-    """The ranks of this node must end, because of what happened elsewhere."""
+    """The ranks of this node must end because of an event elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,9 @@ class Proposal:
 
     Args:
         subject: what ranks count: checks of ``accelerator.should_stop``, or steps of optimizers.
-        number: number of the check that is proposed; 0 = none yet.
-        decision: the same once it holds for all ranks, negated once it is withdrawn.
-        is_last: no other proposal follows.
+        number: number of the proposed check; 0 = none yet.
+        decision: the same number once it is agreed, negated once it is withdrawn.
+        is_last: whether no other proposal follows.
     """
 
     subject: Subject
@@ -176,7 +178,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class AskStacks:
-    """Asks where these ranks are, and for the last collectives of all ranks of the node."""
+    """Asks for the stacks of these ranks, and for the last collectives of all ranks of the node."""
 
     number: int
     ranks: tuple[int, ...]
@@ -184,7 +186,7 @@ class AskStacks:
 
 @dataclass(frozen=True)
 class AskLogs:
-    """Asks for all that ranks have printed and sent by now."""
+    """Asks for all output and events of the ranks so far."""
 
     number: int
 
@@ -194,19 +196,19 @@ class AskLogs:
 
 @dataclass(frozen=True)
 class Ready:
-    """The node has loaded the call and made its plan.
+    """The node has loaded the call and planned its launch.
 
     Args:
         id: id of the node program.
-        address: as the other nodes reach it.
-        torch: version.
-        num_processes: ranks that it takes.
+        address: address at which other nodes reach it.
+        torch: version of torch.
+        num_processes: number of ranks that the node runs.
         backend: name of the device family.
         start_method: how ranks start there.
-        reason: for it.
+        reason: reason for the start method.
         fallback: why ranks are not forked there; empty otherwise.
         num_threads: CPU threads of each rank.
-        warnings: of the plan.
+        warnings: warnings of the plan.
         log_dir: folder of its logs.
     """
 
@@ -229,7 +231,7 @@ class Refused:
 
     Args:
         kind: name of the exception: ``LaunchError``, ``ValueError``, ``TypeError`` or ``RuntimeError``.
-        text: of it.
+        text: message of the exception.
     """
 
     kind: str
@@ -269,11 +271,11 @@ class Happened:
 
 @dataclass(frozen=True)
 class LogPart:
-    """What a rank has printed since the last part, or written of its stacks.
+    """A rank's output since the last part, or a part of its stacks file.
 
     Args:
-        is_stacks: the latter.
-        left_out: bytes before it that stay in the node's own file.
+        is_stacks: whether the part belongs to the stacks file.
+        left_out: number of bytes before the part that stay only in the node's file.
     """
 
     rank: int
@@ -301,7 +303,7 @@ class CallMarks:
 
     Args:
         digests: group and number -> digest; equal on all nodes.
-        differ: ranks of this node differ already.
+        differ: whether ranks of this node already differ.
     """
 
     digests: Mapping[tuple[int, int], float]
@@ -310,21 +312,21 @@ class CallMarks:
 
 @dataclass(frozen=True)
 class LogsSent:
-    """Answers :class:`AskLogs`, behind all that it asks for."""
+    """Answers :class:`AskLogs`, after everything that it asks for."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class DevicesUsed:
-    """Use of the devices of ranks, 0 to 1."""
+    """Utilisation of the ranks' devices, 0 to 1."""
 
     shares: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class OutboxPart:
-    """A part of what a rank has left for the launcher (``wire/outbox.py``)."""
+    """A part of a rank's outbox (``wire/outbox.py``)."""
 
     rank: int
     at: int
@@ -333,14 +335,14 @@ class OutboxPart:
 
 @dataclass(frozen=True)
 class AttemptOver:
-    """All ranks of this node have ended, and all that they have left was sent.
+    """All ranks of this node have ended, and their outboxes were sent.
 
     Args:
         signalled: rank -> time of the first signal to it.
         unkillable: rank -> a sentence about its process.
-        evidence: what this machine says of its failures.
-        last_readings: of the ranks of this node.
-        hang: which this node has found for certain, as a deadlock of threads.
+        evidence: evidence of this machine about its failures.
+        last_readings: last readings of the ranks on this node.
+        hang: a hang that this node detected with certainty, such as a deadlock of threads.
         calls: rank -> the last collectives that it has recorded.
     """
 

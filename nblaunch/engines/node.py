@@ -1,8 +1,9 @@
-"""The first lines of the node program: it says which versions it has, takes the key and the environment, then loads.
+"""The first lines of the node program, which sends its versions, receives key and environment, and then loads the
+call.
 
     python -c "from nblaunch.engines.node import main; main()"      standard input and output are its channel
 
-Nothing here imports torch: variables that libraries read at their import come with the first message.
+Nothing here imports torch, because the first message brings variables that libraries read at import.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nblaunch.worker import process_control
 
 def main() -> NoReturn:
     """Run the node program until the coordinator closes its channel."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal or srun; the coordinator sends interrupts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal or srun; the coordinator sends interrupts
     process_control.unblock_signals()
     channel = _take_standard_descriptors()
     channel.send_mark()
@@ -45,11 +46,11 @@ def main() -> NoReturn:
         if exit_code:
             traceback.print_exc()
             sys.stderr.flush()
-        os._exit(exit_code)  # a thread of the user's modules must not keep it
+        os._exit(exit_code)  # a thread of the user's modules must not keep the process alive
 
 
 def _take_standard_descriptors() -> Channel:
-    """Return the channel; what is printed from here on goes to standard error."""
+    """Return the channel; redirect later output to standard error."""
     reading, writing = (descriptors.high_copy(fd) for fd in (0, 1))
     descriptors.keep_from_children(reading, writing)
     nothing = os.open(os.devnull, os.O_RDWR)

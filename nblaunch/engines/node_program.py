@@ -1,12 +1,13 @@
-"""NodeProgram: loads the call once, and runs the ranks of this node in each attempt, as a launcher on one machine does.
+"""NodeProgram: loads the call once, and runs this node's ranks in each attempt, like the launcher of a single
+machine.
 
     Boot, CallPart ──> load ──> Ready
-    StartRanks ──> start_attempt, Supervisor ──> ranks forked from here ──> AttemptOver
+    StartRanks ──> start_attempt, Supervisor ──> ranks forked from this process ──> AttemptOver
     StartRanks ──> the same again, after a failure anywhere
     end of the channel ──> the ranks end, and this process with them
 
-It is a clean process with one thread, so that its ranks can be forked and share the model. It decides nothing about
-other nodes: the coordinator does (``coordinator.py``).
+It is a clean process with one thread, so that its ranks can be forked and share the model. Only the coordinator makes
+decisions about other nodes (``coordinator.py``).
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.board import create_memory_file
 
 _KINDS = (LaunchError, ValueError, TypeError, RuntimeError)
-"""Refusals that the launching process raises as what they are; any other is a LaunchError there."""
+"""Errors that the launching process raises with their type; it raises any other as a LaunchError."""
 
 _TERMINATION_GRACE_S = 20.0
 
 
 class NodeProgram:
-    """The node program, once it has its key.
+    """The node program after it has received its key.
 
     Args:
-        boot: what it was started with.
-        channel: to the coordinator.
+        boot: the first message.
+        channel: channel to the coordinator.
     """
 
     def __init__(self, boot: Boot, channel: Channel) -> None:
@@ -76,7 +77,7 @@ class NodeProgram:
         self._host = Hello.of_this_process().host
         self._id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._requests: JobRequests | None = None
-        # A batch system that takes this machine away: the whole job ends well, by the coordinator.
+        # A batch system reclaims this machine; the coordinator ends the whole job in order.
         signal.signal(signal.SIGTERM, self._on_termination)
 
     def run(self) -> None:
@@ -91,7 +92,7 @@ class NodeProgram:
             self._refuse(error)
             return
         if spec is None or plan is None:
-            return  # the coordinator has gone
+            return  # the coordinator has ended
         self._channel.send(self._ready(plan))
         while not self._channel.is_closed:
             for message in self._channel.wait():
@@ -113,10 +114,10 @@ class NodeProgram:
     # --- loading -------------------------------------------------------------------------------------------------
 
     def _load(self) -> tuple[LaunchSpec | None, LaunchPlan | None]:
-        """Return the launch with its call, and the plan of this node; None if the coordinator has gone.
+        """Return the launch with its call, and the plan of this node; None if the coordinator has ended.
 
         Raises:
-            Exception: the call can't be loaded here, or the plan refuses it.
+            Exception: the call can't be loaded here, or the plan rejects it.
         """
         boot = self._boot
         saved = self._receive_call()
@@ -143,8 +144,8 @@ class NodeProgram:
         spec = replace(boot.spec, function=function, args=args)
         plan = plan_launch(spec)
         plan.backend.preload()
-        with suppress(ImportError):  # ranks report it, if they need it
-            importlib.import_module("torch.distributed")  # once per node, and not in each rank
+        with suppress(ImportError):  # ranks report the error if they need the module
+            importlib.import_module("torch.distributed")  # once per node instead of in each rank
         return spec, replan_start_method(plan, spec)
 
     def _receive_call(self) -> SavedCall | None:
@@ -176,7 +177,7 @@ class NodeProgram:
     # --- an attempt ----------------------------------------------------------------------------------------------
 
     def _run_attempt(self, spec: LaunchSpec, plan: LaunchPlan, order: StartRanks) -> None:
-        """Run the ranks of this node to their end, and send what came of them."""
+        """Run the ranks of this node to their end, and send their results."""
         self._requests = requests = JobRequests()
         uplink = Uplink(self._channel, requests, self._id, self._host, self._address)
         try:
@@ -211,7 +212,7 @@ class NodeProgram:
         finally:
             self._requests = None
             requests.close()
-        uplink.calls = None  # the board is gone
+        uplink.calls = None  # the board is closed
         uplink.end([rank for rank, (status, _) in report.exits.items() if status.code])
         own_ranks = range(attempt.ranks.start, attempt.ranks.stop)
         self._channel.send(
@@ -229,9 +230,9 @@ class NodeProgram:
 
 @contextmanager
 def _ending_with(channel: Channel) -> Iterator[None]:
-    """End this process in the block if the coordinator goes: libraries that are imported there take seconds.
+    """End this process within the block if the coordinator ends, because imports in the block take seconds.
 
-    The thread that watches has ended when the block has: ranks are forked later.
+    The watching thread ends with the block, before ranks are forked.
     """
     is_over, over = os.pipe()
 
@@ -254,7 +255,7 @@ def _ending_with(channel: Channel) -> Iterator[None]:
 
 
 def _evidence(report: AttemptReport) -> Mapping[int, Evidence]:
-    """Return what this machine says of the failures of its ranks, where that is anything."""
+    """Return this machine's evidence about the failures of its ranks, if there is any."""
     causes = [RootCause(rank, failed=failed, time_s=failed.time_s) for rank, failed in report.failed.items()]
     causes += [
         RootCause(rank, status=status, time_s=time_s)
@@ -274,6 +275,6 @@ def _made(folder: Path) -> Path:
 
 
 def _address() -> str:
-    """Return the address by which ssh has reached this machine, or else that on its default route."""
+    """Return the address by which ssh reached this machine, or the address on its default route."""
     connection = env.read("SSH_CONNECTION").split()
     return connection[2] if len(connection) == 4 else network.default_address()

@@ -1,4 +1,4 @@
-"""Nodes as processes of this machine: to try out a launch on several machines without any, and for tests."""
+"""Nodes as processes on this machine, for tests and for trying out a launch on several machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class ProcessesEngine(Engine):
-    """Starts each node program as a process of this machine."""
+    """Starts each node program as a process on this machine."""
 
     is_this_machine = True
 

@@ -1,11 +1,11 @@
-"""Nodes of a Ray cluster: one placement group, one thin actor on each node, which starts the node program there.
+"""Nodes of a Ray cluster: one placement group, and one thin actor per node that starts the node program.
 
     this process ── pipes of each node ──> driver process ── Ray's calls ──> actor ── pipes ──> node program
                                            (ray_driver.py)                  (ray_actor.py)
 
-The driver process alone is connected to Ray, apart from the kernel: a process that is connected can't be forked safely,
-and ``ray.init`` of the user stays the user's. The actor moves bytes, and needs neither torch nor the call. Ranks are
-children of the node program, which is a clean process: never of a process that is connected.
+Only the driver process is connected to Ray, not the kernel: a connected process can't be forked safely, and the
+user's own ``ray.init`` must stay unaffected. The actor moves bytes, and needs neither torch nor the call. Ranks are
+children of the node program, a clean process, and never of a connected process.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class RayEngine(Engine):
         self._notes: Sequence[str] = ()
 
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
-        """Reserve nodes by a placement group, as many up to ``max_nodes`` as fit, and start the program on each."""
+        """Reserve up to ``max_nodes`` nodes with a placement group, and start the program on each."""
         if not packages.is_installed("ray"):
             raise LaunchError("engine='ray' needs the package ray: pip install nblaunch[ray]")
-        self.close()  # of nodes that were lost
+        self.close()  # release lost nodes
         self._driver = driver = _Driver(wanted)
         allocated = driver.wait_for_nodes(wanted)
         self._notes = allocated.notes
         return driver.handles(allocated)
 
     def notes(self) -> Sequence[str]:
-        """Return what the driver has found out about the cluster."""
+        """Return the driver's notes about the cluster."""
         return self._notes
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class RayEngine(Engine):
 
 
 class _Driver:
-    """The driver process, and the pipes of all nodes that go through it."""
+    """The driver process, and the pipes of all nodes, which go through it."""
 
     def __init__(self, wanted: NodesWanted) -> None:
         spec = wanted.spec
@@ -111,11 +111,11 @@ class _Driver:
         self.ended: dict[int, str] = {}
 
     def wait_for_nodes(self, wanted: NodesWanted) -> Allocated:
-        """Wait until the cluster has given nodes.
+        """Wait until the cluster has granted nodes.
 
         Raises:
-            LaunchError: it has none, or not enough of them.
-            Exception: of ``wanted.check``.
+            LaunchError: the cluster has too few nodes.
+            Exception: an exception of ``wanted.check``.
         """
         try:
             while True:
@@ -136,7 +136,7 @@ class _Driver:
             raise
 
     def handles(self, allocated: Allocated) -> list[NodeHandle]:
-        """Return the handles of the nodes that were given."""
+        """Return the handles of the granted nodes."""
         for connection in self._own[len(allocated.hosts) :]:
             _close(connection)
         return [
@@ -145,7 +145,7 @@ class _Driver:
         ]
 
     def why_ended(self, number: int) -> str:
-        """Return why the program of a node has ended; empty while that is not known."""
+        """Return why the program of a node has ended; empty while unknown."""
         wait([self._receiver.fd], _TICK_S)
         events, is_closed = self._receiver.receive()
         self.ended |= {event.number: event.why for event in events if isinstance(event, NodeEnded)}
@@ -154,7 +154,7 @@ class _Driver:
         return self.ended.get(number, "")
 
     def close(self) -> None:
-        """End the driver process; what it has not ended on the cluster after ten seconds, the cluster ends with it."""
+        """End the driver process. It has ten seconds to end its actors; then the cluster ends them with it."""
         for connection in self._own:
             _close(connection)
         if self._life_fd < 0:
@@ -179,7 +179,7 @@ class _RayNode(NodeHandle):
         self.host = host
         self.address = address
         self.reading_fd = connection.fileno()
-        self.writing_fd = os.dup(self.reading_fd)  # two, each of which can be waited for
+        self.writing_fd = os.dup(self.reading_fd)  # two descriptors, so that each can be polled
         descriptors.keep_from_children(self.writing_fd)
 
     def how_ended(self) -> str:
@@ -199,10 +199,10 @@ class _RayNode(NodeHandle):
 
 
 def _close(connection: socket.socket, *, keeps_descriptor: bool = False) -> None:
-    """Close the connection of a node, at which the driver ends its program."""
+    """Close the connection of a node, after which the driver ends its program."""
     if connection.fileno() < 0:
         return
-    with suppress(OSError):  # the driver has gone
+    with suppress(OSError):  # the driver has ended
         connection.shutdown(socket.SHUT_RDWR)
     if not keeps_descriptor:
         descriptors.forget(connection.fileno())

@@ -1,7 +1,7 @@
-"""NodeActor: an actor of Ray that runs the node program of its node, and moves bytes to and from it. Nothing is read.
+"""NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
-The program ends when the actor does, at which its pipes close. A watch of the raylet reports its death at once; Ray
-itself would end the actor ten seconds later, without a word of why.
+The program ends with the actor, whose pipes then close. The actor watches the raylet and reports its death at once;
+Ray itself would end the actor ten seconds later without a reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LEAVE_S = 2.0
 
 
 class NodeActor:
-    """Runs the node program. Its methods are called in several threads, each method in one at a time.
+    """Runs the node program. Several threads call its methods, but each method only in one thread at a time.
 
     Args:
-        variables: to set for the program; None removes one.
+        variables: environment variables of the program; None removes a variable.
     """
 
     def __init__(self, variables: Mapping[str, str | None]) -> None:
@@ -56,13 +56,13 @@ class NodeActor:
         self._raylet_fd = _open_process(env.read("RAY_RAYLET_PID"))
 
     def place(self) -> tuple[str, str]:
-        """Return the name of this machine, and its address as the other nodes reach it."""
+        """Return the name of this machine, and the address at which other nodes reach it."""
         import ray
 
         return os.uname().nodename, str(ray.util.get_node_ip_address()) or network.default_address()
 
     def poll(self) -> tuple[bytes, str]:
-        """Return bytes of the program, and why it has ended; neither where nothing comes for a second."""
+        """Return bytes of the program and the reason for its end; neither if nothing arrives for a second."""
         poller = select.poll()
         poller.register(self._reading.fileno(), select.POLLIN)
         if self._raylet_fd >= 0:
@@ -77,14 +77,14 @@ class NodeActor:
         return (data, "") if data else (b"", self._how_ended())
 
     def send(self, data: bytes) -> None:
-        """Write bytes to the program; nothing if it has ended, which :meth:`poll` reports."""
+        """Write bytes to the program; do nothing if it has ended, which :meth:`poll` reports."""
         view = memoryview(data)
         with suppress(OSError, ValueError):
             while view:
                 view = view[os.write(self._writing.fileno(), view) :]
 
     def leave(self) -> None:
-        """Close the pipe to the program, at which it ends; kill it if it does not."""
+        """Close the pipe to the program, which ends it; kill it if it does not end."""
         with suppress(OSError):
             self._writing.close()
         try:
@@ -105,7 +105,7 @@ class NodeActor:
 
 
 def _open_process(pid: int) -> int:
-    """Return a descriptor that is readable when a process has ended; -1 where there is none."""
+    """Return a descriptor that is readable when a process has ended; -1 if the system has none."""
     if not pid or not hasattr(os, "pidfd_open"):
         return -1
     try:

@@ -35,7 +35,7 @@ _STEP_S = 0.25
 _LEAVE_S = 3.0
 _REMOVAL_S = 5.0
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where Ray keeps the address of the cluster of this machine; also of one that was killed."""
+"""File in which Ray stores the address of this machine's cluster, even after it was killed."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class Driver:
-    """A connection to a cluster, with the nodes of one job."""
+    """The connection to a cluster, with the nodes of one job."""
 
     def __init__(self, task: DriverTask) -> None:
         import ray
@@ -74,10 +74,11 @@ class Driver:
         self._sender.send(event)
 
     def run(self) -> None:
-        """Connect, reserve nodes, start the program on each, and move bytes until the launching process ends that.
+        """Connect, reserve nodes, start the program on each, and move bytes until the launching process ends the
+        connection.
 
         Raises:
-            LaunchError: the cluster can't be reached, or has not enough nodes.
+            LaunchError: the cluster can't be reached or has too few nodes.
         """
         notes = self._connect()
         bundle, count = self._fitting_nodes()
@@ -100,7 +101,7 @@ class Driver:
             pass
 
     def _is_over(self, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds; return whether the launching process has no more use for this one."""
+        """Wait ``timeout_s`` seconds; return whether the launching process no longer needs this process."""
         poller = select.poll()
         poller.register(self._task.life_fd, select.POLLIN)
         return bool(poller.poll(1000 * timeout_s))
@@ -108,10 +109,10 @@ class Driver:
     # --- the cluster ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> list[str]:
-        """Connect with the cluster; return what users should know of it.
+        """Connect to the cluster; return facts that users should know.
 
         Raises:
-            LaunchError: it can't be reached.
+            LaunchError: the cluster can't be reached.
         """
         address, origin = self._task.address, "of RAY_ADDRESS or of this process's connection"
         notes: list[str] = []
@@ -142,10 +143,10 @@ class Driver:
         return notes
 
     def _fitting_nodes(self) -> tuple[dict[str, float], int]:
-        """Return what each node is asked for, and how many nodes are.
+        """Return the resources per node, and the number of nodes to request.
 
         Raises:
-            LaunchError: the cluster has not enough nodes that could ever give that.
+            LaunchError: too few nodes of the cluster could ever provide the resources.
         """
         task = self._task
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -168,7 +169,7 @@ class Driver:
             from ray._private.state import available_resources_per_node
 
             free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-        except Exception:  # it is not a public interface
+        except Exception:  # the interface is not public
             return {node["NodeID"]: _plain(node["Resources"]) for node in self._ray.nodes()}
         return free
 
@@ -180,10 +181,10 @@ class Driver:
         )
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> bool:
-        """Reserve nodes, each for one bundle; return False if the launching process has gone meanwhile.
+        """Reserve nodes, each for one bundle; return False if the launching process ended meanwhile.
 
         Raises:
-            LaunchError: they were not free in time.
+            LaunchError: the nodes were not free in time.
         """
         from ray.util.placement_group import placement_group
 
@@ -206,17 +207,17 @@ class Driver:
         return True
 
     def _start_actors(self, bundle: Mapping[str, float], count: int) -> list[tuple[str, str]]:
-        """Start an actor, and the program below it, on each node; return the name and address of each.
+        """Start an actor with the program on each node; return the name and address of each.
 
         Raises:
-            LaunchError: one can't be started.
+            LaunchError: an actor can't be started.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
-        # Ray sets the former by the number of CPUs of an actor. Ranks may connect to this very cluster by the latter.
+        # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
         variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
-        with suppress(Exception):  # of Ray Client, which does not know it
+        with suppress(Exception):  # Ray Client does not know the address
             variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
         variables |= {
             name: value
@@ -267,7 +268,7 @@ class Driver:
 
     def _move_down(self, number: int, actor: Any) -> None:
         """Move bytes from the launching process to a node program, until the former closes its end."""
-        with suppress(Exception):  # of an actor that has ended, which the other thread reports
+        with suppress(Exception):  # the actor has ended, which the other thread reports
             while data := self._sockets[number].recv(_READ_BYTES):
                 self._ray.get(actor.send.remote(data))
             self._ray.get(actor.leave.remote(), timeout=_LEAVE_S)
@@ -276,7 +277,7 @@ class Driver:
         """End the programs, the actors, the placement group and the connection."""
         if not self._ray.is_initialized():
             return
-        with suppress(Exception):  # what is left ends with the connection
+        with suppress(Exception):  # the rest ends with the connection
             leaving = [actor.leave.remote() for actor in self._actors]
             if leaving:
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
@@ -286,7 +287,7 @@ class Driver:
         self._ray.shutdown()
 
     def _remove_group(self) -> None:
-        """Remove the placement group; it is gone when this returns, so that the next launch finds its nodes free."""
+        """Remove the placement group, and wait until it is gone, so that the next launch finds its nodes free."""
         from ray.util.placement_group import placement_group_table, remove_placement_group
 
         if self._group is None:
@@ -307,7 +308,7 @@ def _current_cluster() -> str:
 
 
 def _answers(address: str) -> bool:
-    """Return whether anything listens there."""
+    """Return whether a program listens at the address."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S):
@@ -317,9 +318,9 @@ def _answers(address: str) -> bool:
 
 
 def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what a node is asked for where the user has left that open: a core, and a GPU if there are any, per rank.
+    """Return the default resources per node: for each rank a core, and a GPU if there are any.
 
-    Where the number of ranks is open, it is all that the smallest of the best nodes has.
+    If the number of ranks is not set, return all resources of the smallest of the best nodes.
     """
     with_gpus = [total for total in totals if total.get("GPU", 0) >= 1]
     uses_gpus = bool(with_gpus) and task.backend not in ("cpu", "xla", "torch_tpu", "mps")
@@ -334,7 +335,7 @@ def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> 
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:
-    """Return resources without those that name a node or a placement group."""
+    """Return resources except those that name a node or a placement group."""
     return {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}
 
 
@@ -357,7 +358,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the last line of the cause that Ray has put into an error of an actor."""
+    """Return the last line of the cause in an actor's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return errors[-1] if errors else ""

@@ -11,21 +11,21 @@ from nblaunch.events import Event
 
 @dataclass(frozen=True)
 class DriverTask:
-    """What a driver process is started with.
+    """The input of a driver process.
 
     Args:
-        address: address of the cluster; empty = one of this machine, or a new one.
-        min_nodes: how many nodes are needed.
-        max_nodes: how many are wanted.
-        resources: of each; empty = by the ranks.
-        ranks_per_node: how many ranks each runs; None = one per device.
-        backend: device family that was asked for.
-        runtime_env: as Ray takes it.
-        timeout_s: for nodes that are in use.
-        waits_for_others: wait as long for nodes that the cluster does not have, as an autoscaler may add them.
-        node_fds: a socket for the bytes of each node.
-        event_fd: pipe for what follows.
-        life_fd: pipe whose end means that the launching process has no more use for the nodes.
+        address: address of the cluster; empty = a cluster on this machine, or a new one.
+        min_nodes: smallest number of nodes.
+        max_nodes: largest number of nodes.
+        resources: resources of each node; empty = determined by the ranks.
+        ranks_per_node: number of ranks per node; None = one per device.
+        backend: requested device family.
+        runtime_env: runtime environment in Ray's format.
+        timeout_s: how long to wait for nodes that are in use.
+        waits_for_others: wait as long for nodes that the cluster lacks, because an autoscaler may add them.
+        node_fds: one socket per node for its bytes.
+        event_fd: pipe for the messages below.
+        life_fd: pipe whose end means that the launching process no longer needs the nodes.
         log_path: file for what Ray prints.
     """
 
@@ -46,19 +46,19 @@ class DriverTask:
 
 @dataclass(frozen=True)
 class DriverNote(Event):
-    """A line for the user while nodes are waited for."""
+    """A line for the user while the driver waits for nodes."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Allocated(Event):
-    """Nodes were given, or ``error`` says why not.
+    """The cluster granted nodes, or ``error`` says why not.
 
     Args:
         hosts: names of the machines.
-        addresses: as the others reach them.
-        notes: what users should know of the cluster.
+        addresses: addresses at which the other nodes reach them.
+        notes: facts about the cluster that users should know.
     """
 
     hosts: tuple[str, ...] = ()

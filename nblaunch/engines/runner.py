@@ -1,12 +1,12 @@
-"""EngineRunner: runs a job on nodes that an engine starts, attempt after attempt; and the start of these nodes.
+"""EngineRunner: starts nodes with an engine, and runs a job on them, attempt after attempt.
 
-    call, by cloudpickle ──> engine: a node program on each machine ──> all have loaded it, and made their plans
-                         ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as ever
+    call, by cloudpickle ──> engine: a node program on each machine ──> all load it and plan their launch
+                         ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as usual
     after a failure      ──> the same nodes again; after a lost node, new ones
 
-It is the ordinary runner of a job but for its attempts, so that it runs in a kernel, in the background of one, and in
-the process of a detached job. None of these talks to a cluster: an engine that needs a library for that has a process
-of its own (``ray.py``).
+Only its attempts differ from the ordinary runner of a job, so it works in a kernel, in the background, and in the
+process of a detached job. None of these processes talks to a cluster: an engine that needs a library for that uses a
+separate process (``ray.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nblaunch.worker.inheritance import random_states
 
 _TICK_S = 0.1
 _NOTE_S = 10.0
-"""Seconds until the user learns which nodes are waited for."""
+"""Seconds until a note names the nodes that are not ready."""
 
 _REMEDY = "on one machine, where workers are forked from the notebook, nothing needs to be pickled"
 
@@ -54,7 +54,7 @@ class EngineRunner(JobRunner):
     _key = b""
 
     def _start_job(self) -> None:
-        """Save the call as it is now; nodes start in :meth:`_finish`."""
+        """Save the current call; nodes start in :meth:`_finish`."""
         for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
         self._links: list[NodeLink] = []
@@ -105,7 +105,7 @@ class EngineRunner(JobRunner):
         return replace(super()._make_attempt(), first_collected=0)
 
     def keep_weights(self, wanted: bool) -> None:
-        """Do nothing: nodes decide that by the interrupts that they get."""
+        """Do nothing: nodes decide this when they receive the interrupt."""
 
     def _leave(self) -> None:
         """End the programs of all nodes, and release the engine."""
@@ -122,7 +122,7 @@ class EngineRunner(JobRunner):
     # --- nodes ---------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Start the nodes, and wait until all have loaded the call; from here on the job has their plan."""
+        """Start the nodes, and wait until all have loaded the call; the job then adopts their plan."""
         assert self._engine is not None, "the job has started"
         assert self._saved is not None, "the job has started"
         wanted = NodesWanted(
@@ -151,7 +151,7 @@ class EngineRunner(JobRunner):
     def _check_requests(self) -> None:
         """Raise if the job was interrupted or cancelled while nodes start."""
         signal_handlers.run_arrived()
-        self.emit_readings(())  # listeners publish then, and so show notes
+        self.emit_readings(())  # makes listeners publish, which shows notes
         self.requests.acknowledge()
         if self.requests.is_cancelled:
             raise JobCancelled(f"{self.spec.function_name} was cancelled while its nodes started")
@@ -162,7 +162,7 @@ class EngineRunner(JobRunner):
         """Use the plans of the nodes as the plan of the job.
 
         Raises:
-            LaunchError: they have different kinds of devices.
+            LaunchError: the nodes have different kinds of devices.
         """
         plans = [link.ready for link in self._links if link.ready is not None]
         first = plans[0]
@@ -188,7 +188,7 @@ class EngineRunner(JobRunner):
 
 
 class _Boots:
-    """The first messages to nodes, which differ by their numbers alone."""
+    """The first messages to nodes, which differ only in the node number."""
 
     def __init__(self, spec: LaunchSpec, saved: SavedCall, is_same_machine: bool, key: bytes) -> None:
         self.call_fd = saved.fd
@@ -204,7 +204,7 @@ class _Boots:
             resources_per_node=None,
             runtime_env=None,
             num_processes=per_node,
-            # The coordinator judges hangs, over the progress of all nodes.
+            # The coordinator judges hangs from the progress on all nodes.
             hang_timeout_s=None,
             rdzv_timeout_s=None,
             log_dir=None,
@@ -226,7 +226,7 @@ class _Boots:
         )
 
     def send(self, link: NodeLink) -> None:
-        """Send its first message to a node, and the call behind it."""
+        """Send the first message to a node, followed by the call."""
         boot = replace(self._boot, number=link.number, address=link.address_hint)
         link.send_boot(boot, pickle.dumps(boot), self.call_fd)
 
@@ -235,9 +235,9 @@ class _Gathering:
     """The wait until all nodes have loaded the call.
 
     Args:
-        links: to the nodes; those that can't be reached are taken out, as long as enough are left.
+        links: links to the nodes. Unreachable nodes are removed as long as enough are left.
         min_nodes: how many must be ready.
-        boots: makes the first message to each.
+        boots: creates the first message to each node.
         check: raises if the job was interrupted or cancelled.
         note: receives a line for the user.
     """
@@ -257,11 +257,11 @@ class _Gathering:
         self._note = note
 
     def run(self, deadline: float, timeout_s: float) -> None:
-        """Wait until ``deadline``, by ``monotonic()``, which is ``timeout_s`` seconds after the start.
+        """Wait until ``deadline`` (``monotonic()``), which is ``timeout_s`` seconds after the start.
 
         Raises:
-            LaunchError: a node has ended, can't run the call, or is not there in time.
-            Exception: what ``check`` raises, and what a plan refuses.
+            LaunchError: a node has ended, can't run the call, or is not ready in time.
+            Exception: an exception of ``check``, or an error of a node's plan.
         """
         note_s = time.monotonic() + _NOTE_S
         while missing := [link for link in self._links if not link.has_clock]:
@@ -301,7 +301,7 @@ class _Gathering:
             self._handle_end(link)
 
     def _handle_end(self, link: NodeLink) -> None:
-        """Go on without a node that was never reached, if that is possible."""
+        """Continue without a node that was never reached, if enough are left."""
         text = f"the program of {link.label} ended before it was ready: {link.how_ended()}"
         if link.hello is not None or len(self._links) <= self._min_nodes:
             raise LaunchError(text)

@@ -1,11 +1,12 @@
-"""What travels to nodes beside the call: modules of the user's as text, variables; and what nodes must have themselves.
+"""What is sent to nodes besides the call: the user's modules as text, and variables. Lists what nodes must have
+themselves.
 
-    kernel   user_modules()  ── text of each ──>  node   install(): imports find them, with the file names of the kernel
-             required()      ── names ─────────>         missing(): those that are not there, before any rank starts
+    kernel   user_modules()  ── text of each ──>  node   install(): makes them importable, with the kernel's file names
+             required()      ── names ─────────>         missing(): lists absent ones, before any rank starts
 
-Modules go as text and are imported on the node, rather than by value inside the call: their classes keep their names,
-so that an exception or a result that comes back is of the kernel's very class. As under ``forkserver``, what cells have
-changed in a module since its import stays behind.
+Modules are sent as text and imported on the node, instead of pickled by value inside the call. Their classes keep
+their names, so returned exceptions and results have the kernel's own classes. As with ``forkserver``, changes that
+cells made to a module after its import are not sent.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _MAX_BYTES = 64 << 20
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NBLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 _OTHERS = ("OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM")
 _STAY = ("NBLAUNCH_LOG_DIR", "NBLAUNCH_CONFIG_FILE", "NBLAUNCH_XLA_CACHE", "TORCH_HOME")
-"""Paths of the launching machine."""
+"""Variables with paths of the launching machine."""
 
 # --- in the launching process ------------------------------------------------------------------------------------
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that nodes on other machines get: settings of libraries, no paths, no secrets."""
+    """Return the variables for nodes on other machines: library settings, but no paths or secrets."""
     return {
         name: value
         for name, value in environment.items()
@@ -50,7 +51,7 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
         folder: folder of the notebook; None if it was removed.
 
     Raises:
-        LaunchError: they are larger than what is reasonable to send.
+        LaunchError: the modules are too large to send.
     """
     modules: dict[str, tuple[str, bool]] = {}
     for name, module in list(sys.modules.items()):
@@ -62,7 +63,7 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
         if is_package:
             modules.update(_inside(name, os.path.dirname(file)))
     if folder is not None and any(entry in ("", folder) for entry in sys.path):
-        # A function may import them when it runs.
+        # The function may import them at run time.
         for path in Path(folder).glob("*.py"):
             if path.stem.isidentifier():
                 modules.setdefault(path.stem, (str(path), False))
@@ -82,7 +83,7 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
 
 
 def _source_of(name: str, module: Any) -> str | None:
-    """Return the file of a module of the user's; None for any other."""
+    """Return the file of a user's module; None for any other module."""
     spec = getattr(module, "__spec__", None)
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or not isinstance(file, str) or not file.endswith(".py"):
@@ -94,7 +95,7 @@ def _source_of(name: str, module: Any) -> str | None:
 
 
 def _inside(package: str, folder: str) -> Iterator[tuple[str, tuple[str, bool]]]:
-    """Yield the modules in the folder of a package, also of inner packages."""
+    """Yield the modules in a package's folder, including subpackages."""
     for path in Path(folder).rglob("*.py"):
         parts = path.relative_to(folder).with_suffix("").parts
         if not all(part.isidentifier() for part in parts):
@@ -108,19 +109,17 @@ def _text_of(file: str) -> str | None:
     try:
         return Path(file).read_bytes().decode()
     except (OSError, UnicodeDecodeError):
-        return (
-            None  # it was removed, or declares another encoding: a node that needs it says that it is missing
-        )
+        return None  # removed, or in another encoding; a node that needs it reports that it is missing
 
 
 def required(pickles: Iterable[bytes], sent: Iterable[ModuleSource]) -> list[str]:
-    """Return the top-level modules that reading these pickles imports, without those that are sent."""
+    """Return the top-level modules that unpickling imports, except those that are sent."""
     top = {name.partition(".")[0] for pickle in pickles for name in _named_modules(pickle)}
     return sorted(top - {source.name.partition(".")[0] for source in sent} - {"__main__", "builtins"})
 
 
 def _named_modules(pickled: bytes) -> Iterator[str]:
-    """Yield the modules that a pickle names: of classes and functions, and those that cloudpickle imports."""
+    """Yield the modules that a pickle names: modules of classes and functions, and modules that cloudpickle imports."""
     memo: list[_Pushed] = []
     before: _Pushed = None
     last: _Pushed = None
@@ -144,7 +143,7 @@ def _named_modules(pickled: bytes) -> Iterator[str]:
 
 
 _Pushed = str | tuple[str, str] | None
-"""What an operation of a pickle pushes on the stack: a text, a global by its module and name, or anything else."""
+"""The value that a pickle operation pushes: a text, a global by module and name, or anything else."""
 
 _IMPORT = ("cloudpickle.cloudpickle", "subimport")
 
@@ -153,11 +152,11 @@ _IMPORT = ("cloudpickle.cloudpickle", "subimport")
 
 
 def install(sources: Sequence[ModuleSource], folder: Path) -> None:
-    """Let imports find the modules that were sent, before those that are installed here.
+    """Let imports find the sent modules before modules that are installed here.
 
     Args:
         sources: the modules.
-        folder: an empty one; gets them as files, for processes that are started afresh here.
+        folder: an empty folder, which receives the modules as files for fresh processes.
     """
     files: dict[str, tuple[Path, ModuleSource]] = {}
     for source in sources:
@@ -173,7 +172,7 @@ def install(sources: Sequence[ModuleSource], folder: Path) -> None:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from its file here, under the file name that it has in the launching process."""
+    """Loads a module from its local file, under its file name in the launching process."""
 
     def __init__(self, name: str, path: str, filename: str) -> None:
         super().__init__(name, path)
@@ -203,7 +202,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the modules of these that imports don't find here."""
+    """Return the modules among these that imports don't find here."""
     return [name for name in names if not _is_found(name)]
 
 
@@ -217,7 +216,7 @@ def _is_found(name: str) -> bool:
 
 
 def adopt_paths(path: Sequence[str], folder: str | None) -> None:
-    """Look for modules where the launching process does, as far as this machine has these folders of the user's."""
+    """Search modules in the launching process's folders of the user, as far as they exist on this machine."""
     if folder is not None and os.path.isdir(folder):
         os.chdir(folder)
     for entry in path:

@@ -1,6 +1,6 @@
-"""Nodes of the Slurm allocation in which this process runs, as a notebook under ``salloc`` does: one ``srun`` for each.
+"""Nodes of this process's Slurm allocation, for example of a notebook under ``salloc``: one ``srun`` per node.
 
-Slurm carries the bytes, encrypted and authenticated as the site has set it up; there is no socket of ours.
+Slurm carries the bytes, with the site's encryption and authentication; nblaunch opens no socket.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nblaunch.errors import LaunchError
 
 _TIMEOUT_S = 30.0
 _OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
-"""One task on the node, beside the kernel's own step, with all cores and memory of the allocation there."""
+"""One task on the node, next to the kernel's own step, with all cores and memory of the allocation there."""
 
 
 class SlurmEngine(Engine):
-    """Starts each node program as a step of the present allocation."""
+    """Starts each node program as a step of the current allocation."""
 
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
         """Start a step on the first ``max_nodes`` nodes of the allocation."""
@@ -41,10 +41,10 @@ class SlurmEngine(Engine):
 
 
 def _allocated() -> list[str]:
-    """Return the hosts of the present allocation.
+    """Return the hosts of the current allocation.
 
     Raises:
-        LaunchError: there is none, or Slurm's commands are missing.
+        LaunchError: there is no allocation, or Slurm's commands are missing.
     """
     nodes = env.read("SLURM_JOB_NODELIST")
     if not nodes:

@@ -1,6 +1,6 @@
-"""Nodes that ``ssh`` reaches: a list of hosts, each with Python and nblaunch, and a key that needs no password.
+"""Hosts over ``ssh``, each with Python, nblaunch, and a key that needs no password.
 
-    ssh host 'exec python -c ...'      encrypted and authenticated by ssh, which alone has a socket
+    ssh host 'exec python -c ...'      encrypted and authenticated by ssh, which has the only socket
 
 The node program ends with the connection. Users set ports, names and keys in ``~/.ssh/config``.
 """
@@ -29,7 +29,7 @@ class SshEngine(Engine):
     """Starts each node program by ``ssh``."""
 
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
-        """Connect with the first ``max_nodes`` hosts."""
+        """Connect to the first ``max_nodes`` hosts."""
         hosts = wanted.spec.hosts[: wanted.spec.max_nodes]
         command = remote_command(sys.executable)
         return start_all(
@@ -39,6 +39,6 @@ class SshEngine(Engine):
 
 
 def remote_command(python: str) -> str:
-    """Return a shell's command for the node program: by the same interpreter if it is there, else ``python3``."""
+    """Return the shell command for the node program, with the same interpreter if it exists, else ``python3``."""
     same, program = shlex.quote(python), shlex.quote(PROGRAM)
     return f"if [ -x {same} ]; then exec {same} -c {program}; else exec python3 -c {program}; fi"

@@ -1,4 +1,4 @@
-"""Nodes that have been asked where their ranks are."""
+"""A query for the stacks of ranks on several nodes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import Stacks
 
 _STACKS_S = 4.0
-"""How long nodes have to find out where their ranks are: a little more than they take at most."""
+"""Time for nodes to collect their ranks' stacks, a little more than they need at most."""
 
 
 class NodesStacks:
-    """One question for stacks to several nodes. Implements ``launcher.hang_watch.StackQuery``.
+    """A query for stacks to several nodes. Implements ``launcher.hang_watch.StackQuery``.
 
     Args:
-        number: of the question.
-        asked: the nodes, which are taken out as they answer.
+        number: number of the query.
+        asked: the nodes; each is removed when it answers.
     """
 
     def __init__(self, number: int, asked: set[NodeLink]) -> None:
@@ -30,7 +30,7 @@ class NodesStacks:
 
     @property
     def is_done(self) -> bool:
-        """Whether all nodes have answered, are over, or have had time enough."""
+        """Whether all nodes have answered or ended, or their time is over."""
         waiting = [link for link in self._missing if not link.is_over]
         return not waiting or time.monotonic() > self._until_s
 
@@ -38,7 +38,7 @@ class NodesStacks:
         """Do nothing: answers arrive by :meth:`take`."""
 
     def take(self, stacks: Stacks, link: NodeLink) -> None:
-        """Take an answer, if it is one to this question."""
+        """Store an answer if it belongs to this query."""
         if stacks.number == self._number:
             for rank, check in stacks.checks.items():
                 self._checks[rank] = replace(check, position=described_here(check.position))

@@ -1,10 +1,10 @@
-"""Uplink: what ranks of a node do goes up to the coordinator, and its requests come down, while an attempt runs.
+"""Uplink: sends a node's events and logs to the coordinator, and receives its requests, while an attempt runs.
 
     supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
-It takes the place of the other nodes for the supervisor of this one (``launcher.attempt.Peers``). Logs go up as bytes
-of their files, no faster than the channel takes them.
+For this node's supervisor it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
+files, no faster than the channel accepts them.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
 _LOG_BYTES = 256 << 10
-"""So much of the logs goes up at each of ten looks a second."""
+"""Number of bytes of logs that are sent at each of ten checks per second."""
 
 _MAX_LAG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
-"""If a log is further behind than the first number, the second number of bytes is sent, and the rest stays in its
-file."""
+"""If the unsent part of a log exceeds the first number of bytes, only the second number is sent, and the rest stays
+in the file.
+"""
 
 _STACKS_BYTES = 256 << 10
 _NUM_CURVES = 8
@@ -83,16 +84,16 @@ class Uplink:
     """The coordinator, for the supervisor of this node's ranks.
 
     Args:
-        channel: to it.
-        requests: to the ranks of this node.
+        channel: channel to the coordinator.
+        requests: requests to the ranks of this node.
         id: id of the node program.
-        host: of this machine.
-        address: address of this node, as the others reach it.
+        host: name of this machine.
+        address: address at which other nodes reach this node.
 
     Attributes:
-        must_end: the coordinator wants the ranks of this node to end.
+        must_end: whether the coordinator wants this node's ranks to end.
         outboxes: descriptor of an outbox -> its rank.
-        calls: collectives of the ranks of this node; None until they have been started.
+        calls: collectives of this node's ranks; None until they have started.
     """
 
     def __init__(self, channel: Channel, requests: JobRequests, id: str, host: str, address: str) -> None:
@@ -119,11 +120,12 @@ class Uplink:
         self.calls: NodeCalls | None = None
 
     def begin(self, attempt: Attempt) -> None:
-        """Prepare for the ranks of ``attempt``, which are about to start."""
+        """Prepare for the ranks of ``attempt`` before they start."""
         self._attempt = attempt
         self._logs = {rank: _Log(attempt.log.log_path(rank, attempt.number)) for rank in attempt.ranks}
 
-    # --- Peers: what comes down ----------------------------------------------------------------------------------
+    # --- Peers: from the coordinator
+    # ----------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the coordinator has sent something."""
@@ -131,11 +133,11 @@ class Uplink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the coordinator has gone."""
+        """Whether the coordinator has ended."""
         return self._channel.is_closed
 
     def receive(self) -> None:
-        """Handle what the coordinator has sent. If it has gone, the ranks end at once."""
+        """Handle the coordinator's messages. If the coordinator has ended, the ranks end at once."""
         for message in self._channel.receive():
             self._handle(message)
         if self._channel.is_closed and not self._requests.is_cancelled:
@@ -171,7 +173,7 @@ class Uplink:
         return self._follow("check", slots)
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> NodeBallots:
-        """Follow the coordinator, which leads the agreement on the last step of optimizers."""
+        """Follow the coordinator, which leads the agreement on the last optimizer step."""
         return self._follow("step", {rank: slot.boundaries for rank, slot in slots.items()})
 
     def _follow(self, subject: Subject, ballots: Mapping[int, Ballot]) -> NodeBallots:
@@ -180,7 +182,7 @@ class Uplink:
         return following
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables of this node's ranks: the interface by which the others reach it."""
+        """Return environment variables for this node's ranks: the interface by which other nodes reach it."""
         if topology.num_nodes == 1:
             return {}
         present = env.snapshot()
@@ -194,12 +196,13 @@ class Uplink:
         }
         self._queries.append((message.number, LocalStacks(self._attempt, pids)))
 
-    # --- what goes up --------------------------------------------------------------------------------------------
+    # --- to the coordinator
+    # --------------------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Send an event, at once where others wait for it."""
+        """Send an event, at once if others wait for it."""
         if isinstance(event, (LogLines, StatusLine)):
-            return  # made again of the bytes of the logs
+            return  # reconstructed from the bytes of the logs
         if isinstance(event, HostMemory):
             self._host_memory[event.rank] = event
             return
@@ -211,7 +214,7 @@ class Uplink:
         if isinstance(event, Exited):
             self._gone.add(event.rank)
         if isinstance(event, (Exited, Failed)) and event.rank in self._logs:
-            self._send_log(event.rank, _KEPT_BYTES)  # its last lines come before its end
+            self._send_log(event.rank, _KEPT_BYTES)  # its last output precedes its end
         self._events.append(event)
         if isinstance(event, _URGENT):
             self._send_events()
@@ -224,7 +227,7 @@ class Uplink:
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
     ) -> list[SlotReading]:
-        """Send the state of this node's ranks as often as is due; return their readings."""
+        """Send the state of this node's ranks if it is due; return their readings."""
         assert self._attempt is not None, "ranks run"
         self._send_events()
         self._readings = [reading for reading in readings if reading.rank in self._attempt.ranks]
@@ -244,7 +247,7 @@ class Uplink:
     def _send_heartbeat(self, state: str) -> None:
         self._next_heartbeat_s = time.monotonic() + _HEARTBEAT_S
         if self._channel.is_full and state == RUNNING:
-            return  # what is on its way is a sign of life
+            return  # queued bytes are a sign of life
         assert self._attempt is not None, "ranks run"
         summary = Summary(
             -1,
@@ -275,7 +278,7 @@ class Uplink:
         )
 
     def _send_logs(self, max_bytes: int) -> None:
-        """Send what ranks have printed, ``max_bytes`` together at most, of each in turn."""
+        """Send the ranks' output, up to ``max_bytes`` in total, each rank in turn."""
         for rank in sorted(self._logs, key=lambda rank: self._logs[rank].sent_s):
             if max_bytes <= 0:
                 return
@@ -292,7 +295,7 @@ class Uplink:
     def send_outbox(
         self, fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]
     ) -> RankResult:
-        """Send what a rank has left for the launcher, instead of reading it here."""
+        """Send a rank's outbox to the coordinator instead of reading it here."""
         rank = self.outboxes[fd]
         end = max(value_location.end, 0, *(event.end for event in sent.values()))
         at = 0
@@ -310,7 +313,7 @@ class Uplink:
         return RankResult()
 
     def end(self, ranks_with_stacks: Sequence[int]) -> None:
-        """Send the rest of the logs, the stacks that crashed ranks have left, and a last heartbeat."""
+        """Send the rest of the logs, the stacks of crashed ranks, and a last heartbeat."""
         assert self._attempt is not None, "ranks have run"
         self._send_events()
         for rank in self._logs:
@@ -338,7 +341,7 @@ class _Log:
     """The log file of a rank, read as it grows.
 
     Attributes:
-        sent_s: when a part of it was read last.
+        sent_s: time at which a part of it was last read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -348,7 +351,7 @@ class _Log:
         self.sent_s = 0.0
 
     def read(self, max_bytes: int) -> tuple[bytes, int]:
-        """Return what is new, and how many bytes before it were passed over."""
+        """Return new bytes, and the number of skipped bytes before them."""
         if self._fd < 0:
             with suppress(OSError):  # there may be no descriptor left
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

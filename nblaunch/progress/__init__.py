@@ -1,14 +1,14 @@
-"""What a rank reports of its training on the progress board, whichever library trains.
+"""Reports a rank's training on the progress board, whichever library trains.
 
     Accelerator, its loaders ──────────────────────┐
     plain loops: DataLoader, backward, optimizer ──┼──> Reports ──> slot of the board ──> launcher ──> dashboards
     Trainer, Lightning, fastai: number of epochs ──┘
 
-reports.py         the reports of this process: one of each for all libraries in it
+reports.py         the reports of this process, shared by all libraries in it
 board_reports.py   loops, losses, busy time, device memory
 planned_epochs.py  how many epochs the user's ``for`` loops will run
 plain_loops.py     training loops that use no Accelerator of ours, seen by hooks on torch
-frameworks.py      what transformers, Lightning and fastai know of their epochs
+frameworks.py      numbers of epochs from transformers, Lightning and fastai
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.
 """

@@ -1,13 +1,13 @@
 """Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
-Busy time is how long a rank takes for a step without waiting for others. It shows the straggler of ranks in lockstep:
+Busy time is the time that a rank takes for a step without waits for other ranks. It reveals a straggler in lockstep:
 
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
                                                               └────────── busy time ──────────┘
 
-If gradients are averaged, all ranks make as many steps per second as the slowest one: the rank whose busy time is the
-longest. On devices that compute while Python runs ahead, it is the time that Python takes: it shows slow loading and
-slow hosts, but no slow device.
+If gradients are averaged, all ranks are as slow as the slowest rank, which has the longest busy time. On devices that
+compute asynchronously, busy time is only the time of Python. It then reveals slow loading and slow hosts, but not
+slow devices.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from nblaunch.wire.spans import SpanKind
 
 @dataclass(slots=True, eq=False)
 class Loop:
-    """One loop over a loader or another iterable, from its first batch to its last: an epoch, where it trains.
+    """One loop over a loader or another iterable, from first to last batch. A loop that trains is an epoch.
 
     Args:
-        total: batches; -1 where unknown.
-        epoch: number of the epoch, from 1; 0 if the loop trains nothing.
-        state: what the process does in it.
-        step: batches that are done.
+        total: number of batches; -1 if unknown.
+        epoch: number of the epoch, from 1; 0 if the loop does not train.
+        state: activity of the process in the loop.
+        step: number of completed batches.
         number: number of the loop in this process, from 1.
-        is_over_epochs: its items are epochs.
+        is_over_epochs: whether the items of the loop are epochs.
         num_epochs: how many epochs there will be in total; 0 if unknown.
-        before: what was shown when it began, if it trains.
-        began_s: when it began.
+        before: what the board showed before the loop, if it trains.
+        began_s: start of the loop.
     """
 
     total: int
@@ -59,10 +59,10 @@ class Loop:
 
 
 def length_of(iterable: Any) -> int:
-    """Return the number of items; -1 where it is unknown."""
+    """Return the number of items; -1 if unknown."""
     try:
         return len(iterable)
-    except Exception:  # TypeError, or whatever a user's sampler raises where it can't know
+    except Exception:  # TypeError, or any error of a user's sampler without a length
         return -1
 
 
@@ -77,7 +77,7 @@ class LoopStack:
     def __init__(self, slot: Slot) -> None:
         self.epoch = 0
         self.last_training = 0
-        self.num_commands = 0  # of a session, that have ended
+        self.num_commands = 0  # completed commands of a session
         self.plan: EpochPlan | None = None
         self._num_epochs = 0
         self._num_loops = 0
@@ -101,7 +101,7 @@ class LoopStack:
     ) -> Loop:
         """Begin a loop inside the running loops, with the arguments of :class:`Loop`.
 
-        With ``num_epochs=None``, the user's code says how many there will be.
+        With ``num_epochs=None``, the number is read from the user's code.
         """
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
@@ -127,7 +127,7 @@ class LoopStack:
             self._show(loop)
             if not loop.is_over_epochs:
                 self._slot.count_step()
-        elif loop not in self._stack:  # it is read on in another command
+        elif loop not in self._stack:  # another command continues to read it
             if not self._stack:
                 self._outside = self._slot.state
             self._stack.append(loop)
@@ -135,7 +135,7 @@ class LoopStack:
             self._show(loop)
 
     def begin_anew(self) -> None:
-        """Forget all loops: they are of an earlier command, and tracebacks or variables keep them in their middle."""
+        """Forget all loops of an earlier command, which tracebacks or variables keep alive unfinished."""
         self._stack, self.running, self._shown, self.plan = [], None, None, None
         self.num_commands += 1
 
@@ -145,27 +145,28 @@ class LoopStack:
         return not self._stack
 
     def move_to(self, loop: Loop, step: int) -> None:
-        """Set how many steps of ``loop`` are done."""
+        """Set the number of completed steps of ``loop``."""
         if self._shown is loop:
             loop.step = step
             self._advance_to(step, self._samples)
 
     def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int] = (0, 0)) -> None:
-        """Take what a framework says of its training; None at its end.
+        """Store a framework's plan of its training; None at its end.
 
         Args:
-            plan: of the epoch that begins or runs.
-            job_steps: completed optimizer steps, and their number in the whole training; zeros if it does not count
+            plan: plan of the epoch that begins or runs.
+            job_steps: completed optimizer steps, and the total of the training; zeros if the framework does not count
                 them.
         """
         self.plan = plan
         self._slot.set_job_steps(*job_steps)
 
     def end(self, loop: Loop, is_epoch: bool = True) -> bool:
-        """Forget ``loop``, which is over or was abandoned; return whether it was one of this command.
+        """Remove ``loop``, which has ended or was abandoned; return whether it belongs to this command.
 
         Args:
-            is_epoch: False for a look at a batch of a training loader: the board shows again what it has shown before.
+            is_epoch: False if the user only looked at a batch of a training loader; the board then shows the previous
+                loop again.
         """
         if loop not in self._stack:
             return False
@@ -181,7 +182,7 @@ class LoopStack:
             self._slot.start_loop(*shown)
         if is_shown:
             self._shown = None
-            # The finished bar stays on the board until something else moves; only what the worker does changes.
+            # The finished loop stays on the board until another one moves; only the activity of the worker changes.
             self._slot.set_state(self._outside if self.running is None else self.running.state)
         return True
 
@@ -192,10 +193,10 @@ class LoopStack:
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
 
     def _planned_epochs(self, epoch: int) -> tuple[int, int]:
-        """Return the number of the epoch, and how many there will be in total; 0 if that is unknown.
+        """Return the number of the epoch, and the total number of epochs, 0 if unknown.
 
-        The framework that trains says so, or a loop by ``accelerator.progress``; otherwise the ``for`` loops of the
-        user's code do.
+        The source is the framework that trains, or a loop of ``accelerator.progress``, or else the ``for`` loops of
+        the user's code.
         """
         if self.plan is not None:
             return self.plan.epoch, self.plan.num_epochs
@@ -204,7 +205,7 @@ class LoopStack:
             return epoch, epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
         places = places_around(sys._getframe(2))
         if places is not None and len(places) == 1 and places[0].num_before:
-            # A training that was resumed by a loop over the epochs that are left, whether or not its loader knows.
+            # A training that was resumed with a loop over the remaining epochs, whether or not its loader knows.
             place = places[0]
             return place.num_before + place.position + 1, place.num_before + place.size
         left = rounds_left(places)
@@ -215,17 +216,21 @@ _BUSY_INTERVAL_S = 0.005
 
 
 class BusyTime:
-    """Measures busy time and adds it up on the board, which it writes at most 200 times a second."""
+    """Measures busy time and sums it on the board, at most 200 times a second."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._spans = slot.spans
         self._since = self._began_s = 0.0
-        self._sum_s, self._num_steps, self._next_s = 0.0, 0, 0.0  # not on the board yet; when it is due
+        self._sum_s, self._num_steps, self._next_s = (
+            0.0,
+            0,
+            0.0,
+        )  # not yet on the board; time of the next write
         self.is_in_backward = False
 
     def begin_backward(self) -> None:
-        """Add the busy time of the step: from here on the rank may wait for others."""
+        """Add the busy time of the step; from now on the rank may wait for others."""
         self.is_in_backward = True
         self._began_s = now_s = monotonic()
         if self._since:
@@ -236,7 +241,7 @@ class BusyTime:
                 self._show()
 
     def end_backward(self) -> float:
-        """Start measuring: from here on the rank is by itself. Return what time it is."""
+        """Start measuring, because the rank no longer waits for others; return the time."""
         self.is_in_backward = False
         self._since = now_s = monotonic()
         if self._spans is not None:
@@ -244,7 +249,7 @@ class BusyTime:
         return now_s
 
     def pause(self) -> None:
-        """Stop measuring: a loop has ended, so the following time is not part of a step."""
+        """Stop measuring, because a loop has ended and the time that follows is not part of a step."""
         self._since = 0.0
         self._show()
 
@@ -255,10 +260,10 @@ class BusyTime:
 
 
 _MAX_RECENT = 4096
-"""Losses between two times of showing them, of a loop of 8,000 steps a second."""
+"""Losses between two updates of the board, for a loop with 8,000 steps per second."""
 
 _NUM_NAN = 3
-"""Steps in a row with a loss that is NaN: the weights are, too."""
+"""Number of consecutive steps with a NaN loss after which the weights must be NaN, too."""
 
 _LOSS_INTERVAL_S = 0.5
 _MEMORY_INTERVAL_S = 1.0
@@ -266,13 +271,13 @@ _MEMORY_INTERVAL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Bin:
-    """The losses of equally many optimizer steps.
+    """The losses of a fixed number of optimizer steps.
 
     Args:
-        sum: of the losses; of those on a device, it is a tensor there.
-        count: how many they are.
-        total: of the losses that were read.
-        num_read: how many these are.
+        sum: sum of the losses; a tensor on the device if the losses are there.
+        count: number of losses.
+        total: sum of the losses that were read.
+        num_read: number of losses that were read.
     """
 
     sum: torch.Tensor | float = 0.0
@@ -281,13 +286,13 @@ class _Bin:
     num_read: int = 0
 
     def add(self, loss: torch.Tensor) -> torch.Tensor | float:
-        """Add a loss, by one operation; return it as a number, or, if it is on a device, without its graph."""
+        """Add a loss with a single operation; return it as a number or, if it is on a device, without its graph."""
         value: Any
         if loss.is_cpu:
             value = loss.item()  # at once, as the caller may change it
             self.sum += value
         else:
-            value = loss.data  # ``detach`` would be one more operation
+            value = loss.data  # ``detach`` would be a second operation
             if not isinstance(self.sum, torch.Tensor):
                 self.sum = torch.tensor(self.sum, dtype=torch.float32).to(loss.device)
             is_addable = (
@@ -298,7 +303,9 @@ class _Bin:
         return value
 
     def absorb(self, other: _Bin) -> _Bin:
-        """Add a bin, both read; one that is not finite is left out, so that it does not spread over the curve."""
+        """Add another bin; both must have been read. A non-finite bin is left out, so that it does not spread over
+        the curve.
+        """
         if not math.isfinite(self.total):
             return other
         if math.isfinite(other.total):
@@ -312,18 +319,18 @@ def _ignore(step: int) -> None:
 
 
 class LossReport:
-    """Shows the losses of this rank on the board, at most twice a second: the last one, and all of them in means.
+    """Shows the losses of this rank on the board, at most twice a second: the last loss, and means of all.
 
-    Reading a value of another device makes the process wait for it, so losses are added up there, in bins that end at
-    fixed optimizer steps (``wire/board.py``). They are read now and then, and when a loop ends. A step is over when any
-    optimizer has stepped since the last loss: several losses of a step, or several optimizers, are one.
+    Reading a value from a device makes the process wait, so losses are summed on the device, in bins that end at
+    fixed optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step has ended
+    if any optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
-    With the losses it shows the memory of the rank's device, at most once a second and at the end.
+    It also shows the memory of the rank's device, at most once a second and at the end.
 
     Args:
-        slot: of this rank.
-        backend: its device family.
-        report_nan: called once, with the number of the optimizer step from which on losses are NaN.
+        slot: slot of this rank.
+        backend: device family of this rank.
+        report_nan: called once, with the first optimizer step after which all losses are NaN.
     """
 
     def __init__(self, slot: Slot, backend: Backend, report_nan: Callable[[int], None] = _ignore) -> None:
@@ -335,22 +342,23 @@ class LossReport:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget all losses so far: those to come are of another command of a session."""
+        """Forget all losses, because later losses belong to another command of a session."""
         self._latest: torch.Tensor | float | None = None
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
-        self._bins: list[_Bin] = []  # the last one may not be complete
+        self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1
         self._num_steps = 0  # begun
-        self._num_updates = -1  # when the last of them began
-        self._epoch_total, self._epoch_count = 0.0, 0  # of the losses that were read since the last epoch
+        self._num_updates = -1  # at the beginning of the last step
+        self._epoch_total, self._epoch_count = 0.0, 0  # losses that were read since the last epoch
         self._is_epoch_known = True
 
     def note(self, loss: torch.Tensor, now_s: float | None) -> None:
-        """Add ``loss``. Called at every micro-step; anything but a single real number is left out.
+        """Add ``loss``. Called at every micro-step; ignores anything but a single real number.
 
         Args:
-            loss: of this rank.
-            now_s: the time; None: it has no value before the step ends. Then :meth:`show_due` shows it.
+            loss: loss of this rank.
+            now_s: the time; None if the loss has no value before the step ends, in which case :meth:`show_due` shows
+                it.
         """
         self._num_noted += 1
         if loss.numel() != 1 or not loss.is_floating_point():
@@ -367,38 +375,38 @@ class LossReport:
             self.show_due()
 
     def count_update(self) -> None:
-        """Count a step of an optimizer that is not counted by torch's hooks."""
+        """Count a step of an optimizer that torch's hooks do not count."""
         self._slot.num_updates += 1
 
     @property
     def num_trained(self) -> int:
-        """Number of losses and of steps of optimizers: where it has grown, there was training."""
+        """Number of losses and optimizer steps; it grows if there was training."""
         return self._num_noted + self._slot.num_updates
 
     def show_due(self) -> None:
-        """Show the losses, unless that was done a moment ago."""
+        """Show the losses unless they were shown a moment ago."""
         now_s = monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + _LOSS_INTERVAL_S
             self.flush()
 
     def flush(self) -> None:
-        """Show the losses now, and the memory of the device where that is due."""
+        """Show the losses now, and the memory of the device if it is due."""
         self._show_memory()
         latest, self._latest = self._latest, None
         if latest is None:
             return
-        # If the device has failed, the error that the user sees is the one of their own call.
+        # If the device has failed, the user must see the error of their own call.
         with suppress(RuntimeError):
             self._read()
-            means = tuple(one.total / one.num_read if one.num_read else math.nan for one in self._bins)
+            means = tuple(bin_.total / bin_.num_read if bin_.num_read else math.nan for bin_ in self._bins)
             self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
             number = _number(latest)
             self._slot.set_loss(number)
             self._look_for_nan(number)
 
     def _look_for_nan(self, latest: float) -> None:
-        """Report NaN where the last losses have been nothing else; forget the losses that were shown."""
+        """Report NaN if all recent losses are NaN; forget the losses that were shown."""
         recent = self._recent
         if not math.isnan(latest):
             recent.clear()
@@ -416,7 +424,7 @@ class LossReport:
             self._report_nan = _ignore
 
     def show_last(self) -> None:
-        """Show the losses and the memory of the device as they are at the end of the function."""
+        """Show the final losses and device memory at the end of the function."""
         self._next_memory_s = 0.0
         self.flush()
 
@@ -433,12 +441,12 @@ class LossReport:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
         total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
         self._epoch_total, self._epoch_count = 0.0, 0
-        # What the next epoch adds to the last bin is known by how its sum grows.
+        # The growth of the last bin's sum tells what the next epoch adds.
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
     def _begin_step(self) -> None:
-        """Begin an optimizer step, and a bin for it where the last one is complete."""
+        """Begin an optimizer step, and a new bin if the last one is complete."""
         if self._num_steps == len(self._bins) * self._steps_per_bin:
             if len(self._bins) == MAX_BINS:
                 self._merge()
@@ -450,19 +458,19 @@ class LossReport:
         with suppress(RuntimeError):  # as in flush
             self._read()
         pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
-        self._bins = [one.absorb(other) for one, other in pairs]
+        self._bins = [left.absorb(right) for left, right in pairs]
         self._steps_per_bin *= 2
 
     def _read(self) -> None:
-        """Read what was added up since the last time."""
-        for one in self._bins:
-            if one.count > one.num_read:
-                total = _number(one.sum)
-                self._epoch_total += total - one.total
-                self._epoch_count += one.count - one.num_read
-                one.total, one.num_read = total, one.count
+        """Read the losses that were summed since the last call."""
+        for bin_ in self._bins:
+            if bin_.count > bin_.num_read:
+                total = _number(bin_.sum)
+                self._epoch_total += total - bin_.total
+                self._epoch_count += bin_.count - bin_.num_read
+                bin_.total, bin_.num_read = total, bin_.count
 
 
 def _number(value: torch.Tensor | float) -> float:
-    # On a lazy device, a number read directly is another graph.
+    # On a lazy device, reading a number directly compiles another graph.
     return float(value.cpu() if isinstance(value, torch.Tensor) else value)

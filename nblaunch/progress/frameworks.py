@@ -1,7 +1,7 @@
-"""What transformers, Lightning and fastai know of their trainings: how many epochs and steps there will be.
+"""Numbers of epochs and steps that transformers, Lightning and fastai know about their trainings.
 
-Their loops are observed like the loops of any library (``plain_loops.py``). How many epochs follow is not in the code
-of the user, but in an object of the framework, which a hook at the beginning of each epoch asks.
+Their loops are observed like the loops of any library (``plain_loops.py``). The number of epochs is not in the user's
+code, but in an object of the framework, which a hook queries at the beginning of each epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nblaunch.progress.planned_epochs import EpochPlan
 
 
 def watch(rank: int) -> None:
-    """Set the hooks in this worker; a notebook's table of transformers is shown by rank 0 alone."""
+    """Set the hooks in this worker; only rank 0 shows transformers' table for notebooks."""
     packages.observe_when_imported("transformers.trainer_callback", _watch_trainer)
     if rank:
         packages.observe_when_imported("transformers.utils.notebook", _hide_table)
@@ -37,7 +37,7 @@ def _watch_trainer(module: Any) -> None:
     @harmless
     def report(event: str, state: Any) -> None:
         if event in ("on_train_begin", "on_epoch_begin", "on_step_end"):
-            # Its losses of an optimizer step are parts of one, divided by the micro-steps or by the tokens of all.
+            # The losses of an optimizer step are parts of one loss, divided by the micro-steps or by all tokens.
             plain_loops().sums_losses = True
             epoch = int(state.epoch or 0) + (event != "on_step_end" or state.epoch % 1 > 0)
             plan = EpochPlan(max(epoch, 1), math.ceil(state.num_train_epochs))
@@ -54,7 +54,7 @@ def _watch_trainer(module: Any) -> None:
 
 
 def _hide_table(module: Any) -> None:
-    """Show no table: rank 0 shows the same."""
+    """Show no table, because rank 0 shows the same."""
 
     def display(self: Any) -> None:
         """Do nothing."""
@@ -115,7 +115,7 @@ def _watch_fastai(module: Any) -> None:
         if event_name == "before_batch" and learner.training and learner.iter == 0:
             _set_plan(EpochPlan(learner.epoch + 1, learner.n_epoch, learner.n_iter))
         elif event_name == "after_step":
-            plain_loops().count_step()  # its own optimizers are not torch's
+            plain_loops().count_step()  # fastai has its own optimizers
         elif event_name == "after_fit":
             _set_plan(None)
 

@@ -1,16 +1,16 @@
-"""Training loops that use no Accelerator of ours: plain PyTorch, and whatever library runs one.
+"""Training loops without nblaunch's Accelerator, in plain PyTorch or in any library.
 
-    for batch in DataLoader(...):     _BaseDataLoaderIter.__next__   a batch was read
-        loss.backward()               torch.autograd.backward        it trains: the loop is an epoch; the loss
-        optimizer.step()              hook of torch.optim            a step; where no loader is read, a round of a loop
+    for batch in DataLoader(...):     _BaseDataLoaderIter.__next__   reads a batch
+        loss.backward()               torch.autograd.backward        marks the loop as an epoch; gives the loss
+        optimizer.step()              hook of torch.optim            counts a step; without a loader, a round of a loop
 
-Hooks on torch see these calls in every library. A loop over a loader in which ``backward`` is called trains; another
-one evaluates. Some libraries read ahead: the batches that were read before the first ``backward``, but for the last,
-count as not done.
+Hooks on torch see these calls in every library. A loop over a loader that calls ``backward`` trains; any other loop
+evaluates. Some libraries read ahead, so batches that were read before the first ``backward``, except the last, count
+as not done.
 
-A loss is what ``backward`` was called with. It is shown as it was before a ``GradScaler`` has multiplied it, and before
-the loop has divided it by the micro-steps of an optimizer step. What the hooks see of an Accelerator of ours is left
-out: it reports by itself.
+The loss is the tensor on which ``backward`` was called. It is shown as before a ``GradScaler`` multiplied it, and
+before the loop divided it by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it
+reports by itself.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from nblaunch.progress.planned_epochs import Place, places_around, rounds_left
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.spans import SpanKind
 
-_PLACE_S = 0.25  # seconds between looks at the user's loops, which cost as much as a small step
+_PLACE_S = (
+    0.25  # seconds between inspections of the user's loops, each of which costs as much as a small step
+)
 _MAX_HELD = 256  # losses of one optimizer step
-_BATCHES_PER_SIZE = 8  # one in so many batches is measured
+_BATCHES_PER_SIZE = 8  # one batch in this many is measured
 _LOSS = "_nblaunch_loss"
 _HANDS_ON = (
     "torch.",
@@ -49,7 +51,7 @@ _HANDS_ON = (
 
 
 def watch() -> None:
-    """Set the hooks in this worker, where torch is imported or will be."""
+    """Set the hooks in this worker, now or when torch is imported."""
     packages.observe_when_imported("torch.utils.data.dataloader", _watch_loaders)
     packages.observe_when_imported("torch.autograd", _watch_backward)
     packages.observe_when_imported("torch.amp.grad_scaler", _watch_scaler)
@@ -151,15 +153,15 @@ class _Reading:
     """A loop over a loader.
 
     Args:
-        iterator: of the loader.
-        length: batches; -1 where unknown.
-        places: of the user's loops around it, innermost first; None if they are unknown.
-        num_read: batches that were read.
-        num_ahead: of these, batches that are not done when the next one is read.
-        num_late: of these, batches that are left to train when the loader has ended; 0 before that.
-        num_rows: rows of the batches that were read before the loop was on the board.
-        read_at: number of the read of its last batch, among the reads of all loops; 0 after a ``backward`` for it.
-        loop: on the board; None before it is known what the loop does.
+        iterator: iterator of the loader.
+        length: number of batches; -1 if unknown.
+        places: places of the user's loops around it, innermost first; None if unknown.
+        num_read: number of batches that were read.
+        num_ahead: number of these that are not done when the next batch is read.
+        num_late: number of these that are still to be trained after the loader has ended; 0 before.
+        num_rows: rows in the batches that were read before the loop was on the board.
+        read_at: sequence number of its last read among the reads of all loops; 0 after a ``backward`` for it.
+        loop: loop on the board; None before its kind is known.
     """
 
     iterator: weakref.ref[Any]
@@ -183,9 +185,10 @@ class PlainLoops:
 
     Args:
         home: the context of this process, which an inline launch drops at its end.
-        reports: of this process.
-        number: number of the session's command that they are of.
-        sums_losses: the losses of an optimizer step are parts of one, and are added up; else each is a loss.
+        reports: reports of this process.
+        number: number of the session's command that runs the loops.
+        sums_losses: whether the losses of an optimizer step are parts of one loss and are summed; otherwise each is a
+            loss.
     """
 
     home: weakref.ref[context.ProcessContext]
@@ -197,19 +200,19 @@ class PlainLoops:
     _num_reads: int = 0
     _held: list[Any] = field(default_factory=list)
     _is_in_backward: bool = False
-    _rounds: Any = None  # the loop over rounds, where no loader is read
+    _rounds: Any = None  # the loop over rounds, if no loader is read
     _next_look_s: float = 0.0
     _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether an error has ended the observation."""
+        """Whether an error ended the observation."""
         return self._thread is None
 
     @property
     def last_iterator(self) -> Any:
         """The iterator of the loader whose batch was read last; None if none is read."""
-        reading = max(self._readings, key=lambda one: one.read_at, default=None)
+        reading = max(self._readings, key=lambda reading: reading.read_at, default=None)
         return reading.iterator() if reading is not None and reading.read_at else None
 
     # --- batches -----------------------------------------------------------------------------------------------------
@@ -244,13 +247,13 @@ class PlainLoops:
     def _reading_of(self, iterator: Any) -> _Reading:
         """Return the loop over ``iterator``, a new one at its first batch."""
         for reading in list(self._readings):
-            own = reading.iterator()
-            if own is None or (own is iterator and iterator._num_yielded <= reading.num_read):
-                self._end(reading)  # it was left, or begins once more
-            elif own is iterator:
+            iterated = reading.iterator()
+            if iterated is None or (iterated is iterator and iterator._num_yielded <= reading.num_read):
+                self._end(reading)  # it was left, or begins again
+            elif iterated is iterator:
                 return reading
-        for reading in [one for one in self._readings if one.num_read == one.length]:
-            self._end(reading)  # some libraries do not ask for a batch after the last
+        for reading in [r for r in self._readings if r.num_read == r.length]:
+            self._end(reading)  # some libraries never request a batch after the last
         try:
             length = len(iterator)
         except Exception:  # TypeError, or whatever a user's sampler raises where it can't know
@@ -261,11 +264,15 @@ class PlainLoops:
         return reading
 
     def _trains_ahead(self, reading: _Reading) -> bool:
-        """Return whether batches may be read ahead of the first ``backward``, by a framework that trains."""
+        """Return whether a framework that trains may read batches ahead of the first ``backward``."""
         import torch
 
         plan = self.reports.loops.plan
-        return plan is not None and torch.is_grad_enabled() and not any(one.trains for one in self._readings)
+        return (
+            plan is not None
+            and torch.is_grad_enabled()
+            and not any(reading.trains for reading in self._readings)
+        )
 
     def _end(self, reading: _Reading) -> None:
         self._readings.remove(reading)
@@ -282,7 +289,7 @@ class PlainLoops:
             self.reports.report_epoch(loop)
 
     def _is_ours(self) -> bool:
-        """Return whether a batch is for a plain loop: not for a loader of ours, nor in another thread."""
+        """Return whether a batch belongs to a plain loop, not to nblaunch's loader or another thread."""
         running = self.reports.loops.running
         is_plain = running is None or running.is_over_epochs or running is self._rounds
         if not is_plain and self._readings:
@@ -297,7 +304,7 @@ class PlainLoops:
         self._end_rounds()
 
     def give_up(self) -> None:
-        """Show nothing more until the next command of a session."""
+        """Stop showing loops until the next command of a session."""
         self._thread = None
         self._is_in_backward = False
         self._rounds = None
@@ -307,7 +314,7 @@ class PlainLoops:
     # --- losses ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> bool:
-        """Begin a backward pass; return False if it is a part of another one, or an Accelerator's."""
+        """Begin a backward pass; return False if it is part of another one, or of nblaunch's Accelerator."""
         busy_time = self.reports.busy_time
         if self._is_in_backward or threading.get_ident() != self._thread:
             return False
@@ -325,7 +332,7 @@ class PlainLoops:
         self.reports.busy_time.end_backward()
 
     def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
-        """Return the loss that ``backward`` is called with, and what it was divided by; None if it is not a number."""
+        """Return the loss on which ``backward`` is called, and its divisor; None if it is not a number."""
         loss = getattr(tensors, _LOSS, tensors)
         is_loss = hasattr(loss, "numel") and loss.numel() == 1 and not self.reports.losses.backend.is_lazy
         return (loss.detach().clone(), _divisor(loss)) if is_loss else None
@@ -349,7 +356,7 @@ class PlainLoops:
             self.reports.losses.note(loss, monotonic())
 
     def _begin_training(self) -> None:
-        """Note that the loop whose batch was read last trains. There is one that reads."""
+        """Record that the loop that read the last batch trains. There must be such a loop."""
         reading = max(self._readings, key=attrgetter("read_at"))
         read_at = reading.read_at
         for other in self._readings:
@@ -367,7 +374,7 @@ class PlainLoops:
         loops.advance(reading.loop, reading.num_rows)
 
     def _epoch_of(self, reading: _Reading) -> tuple[int, int]:
-        """Return the number of the epoch, and how many there will be; 0 if that is unknown."""
+        """Return the number of the epoch, and the total number of epochs, 0 if unknown."""
         self._num_epochs += 1
         plan = self.reports.loops.plan
         if plan is not None:
@@ -383,7 +390,7 @@ class PlainLoops:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def note_step(self, frame: FrameType | None) -> None:
-        """Note that an optimizer begins a step: a round of the user's innermost loop, where no loader is read."""
+        """Record that an optimizer begins a step: a round of the user's innermost loop if no loader is read."""
         loops = self.reports.loops
         running = loops.running
         is_round = not self._readings and (running is None or running is self._rounds)
@@ -393,7 +400,7 @@ class PlainLoops:
         if num_trained:
             self.show_losses()
         if self._readings:
-            for reading in [one for one in self._readings if one.num_late]:
+            for reading in [r for r in self._readings if r.num_late]:
                 reading.num_late -= num_trained
                 if reading.num_late <= 0:
                     self._end(reading)
@@ -408,12 +415,12 @@ class PlainLoops:
         self._show_rounds(loop, places_around(frame, is_inside=True))
 
     def count_step(self) -> None:
-        """Count a step of an optimizer that is not torch's, and has no hooks."""
+        """Count a step of an optimizer that does not belong to torch and has no hooks."""
         self.show_losses()
         self.reports.losses.count_update()
 
     def _show_rounds(self, loop: Any, places: list[Place] | None) -> None:
-        """Show where the user's loops around an optimizer's step are."""
+        """Show the positions of the user's loops around an optimizer step."""
         loops = self.reports.loops
         if not places:
             if loop is None:
@@ -446,7 +453,7 @@ class PlainLoops:
 
 
 def plain_loops() -> PlainLoops:
-    """Return the plain loops of this process; new ones for each command of a session. Called several times a step."""
+    """Return the plain loops of this process, new for each command of a session. Called several times per step."""
     if _made:
         last = _made[-1]
         here = last.home()
@@ -468,7 +475,7 @@ _made: list[PlainLoops] = []
 
 
 def give_up(error: Exception) -> None:
-    """Stop showing plain loops after an error in a hook, which must not end the user's training. Say so once."""
+    """Stop showing plain loops after an error in a hook, which must not end the user's training. Report it once."""
     if not plain_loops().is_given_up:
         plain_loops().give_up()
         here = context.current()
@@ -481,7 +488,7 @@ def give_up(error: Exception) -> None:
 
 
 def harmless(note: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a function of a hook: its errors end what is shown, not the user's training."""
+    """Decorate a hook, whose errors must end the display but not the user's training."""
 
     @functools.wraps(note)
     def note_or_give_up(*args: Any, **kwargs: Any) -> None:
@@ -494,7 +501,7 @@ def harmless(note: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Return whether the loop over a loader is of the user's code, not of a library that trains."""
+    """Return whether the loop over a loader is in the user's code, not in a library that trains."""
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             return True
@@ -507,7 +514,7 @@ def _is_users(frame: FrameType | None) -> bool:
 def _num_rows(batch: Any) -> int:
     """Return the rows of a batch: the first dimension of its first tensor or array, 0 if there is none.
 
-    Looks into lists, tuples and mappings only: another class of the user may run any code when it is read.
+    Looks only into lists, tuples and mappings, because a user's class may run arbitrary code when read.
     """
     shape = getattr(batch, "shape", None)
     if isinstance(shape, tuple):
@@ -530,7 +537,7 @@ def _num_elements(batch: Any) -> int:
 
 
 def _divisor(loss: Any) -> float:
-    """Return the number that a loss was divided by in the last operation; 1 if it was not."""
+    """Return the divisor of a loss in its last operation; 1 if it was not divided."""
     made_by = loss.grad_fn
     if made_by is None or made_by.name() != "DivBackward0":
         return 1.0

@@ -1,14 +1,14 @@
-"""How many epochs a training function will run, read from the ``for`` loops that it is in.
+"""The number of epochs that a training function will run, read from its active ``for`` loops.
 
     def train():
         for fold in range(5):                    # 5 x 10 epochs
             for epoch in range(num_epochs):
-                for batch in loader:             # asked here: at the beginning of each epoch
+                for batch in loader:             # read here, at the beginning of each epoch
 
-Python does not show the iterator of a running loop, so the loops are found in the source of the user's frames, and
-what they iterate over is evaluated from the variables there: numbers, names, attributes, ``range``, ``len``, bars such
-as tqdm around it. No code of the user runs. A loop that can't be read with certainty (``while``, an iterator, a counter
-that the body changes, another training loop that follows) makes the number unknown.
+Python does not expose the iterator of a running loop. The loops are therefore found in the source of the user's
+frames, and their iterables are evaluated from the variables there: numbers, names, attributes, ``range``, ``len``,
+and bars such as tqdm around them. None of the user's code runs. A loop that can't be read with certainty makes the
+number unknown: ``while``, an iterator, a counter that the body changes, or another training loop that follows.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _UnknownError(Exception):
 
 
 class EpochPlan(NamedTuple):
-    """What a framework that trains says of its epochs.
+    """A framework's information about its epochs.
 
     Args:
         epoch: the number of the current epoch, from 1.
-        num_epochs: how many there will be; 0 if that is not known.
-        length: batches of an epoch; -1 where only the loader knows.
+        num_epochs: total number of epochs; 0 if unknown.
+        length: batches of an epoch; -1 if only the loader knows.
     """
 
     epoch: int
@@ -54,12 +54,12 @@ class EpochPlan(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a loop is in its rounds.
+    """The position of a loop among its rounds.
 
     Args:
         position: position of the round, from 0.
         size: number of rounds.
-        num_before: rounds that an earlier run has made: 3 in ``range(3, 10)``, by which a training is resumed.
+        num_before: rounds of an earlier run: 3 in ``range(3, 10)``, which resumes a training.
     """
 
     position: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 def rounds_left(places: Sequence[Place] | None) -> int:
-    """Return how many rounds of the innermost of some loops are left, with the current one; 0 if it is unknown."""
+    """Return the remaining rounds of the innermost loop, including the current one; 0 if unknown."""
     left, length = 1, 1
     for place in places or ():
         left += (place.size - 1 - place.position) * length
@@ -77,17 +77,19 @@ def rounds_left(places: Sequence[Place] | None) -> int:
 
 
 def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[Place] | None:
-    """Return where the ``for`` loops around the code that runs in ``frame`` are, innermost first; None if unknown.
+    """Return the positions of the ``for`` loops around the code that runs in ``frame``, innermost first; None if
+    unknown.
 
     Args:
-        frame: where to begin; frames of libraries are left out.
-        is_inside: the code is the body of the innermost loop, rather than the head of a loop that is left out.
+        frame: frame at which to begin; frames of libraries are left out.
+        is_inside: whether the code is in the body of the innermost loop. Otherwise it is in the head of a loop, which
+            is left out.
     """
     try:
         return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
     except _UnknownError:
         return None
-    except Exception:  # an object of the user's that does not behave: what is shown must not end a training
+    except Exception:  # a misbehaving object of the user; a display must not end a training
         return None
 
 
@@ -95,7 +97,7 @@ def _loops_around(frame: FrameType | None, is_inside: bool) -> Iterator[tuple[as
     """Yield the loops around the iteration that begins, innermost first, each with its frame.
 
     Raises:
-        _UnknownError: the iteration is in a loop, or a library, that says nothing of its length.
+        _UnknownError: the iteration is in a loop or library without a known length.
     """
     is_first = True
     while frame is not None:
@@ -109,21 +111,21 @@ def _loops_around(frame: FrameType | None, is_inside: bool) -> Iterator[tuple[as
         elif _begins_function(frame):
             return
         elif not (is_own_file(filename) or is_standard_file(filename) or is_first):
-            raise _UnknownError  # a library's loop over epochs, maybe
+            raise _UnknownError  # perhaps a library's loop over epochs
         frame = frame.f_back
 
 
 def _begins_function(frame: FrameType) -> bool:
-    """Return whether ``frame`` is of the code that calls the user's function; what is above it is the kernel's."""
+    """Return whether ``frame`` belongs to the code that calls the user's function; its callers belong to the kernel."""
     return str(frame.f_globals.get("__name__", "")).startswith(_CALLERS)
 
 
 def _loops_in(frame: FrameType, *, ignores_later: bool) -> Sequence[ast.For]:
-    """Return the loops of a frame's function around the line where it is, innermost first.
+    """Return the loops of a frame's function around its current line, innermost first.
 
     Args:
-        frame: of the user's code.
-        ignores_later: training loops that follow do not count: what is read is where the running ones are.
+        frame: frame of the user's code.
+        ignores_later: ignore training loops that follow, because only the positions of running loops are needed.
     """
     code = frame.f_code
     loops = _loops_at(code.co_filename, code.co_name, code.co_firstlineno, frame.f_lineno, ignores_later)
@@ -147,7 +149,7 @@ def _loops_at(
 
 
 def _read_at(body: Sequence[ast.stmt], line: int) -> str:
-    """Return what the loop iterates over whose head is at ``line``: the loader; empty without such a loop."""
+    """Return the iterable, the loader, of the loop whose head is at ``line``; empty without such a loop."""
     nodes = (node for statement in body for node in ast.walk(statement))
     heads = (
         node for node in nodes if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno
@@ -160,9 +162,9 @@ def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: st
 
     Args:
         body: statements.
-        line: of one of them.
-        loops: gets the loops.
-        read: from :func:`_read_at`; None: what follows does not matter.
+        line: line of one of the statements.
+        loops: list to which the loops are added.
+        read: result of :func:`_read_at`; None: later statements do not matter.
     """
     for index, statement in enumerate(body):
         if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
@@ -218,7 +220,7 @@ def _assigns(body: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt] | None:
-    """Return the statements of the function, or of the module, that a code object was compiled from."""
+    """Return the statements of the function or module from which a code object was compiled."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
@@ -239,7 +241,7 @@ def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt
 
 
 def _place_in(loop: ast.For, frame: FrameType) -> Place:
-    """Return where a loop is."""
+    """Return the position of a loop."""
     counter = _counter_of(loop)
     items, is_counted = _items(loop.iter, frame)
     if is_counted != isinstance(loop.target, ast.Tuple):
@@ -253,7 +255,7 @@ def _place_in(loop: ast.For, frame: FrameType) -> Place:
 
 
 def _num_before(node: ast.expr, items: Sequence[Any]) -> int:
-    """Return how many rounds were made before the first of ``items``, as epochs are counted from 0 or from 1."""
+    """Return the number of rounds before the first of ``items``; epochs count from 0 or from 1."""
     if not isinstance(items, range) or items.step != 1 or items.start <= 0:
         return 0
     while isinstance(node, ast.Call) and isinstance(node.args[0], ast.Call):  # of a bar around it

@@ -38,13 +38,13 @@ from nblaunch.wire.worker_commands import (
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""From the first failure until ranks that still run are freed: they may wait for those that do not."""
+"""Time from the first failure until the client frees ranks that still run, because they may wait for failed ranks."""
 
 _BOUNDARY_TICK_S = 0.01
-"""While ranks agree on a last optimizer step: they reply through memory, which wakes nothing."""
+"""Used while ranks agree on a last optimizer step: they reply through memory, which does not wake the client."""
 
 _INTERRUPTED_PATIENCE_S = 0.1
-"""The same from an interrupt on."""
+"""The same after an interrupt."""
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
@@ -52,16 +52,16 @@ ENDED = "the session has ended, and the variables of its ranks are lost; session
 
 
 Replies = dict[int, ReceivedReply]
-"""rank -> its reply."""
+"""rank -> reply."""
 
 
 class SessionClient:
     """The kernel's side of the connections with the ranks. It sends one command at a time.
 
     Attributes:
-        busy: ranks that have not replied to the present command.
-        busy_since_s: time when it was sent, by ``monotonic()``.
-        num_interrupts: number of interrupts of the present or last command.
+        busy: ranks that have not replied to the current command.
+        busy_since_s: time at which the command was sent, by ``monotonic()``.
+        num_interrupts: number of interrupts of the current or last command.
         debugger: client of the debugger in the ranks.
     """
 
@@ -76,10 +76,10 @@ class SessionClient:
         self._has_torch = False
         self._replies_to_skip: Counter[int] = Counter()
         self._boundary: StopAgreement | None = None
-        """On the optimizer step before which an interrupt ends the command on all ranks."""
+        """Agreement on the optimizer step before which an interrupt ends the command on all ranks."""
         self._boundary_until_s = 0.0
         self._preliminary: dict[int, tuple[Reply, list[int]]] = {}
-        """Rank -> its last preliminary reply to the present command, and the files that came with it."""
+        """Rank -> its last preliminary reply to the current command, with the files of the reply."""
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
@@ -89,7 +89,7 @@ class SessionClient:
         """Run a block that sends one command and handles its replies.
 
         Within the block, an interrupt is counted and passed on to busy ranks instead of being raised at a random line
-        of this process. Handlers of other signals are held back.
+        of this process. Handlers of other signals are delayed.
 
         Raises:
             RuntimeError: another thread's command is running.
@@ -99,10 +99,10 @@ class SessionClient:
             if not self._lock.acquire(blocking=False):
                 raise RuntimeError(BUSY)
             try:
-                self.num_interrupts = 0  # before they are counted
+                self.num_interrupts = 0  # reset before counting begins
                 with interrupts_as_requests(self.interrupt):
                     yield
-                if self.num_interrupts:  # when all had been done: what follows in the cell must not run
+                if self.num_interrupts:  # after the command was done: the rest of the cell must not run
                     raise KeyboardInterrupt
             finally:
                 self._lock.release()
@@ -124,7 +124,7 @@ class SessionClient:
         try:
             return self._request(ranks, command, files)
         finally:
-            self._replies_to_skip.update(self.busy)  # an error in this process came before their replies
+            self._replies_to_skip.update(self.busy)  # an error in this process prevented their replies
             self.busy = set()
             for rank in list(self._preliminary):
                 self._drop_preliminary(rank)
@@ -132,7 +132,7 @@ class SessionClient:
     def interrupt(self) -> None:
         """Interrupt busy ranks; a second call kills all ranks. Does nothing while no command runs.
 
-        If all ranks have replied, it is only counted. Safe in signal handlers and any thread.
+        If all ranks have replied, the interrupt is only counted. Safe in signal handlers and any thread.
         """
         if not self._lock.locked():
             return
@@ -148,7 +148,7 @@ class SessionClient:
     def _propose_boundary(self) -> None:
         """Propose a last optimizer step to the busy ranks, if all of them train."""
         if any(self._replies_to_skip.values()):
-            return  # a rank may run an earlier command still, whose steps are others
+            return  # a rank may still run an earlier command with other steps
         now_s = time.monotonic()
         with suppress(ValueError, KeyError):  # the workers have ended
             self._boundary = on_boundary({rank: self._runner.slots[rank] for rank in self.busy}, now_s)
@@ -157,13 +157,13 @@ class SessionClient:
     def close(self) -> None:
         """Let the workers end, and close the connections; workers that are busy are killed."""
         if self.busy:
-            self._runner.requests.cancel()  # the thread that waits for them closes the connections
+            self._runner.requests.cancel()  # the supervising thread closes the connections
             return
         for connection in self._connections.values():
             with suppress(OSError):
                 connection.send(Close())
         self._connections = {}
-        self.debugger.close()  # or its descriptors would stay open until Python collects garbage
+        self.debugger.close()  # otherwise its descriptors would stay open until garbage collection
 
     def raise_if_ended(self) -> None:
         """Raise an error with the reason if the workers have ended.
@@ -217,20 +217,20 @@ class SessionClient:
             self._send(rank, command, files)
         replies = self._collect(is_joint)
         if isinstance(command, (Execute, RunFunction)):
-            self._runner.requests.ask_logs().result()  # replies are here before what ranks have printed
+            self._runner.requests.ask_logs().result()  # replies arrive before the ranks' output
             self._output.pump()
         return replies
 
     def _uses_torch(self, command: Execute | RunFunction) -> bool:
-        """Return whether a command names torch, or any process has it: ranks that have would wait for the others."""
+        """Return whether a command names torch or a rank has imported it; such ranks would wait for the others."""
         code = command.code if isinstance(command, Execute) else ""
         return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
     def _collect(self, is_joint: bool) -> Replies:
-        """Wait until no rank is busy; free ranks that wait for one that has failed.
+        """Wait until no rank is busy; free ranks that wait for a failed rank.
 
         Args:
-            is_joint: the ranks may be stuck in their group where one of them fails.
+            is_joint: whether ranks may be stuck in their group if one of them fails.
         """
         replies: Replies = {}
         leaving: set[int] = set()
@@ -246,23 +246,23 @@ class SessionClient:
                 self._free_waiting(leaving)
         has_failed = leaving or self.num_interrupts or (is_joint and failed_ranks(replies))
         if has_failed and len(self._connections) > 1:
-            self._group += 1  # ranks may be stuck in this one: the next command forms another
+            self._group += 1  # ranks may be stuck in this group, so the next command forms another
         return {rank: replies[rank] for rank in sorted(replies)}
 
     def _receive_available(self, replies: Replies) -> bool:
-        """Receive the replies that arrive within a tick; return whether the workers go on."""
+        """Receive the replies that arrive within a tick; return whether the workers still run."""
         try:
             for rank in self._wait(list(self.busy)):
                 self._take_reply(rank, replies)
         except (EOFError, OSError):
             return False
-        return self._runner.is_running  # a process that a rank has left behind may keep its connection open
+        return self._runner.is_running  # a process that a rank left behind may keep the connection open
 
     def _take_reply(self, rank: int, replies: Replies) -> None:
-        """Receive a reply. It is the last one of the rank to this command, unless it is preliminary.
+        """Receive a reply, the rank's last to this command unless it is preliminary.
 
         Raises:
-            EOFError, OSError: the rank has gone, or there is no reply of one that has gone.
+            EOFError, OSError: the rank has ended without a reply.
         """
         reply, files = self._connections[rank].receive()
         if reply.is_preliminary and not self._replies_to_skip[rank]:
@@ -284,7 +284,7 @@ class SessionClient:
             os.close(fd)
 
     def _conclude_end(self, replies: Replies) -> None:
-        """Complete the replies of workers that have ended, by preliminary ones; where one has none, raise the end."""
+        """Use preliminary replies for workers that have ended; raise the end if a worker has none."""
         self._runner.wait()
         for rank in list(self.busy):
             os.set_blocking(self._connections[rank].fileno(), False)
@@ -298,8 +298,8 @@ class SessionClient:
         self.busy = set()
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have replied, after a tick at the latest; a prompt also ends the wait."""
-        debugged = self.debugger.connections  # the end of the job replaces them, in another thread
+        """Return the ranks that have replied within a tick; a prompt also ends the wait."""
+        debugged = self.debugger.connections  # another thread replaces them when the job ends
         prompting = [debugged[rank].fileno() for rank in self.busy & debugged.keys() - self.debugger.gone]
         descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
         timeout_s = _BOUNDARY_TICK_S if self._awaits_boundary() else _TICK_S
@@ -310,14 +310,14 @@ class SessionClient:
         """Show output, answer prompts of the debugger, and interrupt again."""
         self._output.pump()
         self.debugger.receive_available()
-        signal_handlers.run_arrived()  # an exception of the user's handler ends the command here
+        signal_handlers.run_arrived()  # an exception in the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:
             debugging.answer_prompt(self.debugger, self.interrupt)
         if self.num_interrupts and not self._awaits_boundary():
-            self._signal(self.busy)  # again: one that arrives before a rank has begun has no effect
+            self._signal(self.busy)  # again, because an interrupt has no effect on a rank that has not begun
 
     def _awaits_boundary(self) -> bool:
-        """Go on with agreeing on a last optimizer step; return whether ranks may still come to it by themselves."""
+        """Continue the agreement on a last optimizer step; return whether ranks may still reach it by themselves."""
         boundary = self._boundary
         if boundary is None:
             return False
@@ -331,20 +331,20 @@ class SessionClient:
         return False
 
     def _is_over(self, failed_since_s: float | None) -> bool:
-        """Return whether ranks that still run had the time to end by themselves since the first failure."""
+        """Return whether running ranks have had enough time to end by themselves since the first failure."""
         patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
         return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 
     def _free_waiting(self, leaving: set[int]) -> None:
-        """Interrupt the busy ranks, and let the others leave the group, but for those that are ``leaving`` already.
+        """Interrupt the busy ranks, and let the others leave the group unless they are already ``leaving``.
 
-        Ranks in a collective return once those that they wait for have left it. A rank that was interrupted inside of
-        a collective leaves only when this has ended, too: so nothing waits for the replies.
+        Ranks in a collective return once the ranks for which they wait have left the group. A rank that was
+        interrupted inside a collective leaves only after the collective ends, so nothing waits for the replies.
         """
         self._signal(self.busy)
         for rank in self._connections.keys() - self.busy - leaving:
             leaving.add(rank)
-            with suppress(OSError, KeyError):  # a command that waits for the rank raises how it has ended
+            with suppress(OSError, KeyError):  # a command that waits for the rank raises its end
                 self._connections[rank].send(LeaveGroup())
                 self._replies_to_skip[rank] += 1
 
@@ -370,7 +370,7 @@ class FailedCommand(KeptFailure):
     """The frames of ranks whose command raised an exception or was interrupted.
 
     Args:
-        failed_rank: with the root cause.
+        failed_rank: rank with the root cause.
         ranks: ranks that raised.
     """
 
@@ -379,7 +379,7 @@ class FailedCommand(KeptFailure):
         self._ranks = ranks
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the same as for any failure; pdb opens only on ranks that raised."""
+        """Return the client and the rank to debug; pdb opens only on ranks that raised."""
         debugger = super().find_debugger(rank)
         if debugger[1] not in self._ranks:
             raise ValueError(
@@ -389,15 +389,15 @@ class FailedCommand(KeptFailure):
         return debugger
 
     def _release(self) -> None:
-        """Do nothing: each rank gives its frames up when its next command begins."""
+        """Do nothing: each rank releases its frames when its next command begins."""
 
 
 @contextmanager
 def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
-    """Yield the descriptor of a memory file with ``values``, pickled once for all ranks.
+    """Yield the descriptor of a memory file that contains ``values``, pickled once for all ranks.
 
     Raises:
-        PayloadError: one can't be pickled.
+        PayloadError: a value can't be pickled.
     """
     fd = create_memory_file("nblaunch-values")
     try:

@@ -1,8 +1,8 @@
 """The cell magic ``%%ranks``, which runs a cell on the ranks of a session, and ``%ranks``, which controls it.
 
 %load_ext nblaunch
-%%ranks                  the cell runs on every rank; the first use starts a session on all devices
-%%ranks 0,2              on some
+%%ranks                  runs the cell on every rank; the first use starts a session on all devices
+%%ranks 0,2              runs it on some ranks
 %ranks start 4 | status | debug | restart | stop
 """
 
@@ -46,7 +46,7 @@ class RankMagics(Magics):
         chosen = _parsed_ranks(line)
         source = f"%%ranks {line}\n{cell}"
         filename = _name_of_running_cell(self.shell.user_ns)
-        restore_sources({filename: source})  # IPython has only the call of this magic, in one line
+        restore_sources({filename: source})  # IPython stores only the call of this magic, in one line
         command = Execute(code=cell, filename=filename, first_line=2, source=source, shows_value=True)
         self._show(execute_and_display(session, command, chosen))
         return None
@@ -82,9 +82,9 @@ class RankMagics(Magics):
         return session
 
     def _started_or_new(self) -> Session:
-        """Return the session, after the start of one where there is none.
+        """Return the session; start one if there is none.
 
-        One that has ended raises why at its next command. Another in its place would have none of its names.
+        A session that has ended raises the reason at its next command. A new one would lack its variables.
         """
         if self.session is None:
             RankMagics.session = Session()
@@ -92,10 +92,10 @@ class RankMagics(Magics):
         return self.session
 
     def _started(self, command: str) -> Session:
-        """Return the session that was started last, which may have ended.
+        """Return the last session, which may have ended.
 
         Raises:
-            ValueError: there was none, or it was stopped.
+            ValueError: no session was started, or it was stopped.
         """
         if self.session is None:
             raise ValueError(f"%ranks {command}: there is no session; %%ranks or %ranks start starts one")
@@ -107,7 +107,7 @@ class RankMagics(Magics):
         RankMagics.session = None
 
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
-        """Show the last values of the ranks, equal ones once: text behind the ranks, anything else below them."""
+        """Show the ranks' last values, equal ones once: text after the ranks, other displays below them."""
         texts = {rank: repr(sorted(bundle.items())) for rank, bundle in bundles.items()}
         for ranks in formatting.ranks_by_text(texts).values():
             bundle, label = bundles[ranks[0]], f"[{formatting.spans(ranks)}]"
@@ -125,10 +125,10 @@ def register(shell: Any) -> None:
 
 
 def _parsed_ranks(line: str) -> list[int] | None:
-    """Return the ranks that ``0,2``, ``0 2`` or ``1-3`` names; None for an empty line.
+    """Parse ranks such as ``0,2``, ``0 2`` or ``1-3``; return None for an empty line.
 
     Raises:
-        ValueError: it names no ranks.
+        ValueError: the line is not a list of ranks.
     """
     if not line.strip():
         return None
@@ -148,7 +148,7 @@ def _parsed_number(command: str, word: str) -> int:
 
 
 def _name_of_running_cell(names: dict[str, Any]) -> str:
-    """Return the file name of the cell that runs, by which tracebacks show it as ``Cell In[5]``."""
+    """Return the file name of the running cell, which tracebacks show as ``Cell In[5]``."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -2,8 +2,8 @@
 
     supervisor's thread ── events, readings ──> SessionOutput ── pump(), in the thread of the cell ──> dashboards
 
-A kernel shows the output of a thread below the cell that started the thread. Therefore only the thread of the present
-cell prints. Output that arrives while no command runs is kept for the next command.
+A kernel shows the output of a thread below the cell that started the thread. Therefore only the thread of the current
+cell prints. Output that arrives between commands is kept for the next command.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.worker_commands import ReceivedReply
 
 _MAX_KEPT = 10_000
-"""Events between two commands; threads of a rank may print at any time."""
+"""Largest number of events kept between commands; threads of a rank may print at any time."""
 
 BUSY = "the session is running another command; wait for it, or call session.interrupt()"
 
 _LONG_S = 2.0
-"""After that a command is shown with the rows of its ranks."""
+"""Seconds after which the display of a command gets a row per rank."""
 
 
 class SessionOutput:
@@ -54,7 +54,7 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
-        """Events of the command from before its rows are opened, which show them, too."""
+        """Events of the command before its rows opened; the rows show them, too."""
         self._due_s = 0.0
         self._ends: list[Event] = []
         """Events of the workers and the session's job."""
@@ -62,8 +62,7 @@ class SessionOutput:
         self.ended: dict[int, ExitStatus] = {}
 
     def on_event(self, event: Event) -> None:
-        """Keep output, displays and notes; while a command runs, also all events that do not concern the session's
-        job."""
+        """Keep output, displays and notes; while a command runs, keep all events except the session job's own."""
         if isinstance(event, Exited):
             self.ended[event.rank] = event.status
         if isinstance(event, (Exited, JobEnded)):
@@ -71,12 +70,12 @@ class SessionOutput:
         is_output = isinstance(event, (LogLines, Displayed, Note))
         is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
         if isinstance(event, Note) and event.kind == "hang":
-            self._due_s = 0.0  # the rows show it
+            self._due_s = 0.0  # so that the rows show it at once
         if is_output or (self._dashboards and not is_of_job):
             self._events.append(event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Keep the state of every rank that has begun the command; the others show what they did before."""
+        """Keep the state of every rank that has begun the command; others still show their previous command."""
         before = self._signs_before
         self._readings = [
             reading for reading in readings if reading.num_progress_signs != before.get(reading.rank)
@@ -95,24 +94,24 @@ class SessionOutput:
         """Show events with ``dashboards`` when :meth:`pump` is called within the block, and the rest at its end.
 
         Args:
-            dashboards: dashboards from the start.
+            dashboards: dashboards used from the start.
             open_rows: returns dashboards that are added if the block takes long.
-            signs_before: rank -> its signs of progress while it is idle. A command that begins adds one.
+            signs_before: rank -> its progress counter while idle. The start of a command increments it.
 
         Raises:
-            RuntimeError: another thread is in such a block.
+            RuntimeError: another thread is inside such a block.
         """
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
         self._signs_before = signs_before or {}
-        self._readings, self._missed = (), []  # those are of the command before
+        self._readings, self._missed = (), []  # the old ones belong to the previous command
         self._due_s = time.monotonic() + _LONG_S
         try:
             yield
             self.pump()
         finally:
-            self._open_rows = None  # it keeps the session
+            self._open_rows = None  # it refers to the session
             dashboards, self._dashboards = self._dashboards, ()
             self._shown.release()
             for dashboard in dashboards:

@@ -1,4 +1,4 @@
-"""Commands to ranks of a session: to all of them, or to some."""
+"""Commands to all or some ranks of a session."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class RankCommands(ABC):
     def execute(self, code: str) -> RankValues:
         """Run ``code`` on the ranks like a cell, with top-level ``await``, ``%`` magics and ``!`` commands.
 
-        Their output appears in the running cell, labelled with the rank. ``torch.distributed`` is initialised from the
-        first code that names torch on, or from the command after torch was imported.
+        Their output appears in the running cell, labelled with the rank. ``torch.distributed`` is initialised before
+        the first code that names torch, or before the first command after torch was imported.
 
         Args:
             code: Python.

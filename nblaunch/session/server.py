@@ -50,15 +50,15 @@ _EXITED = "the command called sys.exit({!r}). Raise an exception instead, which 
 
 def serve() -> None:
     """Execute the commands of a session on this rank until the session is closed or its kernel has ended."""
-    own = context.current()
-    assert own.command_connection is not None, "the launch of a session gives its workers a connection"
-    assert own.debug_connection is not None, "and one with the debugger"
-    debugger = Debugger(own.topology.rank, own.debug_connection)
+    worker = context.current()
+    assert worker.command_connection is not None, "the launch of a session gives its workers a connection"
+    assert worker.debug_connection is not None, "and one with the debugger"
+    debugger = Debugger(worker.topology.rank, worker.debug_connection)
     debugger.end_command(None)  # idle until the first command
     debugger.start()
     process_group.extend_collective_timeout()
-    own.slot.set_state(WorkerState.DONE)  # between commands there is nothing to watch
-    _Server(own.command_connection, debugger).run()
+    worker.slot.set_state(WorkerState.DONE)  # no progress is expected between commands
+    _Server(worker.command_connection, debugger).run()
 
 
 class _Server:
@@ -96,13 +96,13 @@ class _Server:
                 return
             finally:
                 for fd in (*files, outbox_fd):
-                    with suppress(OSError):  # the command has closed it
+                    with suppress(OSError):  # the command closed it
                         os.close(fd)
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Raise in the code of a command alone, and once: what follows it must not be cut in two."""
+        """Raise only in the code of a command, and only once, because the reply must not be interrupted."""
         if os.getpid() != self._pid:
-            raise KeyboardInterrupt  # a process that the code forked
+            raise KeyboardInterrupt  # in a process that the code forked
         if not steps.is_held(frame) and self._is_interruptible and not self._bounds.is_held(frame):
             self._raise_interrupt()
 
@@ -132,7 +132,7 @@ class _Server:
                     context.current().flush_losses()
             finally:
                 self._is_interruptible = False
-                self._child_handler.take_out()  # that a ``__repr__``, say, has set
+                self._child_handler.take_out()  # which, for example, a ``__repr__`` has set
             if not isinstance(command, LeaveGroup):
                 self._debugger.end_command(None)
             if is_code:
@@ -149,12 +149,12 @@ class _Server:
             send_reply(self._connection, reply, outbox_fd)
         except OSError:
             raise
-        except Exception as error:  # of the display of an object of the user's
+        except Exception as error:  # from the display of a user's object
             failed = describe_failure(self._topology.rank, error)
             send_reply(self._connection, replace(reply, failed=failed, shown={}), outbox_fd)
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
-        if os.getpid() == self._pid:  # a process that the code forked has no user
+        if os.getpid() == self._pid:  # no user can type in a process that the code forked
             self._debugger.stop_at(sys._getframe(1))
 
     def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
@@ -203,7 +203,7 @@ class _Server:
         return reply
 
     def _call_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
-        """Return the same as :func:`_call_until_exit`. After the function, no interrupt is raised."""
+        """Return what :func:`_call_until_exit` does. No interrupt is raised after the function."""
         try:
             with self._child_handler:
                 return _call_until_exit(function, *args)
@@ -225,11 +225,11 @@ class _Server:
 
 
 def _interrupted(delivery: Delivery, num_before: int) -> Reply:
-    """Return a reply with what a call had trained when the user's interrupt has ended it.
+    """Return a reply with the states that a call had trained before the user interrupted it.
 
     Args:
-        delivery: of the call.
-        num_before: steps of optimizers that had ended when it began.
+        delivery: delivery of the call.
+        num_before: number of optimizer steps before the call.
     """
     interrupted = delivery.announce_interrupted()
     sent_states = {sent.path: sent for sent in delivery.put_states(interrupted.sends)}
@@ -239,7 +239,7 @@ def _interrupted(delivery: Delivery, num_before: int) -> Reply:
 
 
 def _end_subprocess() -> NoReturn:
-    """End a process that a command has forked, and that has left its code: the rank itself sends the reply."""
+    """End a forked process that has left the command's code; the rank itself sends the reply."""
     error = sys.exc_info()[1]
     if error is not None:
         traceback.print_exception(error)
@@ -251,7 +251,7 @@ def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, boo
     """Call a function; return its value, and whether it called ``sys.exit(0)`` instead of returning one.
 
     Raises:
-        RuntimeError: it called ``sys.exit`` with another code. A SystemExit would end the kernel's program, too.
+        RuntimeError: the function called ``sys.exit`` with another code. A SystemExit would also end the kernel.
     """
     pid = os.getpid()
     try:
@@ -298,7 +298,7 @@ def _run_cell(command: Execute) -> tuple[bool, Any]:
 
 
 def _compiled(tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
-    # Not with the future statements of this module, by which annotations would be texts.
+    # Without this module's future statements, which would turn annotations into strings.
     code: CodeType = compile(tree, filename, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return code
 
@@ -309,13 +309,13 @@ def _evaluate(code: CodeType, names: dict[str, Any]) -> Any:
 
 
 def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, or interrupted to the end of its ``finally`` blocks."""
+    """Run a coroutine to its end; after an interrupt, to the end of its ``finally`` blocks."""
     loop = _loop()
     task = loop.create_task(coroutine)
     try:
         return loop.run_until_complete(task)
     except KeyboardInterrupt:
-        if not task.done():  # it was raised in the loop, which would go on with the task at the next await
+        if not task.done():  # raised in the loop, which would continue the task at the next await
             task.cancel()
             with suppress(asyncio.CancelledError):
                 loop.run_until_complete(task)
@@ -324,13 +324,15 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the cells of this process: tasks and connections of one go on in the next."""
+    """Return the event loop that all cells of this process share, so that tasks and connections continue in the next
+    cell.
+    """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
 
 
 def _transformed(code: str) -> str:
-    """Return ``code`` in plain Python: IPython's magics and shell commands are calls in it."""
+    """Return ``code`` as plain Python, in which IPython's magics and shell commands are calls."""
     shell = ipython_shell()
     return code if shell is None else str(shell.transform_cell(code))

@@ -112,7 +112,7 @@ class Session(RankCommands):
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def ranks(self, *ranks: int) -> RankCommands:
-        """Return some of the ranks, to send commands only to them: ``session.ranks(0, 2).execute("loss.item()")``.
+        """Return an object that sends commands only to some ranks: ``session.ranks(0, 2).execute("loss.item()")``.
 
         Args:
             *ranks: the ranks; none = all.
@@ -133,7 +133,7 @@ class Session(RankCommands):
         """
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
-        self._client.raise_if_ended()  # before anything is shown
+        self._client.raise_if_ended()  # before the display
         in_notebook = dashboards.kernel_shell() is not None
         begun = replace(
             self._attempt(self._runner.spec).start_event(), function_name=running_cell() or "commands"
@@ -213,8 +213,8 @@ class Session(RankCommands):
 
         Raises:
             KeyboardInterrupt: the call was interrupted. If every rank returned nevertheless, the weights are loaded and
-                :meth:`result` returns the value. A second interrupt kills the workers: weights that were on their way
-                then are lost, but not the value.
+                :meth:`result` returns the value. A second interrupt kills the workers: weights in transit are then
+                lost, but not the value.
             BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
@@ -260,7 +260,7 @@ class Session(RankCommands):
             replies = self._request(self._ranks, command, [saved.fd])
             results = {rank: received.result for rank, received in replies.items()}
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
-            if not self.is_running:  # it was killed when every rank had sent its value
+            if not self.is_running:  # killed after every rank had sent its value
                 notes.append(Note.of_job(ENDED, "warning"))
             emit(shown, [*notes, *end_events(replies, outcome)])
         self._unloaded_weights = outcome.unloaded_weights
@@ -272,7 +272,7 @@ class Session(RankCommands):
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
         On ranks whose last command raised or was interrupted, it uses the frame where that happened. On idle ranks, it
-        uses their variables. While another thread's command runs, it uses the present frame, even in a collective.
+        uses their variables. While another thread's command runs, it uses the current frame, even in a collective.
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.
@@ -292,7 +292,7 @@ class Session(RankCommands):
     def compare(self, timeout_s: float = 10.0) -> Comparison:
         """Compare the local variables of the same function across all ranks, like :meth:`nblaunch.Job.compare`.
 
-        The function is the one in which the last command failed, or its innermost caller that all ranks are in.
+        The function is the one in which the last command failed, or its innermost caller that is active on all ranks.
 
         Args:
             timeout_s: how long to wait for the replies.
@@ -359,7 +359,7 @@ class Session(RankCommands):
         self._client.interrupt()
 
     def restart(self) -> None:
-        """End the workers and start new ones from the present kernel. The ranks' variables are lost."""
+        """End the workers and start new ones from the kernel's current state. The ranks' variables are lost."""
         __tracebackhide__ = True
         self.close()
         self._start_whole()
@@ -389,7 +389,7 @@ class Session(RankCommands):
     # --- start -------------------------------------------------------------------------------------------------------
 
     def _start_whole(self) -> None:
-        """Start the workers; leave none behind if anything is raised, also by signal handlers."""
+        """Start the workers; leave none behind if an exception is raised, even by a signal handler."""
         __tracebackhide__ = True
         try:
             with HiddenLauncherFrames(), signal_handlers.held_back():
@@ -463,7 +463,7 @@ class Session(RankCommands):
         return [Started(rank, now, pid=pid) for rank, pid in self.pids.items()]
 
     def _progress_signs(self) -> dict[int, int]:
-        """Return rank -> its signs of progress; none if the session has just ended."""
+        """Return the progress counters by rank; empty if the session has just ended."""
         with suppress(ValueError):  # the board is closed
             return {rank: slot.num_progress_signs for rank, slot in self._runner.slots.items()}
         return {}
@@ -487,7 +487,7 @@ class Session(RankCommands):
             interruptions={rank: reply.interrupted for rank, reply in by_rank.items() if reply.interrupted},
             failed=failed,
             exits={rank: (self._output.ended.get(rank, ExitStatus(0)), time.time()) for rank in by_rank},
-            # Where no rank has failed, each has handled the interrupt and returned.
+            # If no rank has failed, each has handled the interrupt and returned.
             interrupted=self._client.num_interrupts > 0 and bool(failed),
         )
 
@@ -543,7 +543,7 @@ def run_in_session(
     late: KeyboardInterrupt | None = None
     try:
         with client.command():
-            client.raise_if_ended()  # before anything is shown
+            client.raise_if_ended()  # before the display
             outcome = session._run_call(spec, dashboards.choose(dashboard))
             outcome.with_traceback().raise_error()
             values = [outcome.values.get(rank) for rank in session._ranks]
@@ -552,7 +552,7 @@ def run_in_session(
     except KeyboardInterrupt:
         if late is None:
             raise
-        raise late from None  # what follows in the cell must not run
+        raise late from None  # the rest of the cell must not run
     return session.result()
 
 

@@ -1,10 +1,10 @@
-"""Weights of a module in the forms that torch, its wrappers and libraries give them.
+"""A module's weights, in the forms of torch, its wrappers and other libraries.
 
-    plain_names.py      names without what wrappers inside a module add
-    state_dicts.py      versions beside the entries; whether a module can load a state dict
+    plain_names.py      names of weights without the prefixes of wrappers
+    state_dicts.py      versions of state dicts; whether a module can load one
     sharded.py          tensors that ranks hold in shards
-    quantised.py        frozen weights in a library's own form
-    loading.py          what workers sent, into the kernel's module
+    quantised.py        frozen weights in the format of a library
+    loading.py          loads the workers' weights into the kernel's module
 
-Both sides use them: the launcher, which collects what workers trained, and the checkpoints of a training.
+The launcher, which collects trained weights, and the checkpoints of a training both use this package.
 """

@@ -24,19 +24,21 @@ from nblaunch.wire.originals import Unchanged
 
 
 def load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
-    """Load a state dict into ``module``, or return why that is not possible; empty if it was done."""
-    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))  # they do not travel
+    """Load a state dict into ``module``; return why that is impossible, or an empty string."""
+    is_complete = is_complete and not any(
+        map(is_quantised_weight, module.parameters())
+    )  # these are never sent
     try:
         misfit = _misfit(module, state, is_complete)
         if not misfit:
             _load(module, state, is_complete)
-    except Exception as error:  # the module's own code refuses
+    except Exception as error:  # raised by the module's own code
         misfit = " ".join(f"{type(error).__name__}: {error}".split())
     return misfit[:300]
 
 
 def has_changes(state: Mapping[str, Any]) -> bool:
-    """Return whether there is anything in ``state`` that the kernel does not have."""
+    """Return whether ``state`` contains weights that the kernel does not have."""
     return not all(isinstance(value, Unchanged) for value in state.values())
 
 
@@ -48,8 +50,8 @@ def whole(value: Any) -> Any:
 def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
     """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
 
-    What is unchanged stays as it is: a copy onto itself would take time, and memory where the pages are a file's.
-    Modules that load in a way of their own get all of their tensors, whole.
+    Unchanged tensors are skipped: copying them would take time, and memory if their pages belong to a file. Modules
+    with their own loading code get all of their tensors, unsharded.
     """
     if not has_changes(state):
         return
@@ -103,8 +105,9 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
 def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
-    Compared beforehand, because ``load_state_dict`` loads what fits before it raises for the rest. Modules that load in
-    a way of their own are left to it: observers of quantisation-aware training take over other shapes, for one.
+    The comparison comes first, because ``load_state_dict`` loads the entries that fit before it raises for the rest.
+    Modules with their own loading code are not compared: for example, observers of quantisation-aware training accept
+    other shapes.
     """
     module = without_wrappers_inside(module)
     special, current = tuple(special_prefixes(module)), module.state_dict()

@@ -1,10 +1,10 @@
-"""Names of weights without what wrappers inside a module add to them.
+"""Names of weights without the prefixes that wrappers inside a module add.
 
     block = torch.compile(block)                  block._orig_mod.0.weight ──> block.0.weight
     block = DistributedDataParallel(block)        block.module.0.weight    ──> block.0.weight
 
-A file or another process knows the module without the wrappers. So states are taken from, and loaded into,
-:func:`without_wrappers_inside`, which has the same parameters under their plain names.
+A file or another process knows the module without the wrappers. States are therefore read from and loaded into
+:func:`without_wrappers_inside`, which has the same parameters under plain names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 _COMPILED = "_orig_mod"
 _ADDED = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names that only wrappers add: of torch.compile, FSDP version 1, activation checkpointing."""
+"""Parts of names that only wrappers add: torch.compile, FSDP version 1, activation checkpointing."""
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a weight without the parts that wrappers have added, as a file of another program may have."""
+    """Return the name of a weight without parts that wrappers add, which a file of another program may contain."""
     return _ADDED.sub("", name)
 
 
 def without_wrappers_inside(module: Any) -> Any:
-    """Return a module with the same tensors, of which no part is compiled or wrapped for communication.
+    """Return a module with the same tensors, in which no part is compiled or wrapped for communication.
 
     Modules on the way to such a part are shallow copies: they share parameters, buffers, hooks and all other attributes
     with the user's. If no part is compiled or wrapped, the result is ``module`` itself.
@@ -55,7 +55,7 @@ def _children(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(module: Any) -> Any:
-    """Return the module inside a wrapper; any other module as it is."""
+    """Return the module inside a wrapper; any other module unchanged."""
     torch: Any = sys.modules["torch"]
     if _COMPILED in module._modules and type(module).__name__ == "OptimizedModule":
         return module._modules[_COMPILED]

@@ -1,11 +1,11 @@
-"""Quantised weights: frozen numbers of few bits, which a library keeps in its own form.
+"""Quantised weights: frozen low-bit numbers in the format of a library.
 
 bitsandbytes  a subclass of ``Parameter`` that carries its scales; the state dict lists them as well, but a 4-bit module
               cannot load them, nor can an 8-bit module after its first forward
 torchao       a ``Parameter`` whose tensor has a subclass
 
-No optimizer changes quantised weights, so workers do not send them: the model that loads the trained weights has them
-already. GPTQ, AWQ and similar formats keep integers in ordinary buffers and need no special treatment.
+No optimizer changes quantised weights, so workers do not send them; the kernel's model already has them. GPTQ, AWQ
+and similar formats keep integers in ordinary buffers and need no special treatment.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_QUANTISED_MARKS = ("quant_state", "has_fp16_weights")  # of bitsandbytes' parameters: 4-bit, 8-bit
+_QUANTISED_MARKS = ("quant_state", "has_fp16_weights")  # attributes of bitsandbytes' parameters: 4-bit, 8-bit
 
 
 def is_quantised_weight(parameter: Any) -> bool:
-    """Return whether ``parameter`` is frozen and held in the form of a library for quantised weights."""
+    """Return whether ``parameter`` is frozen and in the format of a quantisation library."""
     if parameter is None or parameter.requires_grad:
         return False
     if any(hasattr(parameter, mark) for mark in _QUANTISED_MARKS):
@@ -29,7 +29,7 @@ def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
     """Return the names in ``state``, a state dict of ``module``, that belong to quantised weights.
 
     Returns:
-        Name -> whether it is a weight itself; otherwise it is what its library keeps beside it.
+        Name -> whether it is the weight itself; False for the library's additional entries.
     """
     entries: dict[str, bool] = {}
     for path, owner in module.named_modules(remove_duplicate=False):

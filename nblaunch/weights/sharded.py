@@ -21,7 +21,7 @@ from nblaunch.topology import Topology
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's shard of a tensor: a rectangular block of it, or a stretch of its elements in order.
+    """A rank's shard of a tensor: a rectangular block, or a range of its elements in order.
 
     Args:
         shape: shape of the full tensor.
@@ -76,7 +76,7 @@ class ShardedTensor:
             target.copy_(shard.data)
 
     def assembled(self) -> Any:
-        """Return the full tensor, in memory of its own."""
+        """Return the full tensor in new memory."""
         full = self.shards[0].data.new_empty(self.shape)
         self.put_into(full)
         return full
@@ -84,18 +84,18 @@ class ShardedTensor:
 
 def is_sharded(value: Any) -> bool:
     """Return whether ``value`` is a tensor of which this rank holds a shard."""
-    module: Any = sys.modules.get("torch.distributed.tensor")  # without it, there is none
+    module: Any = sys.modules.get("torch.distributed.tensor")  # not imported: no DTensor exists
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_sharded_model(model: Any) -> bool:
-    """Return whether this rank holds shards of the parameters of ``model``, other than parameters FSDP has gathered."""
+    """Return whether this rank holds shards of ``model``'s parameters that FSDP has not gathered at the moment."""
     return any(map(is_sharded, model.parameters()))
 
 
 def is_fsdp_module(module: Any) -> bool:
     """Return whether ``fully_shard`` was applied to ``module``."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without it, it was applied to none
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: never applied
     return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # from torch 2.6 on
 
 
@@ -110,8 +110,8 @@ def is_fsdp1_module(module: Any) -> bool:
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. By
-    torch's own arithmetic, which also knows shards of shards: of FSDP2 over tensor parallelism.
+    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. Uses
+    torch's own arithmetic, which also handles shards of shards, as in FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
 
@@ -120,14 +120,14 @@ def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) -> dict[str, Any]:
-    """Return what this rank sends of a module's weights: its shards; the main rank also what is not sharded.
+    """Return the weights of a module that this rank sends: its shards, and on the main rank also unsharded tensors.
 
-    No rank waits for another. A shard that several ranks of a machine hold is sent by one of them.
+    No rank waits for another. If several ranks of a machine hold the same shard, one of them sends it.
 
     Args:
-        state: a state dict of the parameters themselves (``keep_vars=True``), on which DeepSpeed's shards hang.
+        state: a state dict of the parameters themselves (``keep_vars=True``), to which DeepSpeed attaches its shards.
         topology: topology of this rank.
-        is_main: whether this rank sends what is not sharded.
+        is_main: whether this rank sends unsharded tensors.
     """
     first = topology.rank - topology.local_rank
     machine = range(first, first + topology.local_world_size)
@@ -145,9 +145,10 @@ def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) 
 
 
 def _deepspeed_shard(parameter: Any) -> TensorShard:
-    """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding that makes all alike."""
+    """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding."""
     shard = parameter.ds_tensor.detach().reshape(-1)
-    # Asked of the group itself: end_training() has left the default one, without which torch.distributed has no ranks.
+    # The group itself knows the rank: end_training() has left the default group, without which torch.distributed does
+    # not.
     start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
     length = min(shard.numel(), parameter.ds_numel - start)
     return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
@@ -156,9 +157,9 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
     """Return whether no lower rank on this machine holds the same shard.
 
-    An earlier holder is earlier in the shard's mesh, or belongs to another mesh of the same form: beside tensor
-    parallelism, other tensors are sharded over the ranks of every replica alone. The mesh with the machine's first rank
-    is the first.
+    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same form: with tensor
+    parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank counts as
+    the first.
     """
     mesh = shard.device_mesh
     at = tuple(

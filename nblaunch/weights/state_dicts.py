@@ -1,7 +1,7 @@
-"""State dicts: the versions torch keeps beside their entries, and whether a module can load one.
+"""State dicts: the versions that torch stores with them, and whether a module can load one.
 
-:func:`shape_mismatches` and :func:`special_prefixes` find beforehand what ``load_state_dict`` would refuse: it
-loads all that fits before it raises. :func:`give_own_memory` makes a module's tensors ready to be copied into.
+:func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
+all that fits before it raises. :func:`give_own_memory` makes a module's tensors writable by copies.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the versions of modules that torch keeps beside the entries of a state dict; None if there are none.
+    """Return the module versions that torch stores with a state dict; None if there are none.
 
-    Modules look at them when they load it. A plain copy of the dict loses them.
+    Modules read them when they load the state dict. A plain copy of the dict loses them.
     """
     return getattr(state, "_metadata", None)
 
 
 def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a state dict of ``entries`` with what :func:`versions_of` returned for another of the same modules."""
+    """Return a state dict of ``entries`` with the ``versions`` of another state dict of the same modules."""
     state: OrderedDict[str, Any] = OrderedDict(entries)
     if versions is not None:
         state._metadata = versions  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None
 
 
 def special_prefixes(module: Any) -> Iterator[str]:
-    """Yield the prefixes, in a state dict, of the parts of ``module`` that may rename or reshape what they load."""
+    """Yield the state dict prefixes of parts of ``module`` that may rename or reshape the entries that they load."""
     base: Any = sys.modules["torch"].nn.Module
     for name, part in module.named_modules():
         if (
@@ -46,15 +46,15 @@ def special_prefixes(module: Any) -> Iterator[str]:
 def shape_mismatches(
     module: Any, current: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in the module and there.
+    """Yield the names of tensors that ``module`` can't load from ``saved``, with their shapes in both.
 
-    Parts that accept other shapes are left out: modules that load in a way of their own (such as observers of
-    quantisation-aware training), parameters of lazy layers, and what ``get_extra_state()`` returns.
+    Parts that accept other shapes are left out: modules with their own loading code (such as observers of
+    quantisation-aware training), parameters of lazy layers, and the result of ``get_extra_state()``.
 
     Args:
-        module: the module that is to load ``saved``.
-        current: its state dict.
-        saved: another state dict, of tensors or what stands for them.
+        module: the module that will load ``saved``.
+        current: state dict of the module.
+        saved: another state dict, of tensors or placeholders.
     """
     torch: Any = sys.modules["torch"]
     special = tuple(special_prefixes(module))
@@ -67,16 +67,16 @@ def shape_mismatches(
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of what has one; None for parameters of lazy layers, which take any."""
+    """Return the shape of a value; None without a shape, and for parameters of lazy layers, which accept any."""
     is_lazy = sys.modules["torch"].nn.parameter.is_lazy(value)
     return None if is_lazy or not hasattr(value, "shape") else tuple(value.shape)
 
 
 def give_own_memory(module: Any) -> None:
-    """Give memory of its own to each parameter and buffer whose elements share memory, as ``expand`` returns them.
+    """Give each parameter and buffer whose elements share memory, as after ``expand``, its own memory.
 
-    Nothing can be copied into such a tensor, neither the weights of rank 0 nor weights from a file. It stays the same
-    object, under all of its names.
+    Neither the weights of rank 0 nor weights from a file can be copied into such a tensor. The object and its names
+    stay the same.
     """
     for tensor in [*module.parameters(), *module.buffers()]:
         if _overlaps(tensor):
@@ -84,7 +84,7 @@ def give_own_memory(module: Any) -> None:
 
 
 def _overlaps(tensor: Any) -> bool:
-    """Return whether a tensor has more elements than its memory."""
+    """Return whether a tensor has more elements than its memory holds."""
     torch: Any = sys.modules["torch"]
     is_plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
     if not is_plain or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():

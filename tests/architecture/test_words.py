@@ -116,13 +116,7 @@ def test_turns_that_are_not_used() -> None:
 VAGUE_NAMES = {"found", "one", "own", "known"}
 
 STILL_VAGUE = (
-    "nblaunch/detached/folder.py",
-    "nblaunch/detached/layout.py",
-    "nblaunch/detached/listing.py",
     "nblaunch/diagnosis/slow_steps.py",
-    "nblaunch/progress/board_reports.py",
-    "nblaunch/progress/plain_loops.py",
-    "nblaunch/session/server.py",
     "nblaunch/training/accumulation.py",
     "nblaunch/training/checks/gradients.py",
     "nblaunch/training/checks/hints.py",
