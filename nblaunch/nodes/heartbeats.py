@@ -3,13 +3,13 @@
     <prefix>/num_nodes        number of nodes that have ever published
     <prefix>/node/<n>         id of the n-th node
     <prefix>/heartbeat/<id>   last heartbeat of that node, compressed
-    <prefix>/pulse/<id>       its count, and its version, which rises with what other nodes must know at once
+    <prefix>/pulse/<id>       its count, and its version, which rises with each urgent change
 
 A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends six requests,
-whatever the number of nodes. It reads all pulses, a few bytes each: they say which nodes live. Of the heartbeats it
-reads those with another version, and two more in turn, so that traffic grows with the number of nodes and not with its
-square. Heartbeats of nodes that have ended stay on the store, but their count no longer rises.
-Values are plain data (``wire/schema.py``); the agent ignores values that other processes have written.
+whatever the number of nodes. It reads all pulses, a few bytes each, which show which nodes live. It reads only
+heartbeats with a new version, and two more in turn, so that traffic grows with the number of nodes and not with its
+square. Heartbeats of nodes that have ended stay on the store, but their count no longer rises. Values are plain data
+(``wire/schema.py``); the agent ignores values that other processes have written.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _URGENT_HEARTBEAT_S = 0.1
 """Seconds between heartbeats while other nodes wait: at the end of this node, or in a stop agreement."""
 
 _NUM_IN_TURN = 2
-"""Heartbeats that a node reads each time although their version is the same: steps and losses of ranks have changed."""
+"""Heartbeats that a node reads each time although their version is unchanged, for new steps and losses of ranks."""
 
 _NUM_TURNS = 20
-"""Times after which a node has read all heartbeats at the latest, which is ten seconds."""
+"""Number of readings after which a node has read every heartbeat, which takes ten seconds."""
 
 _MAX_BYTES = 4 << 20
 _RECONNECT_S = 5.0
@@ -71,17 +71,17 @@ class HeartbeatStore:
         self._turn = 0
 
     def exchange(self, heartbeat: Heartbeat, *, reads_all: bool = False) -> tuple[Heartbeat, ...]:
-        """Publish ``heartbeat`` and return the last one of every other node, with its count by now.
+        """Publish ``heartbeat`` and return the last one of every other node, with its current count.
 
         Args:
-            heartbeat: of this node.
+            heartbeat: heartbeat of this node.
             reads_all: read all heartbeats now, not only those whose version has changed.
 
         Raises:
             RuntimeError: the connection to the store is lost.
         """
         self._store.set(f"{self._prefix}/heartbeat/{self._id}", zlib.compress(schema.dump(heartbeat), 1))
-        # Behind it: who sees the pulse reads a heartbeat that is at least as new.
+        # Written after the heartbeat: a node that sees the pulse reads a heartbeat that is at least as new.
         self._store.set(f"{self._prefix}/pulse/{self._id}", f"{heartbeat.count} {heartbeat.version}")
         if not self._is_listed:
             number = self._store.add(f"{self._prefix}/num_nodes", 1)
@@ -104,7 +104,7 @@ class HeartbeatStore:
         )
 
     def _read_pulses(self) -> dict[str, tuple[int, int]]:
-        """Return id -> count and version, of the nodes that write them."""
+        """Return the count and version of each node, by id."""
         for id in self._others:
             if id not in self._with_pulse and self._store.check([f"{self._prefix}/pulse/{id}"]):
                 self._with_pulse.add(id)
@@ -121,7 +121,7 @@ class HeartbeatStore:
         return pulses
 
     def _due(self, pulses: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Return the nodes whose heartbeats are read now."""
+        """Return the nodes whose heartbeats to read now."""
         num_in_turn = max(_NUM_IN_TURN, -(-len(self._others) // _NUM_TURNS))
         in_turn = {
             self._others[(self._turn + index) % len(self._others)]
@@ -342,7 +342,7 @@ class HeartbeatExchange:
             )
 
     def _urgent_state(self) -> tuple[object, ...]:
-        """Return the values that are published at once if they change, rather than with the next heartbeat."""
+        """Return the values whose changes are published at once instead of with the next heartbeat."""
         summary = self._own.summary
         stop = summary.stop
         replies = [reply for _, reply in stop.answers.values()]

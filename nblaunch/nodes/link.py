@@ -310,7 +310,7 @@ class NodeLink:
         return NodesStopAgreement(slots, self._stop, peers.stop_states, peers.failures)
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Start an agreement of the ranks of this machine, whose launcher alone is interrupted."""
+        """Start an agreement among the ranks of this machine, because only its launcher was interrupted."""
         return on_boundary(slots, now_s)
 
     def exchange(

@@ -10,7 +10,7 @@ From a worker:
     channel.py          events on a pipe; values in them are Python's own types
     board.py            progress in shared memory; the losses as a bounded number of means
     collective_calls.py the last collectives of each rank, behind the board
-    spans.py            what each rank spent its time on, behind the board
+    spans.py            how each rank spent its time, behind the board
     outbox.py           return value, weights, states of optimizers
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as an object

@@ -84,7 +84,7 @@ _BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = rang
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
-# Of a curve that changes meanwhile; a rank that dies while writing leaves its version odd for good.
+# Tries to read a curve that changes meanwhile; a rank that dies while writing leaves its version odd forever.
 _MAX_READS = 5
 
 
@@ -207,11 +207,11 @@ class Slot:
     stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a proposal. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)
-    """1 if the user interrupts the rank, which then sends what it has trained. Written by the launcher."""
+    """1 if the user interrupts the rank, which then sends its trained states. Written by the launcher."""
     handing_over = _Word(_HANDING_OVER)
-    """1 while the rank waits until its tensors are taken from queues. The launcher writes 0."""
+    """1 while the rank waits until others have read its tensors from queues. The launcher writes 0."""
     stop_decision = _Word(_STOP_DECISION)
-    """The proposal once it holds for all ranks, negated once it is withdrawn. Written by the launcher."""
+    """The proposal once it is agreed, negated once it is withdrawn. Written by the launcher."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Slot:
         self._write_to(memory)
 
     def record_spans(self) -> None:
-        """Record what the calling thread spends its time on, in the worker; nothing where that is not read."""
+        """Record how the calling thread spends its time, in the worker; do nothing if no process reads it."""
         if self.span_memory is not None:
             self.spans = SpanWriter(self.span_memory)
 
@@ -472,7 +472,7 @@ class Board:
         return self._calls[rank]
 
     def spans(self, rank: int) -> SpanReader:
-        """Return the reader of what a rank spends its time on."""
+        """Return the reader of a rank's time spans."""
         if rank not in self._spans:
             memory = self._slots[rank].span_memory
             assert memory is not None, "each slot of a board has memory for them"

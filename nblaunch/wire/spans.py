@@ -1,13 +1,13 @@
-"""What each rank spent its time on: spans in a ring of shared memory, and in a file of the job's folder.
+"""How each rank spent its time: spans in a ring of shared memory, and in a file of the job's folder.
 
     rank 0  SpanWriter ──> ring ┐
     rank 1  SpanWriter ──> ring ├── SpanReader, 10 times a second ──> blocks of a file ──> read_blocks ──> a timeline
     rank N  SpanWriter ──> ring ┘                               └──> causes of slow steps
 
 A span is written when it ends, in a fraction of a microsecond and without a system call. Its serial number is written
-last, so that a reader knows which spans are whole. Spans of a rank are of its main thread and lie inside each other or
-apart: a backward pass may contain a garbage collection, and an evaluation many waits for data. Times are of the
-monotonic clock, which all processes of a machine share.
+last, so that a reader recognises complete spans. All spans of a rank come from its main thread, and are either nested
+or disjoint: a backward pass may contain a garbage collection, and an evaluation many waits for data. Times come from
+the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from itertools import count
 from typing import BinaryIO, NamedTuple
 
 NUM_SPANS = 4096
-"""How many spans of a rank wait for the launcher at most; older ones are lost."""
+"""Largest number of a rank's spans that wait for the launcher; older spans are lost."""
 
 _ENTRY = struct.Struct("<hhf2dq")
 SPAN_BYTES = _ENTRY.size
 REGION_BYTES = NUM_SPANS * SPAN_BYTES
-"""Memory of a rank; the system provides the pages that are written to."""
+"""Memory of a rank; the system provides only pages that are written to."""
 
 _WORDS_PER_SPAN = SPAN_BYTES // 8
-_BLOCK = struct.Struct("<4sii")  # before the spans of one rank in a file: mark, rank, how many
+_BLOCK = struct.Struct("<4sii")  # before the spans of one rank in a file: mark, rank, number of spans
 _MARK = b"spns"
 _MAX_DETAIL = 0x7FFF
 
 
 class SpanKind(enum.IntEnum):
-    """What a rank did. Values are stored in files."""
+    """The activity of a rank. Values are stored in files."""
 
     DATA = 1
-    """It waited for a batch. Detail: worker processes of the loader; value: elements of the batch, 0 if not known."""
+    """Wait for a batch. Detail: worker processes of the loader; value: elements of the batch, 0 if unknown."""
     BACKWARD = 2
-    """It computed gradients, and waited for other ranks in that."""
+    """Backward pass, including waits for other ranks."""
     OPTIMIZER = 3
-    """An optimizer stepped."""
+    """Optimizer step."""
     COLLECTIVE = 4
-    """It waited for a collective that Python code called. Detail: position of its name in ``COLLECTIVES``, or -1."""
+    """Wait for a collective that Python code called. Detail: index of its name in ``COLLECTIVES``, or -1."""
     SAVE = 5
-    """It saved. Value: bytes, 0 if not known."""
+    """Save. Value: bytes, 0 if unknown."""
     EVALUATION = 6
-    """It ran through a loop that trains nothing. Value: batches."""
+    """Loop that does not train. Value: batches."""
     GARBAGE = 7
-    """Python collected garbage."""
+    """Garbage collection."""
 
 
 class Span(NamedTuple):
-    """One span of a rank, with ``detail`` and ``value`` as :class:`SpanKind` says."""
+    """One span of a rank; :class:`SpanKind` describes ``detail`` and ``value``."""
 
     kind: int
     detail: int
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class SpanWriter:
-    """The writer's side of a rank's region, for the thread that makes it: spans of others would overlap with its own.
+    """The writer's side of a rank's region, for the thread that creates it; spans of other threads would overlap.
 
     Args:
         memory: :data:`REGION_BYTES` bytes of the board.
@@ -77,7 +77,7 @@ class SpanWriter:
         self._pack = _ENTRY.pack_into
 
     def detach(self) -> None:
-        """Write nothing from now on, in a process that was forked from the rank."""
+        """Stop writing, in a process that was forked from the rank."""
         self._thread = 0
 
     def put(
@@ -86,11 +86,11 @@ class SpanWriter:
         """Record a span that has just ended.
 
         Args:
-            kind: what the rank did.
-            began_s: ``monotonic()`` at its begin.
-            ended_s: and at its end.
+            kind: activity of the rank.
+            began_s: ``monotonic()`` at the beginning.
+            ended_s: ``monotonic()`` at the end.
             detail: at most 32,767.
-            value: as :class:`SpanKind` says.
+            value: see :class:`SpanKind`.
         """
         if threading.get_ident() != self._thread:
             return
@@ -115,7 +115,7 @@ class SpanReader:
         self.num_lost = 0
 
     def read(self) -> bytes:
-        """Return the spans that were written since the last call, as a file has them."""
+        """Return the spans that were written since the last call, in the format of a file."""
         first = self._next
         last = self._last_from(first)
         if last < first:
@@ -126,7 +126,7 @@ class SpanReader:
         else:
             data = bytes(self._memory[start:]) + bytes(self._memory[:end])
         self._next = last + 1
-        if self._serial_at(first) != first:  # the writer has come round meanwhile
+        if self._serial_at(first) != first:  # the writer has lapped the reader meanwhile
             self.num_lost += last - first + 1
             return b""
         return data
@@ -135,9 +135,9 @@ class SpanReader:
         return self._words[serial % NUM_SPANS * _WORDS_PER_SPAN + _WORDS_PER_SPAN - 1]
 
     def _last_from(self, first: int) -> int:
-        """Return the number of the last span; one less than ``first`` if there is none from that on."""
+        """Return the number of the last span; one less than ``first`` if there are no new spans."""
         serial = self._serial_at(first)
-        if serial > first:  # it was overwritten: go on with the newest spans
+        if serial > first:  # overwritten: continue with the newest spans
             newest = max(self._words[_WORDS_PER_SPAN - 1 :: _WORDS_PER_SPAN])
             self._next = newest + 1
             self.num_lost += newest - first + 1
@@ -148,25 +148,27 @@ class SpanReader:
         return last
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._words.release()
         self._memory.release()
 
 
 def unpack(data: bytes) -> Iterator[Span]:
-    """Yield the spans of what :meth:`SpanReader.read` returned."""
+    """Yield the spans in the output of :meth:`SpanReader.read`."""
     return map(Span._make, _ENTRY.iter_unpack(data))
 
 
 def to_blocks(spans: Mapping[int, bytes]) -> bytes:
-    """Return the new spans of some ranks (rank -> what :meth:`SpanReader.read` returned), to be added to a file."""
+    """Return a block for a file with the new spans of some ranks (rank -> output of :meth:`SpanReader.read`)."""
     return b"".join(
         _BLOCK.pack(_MARK, rank, len(data) // SPAN_BYTES) + data for rank, data in spans.items() if data
     )
 
 
 def read_blocks(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the ranks and spans of a file's blocks; end at a block that is not whole, as while one is written."""
+    """Yield the ranks and spans of a file's blocks; stop at an incomplete block, which may be in the middle of a
+    write.
+    """
     while len(head := file.read(_BLOCK.size)) == _BLOCK.size:
         mark, rank, number = _BLOCK.unpack(head)
         data = file.read(number * SPAN_BYTES) if mark == _MARK else b""

@@ -71,18 +71,18 @@ class Boundary(Agreement, Protocol):
     """The launcher's side of an agreement on the optimizer step at which an interrupt ends all ranks.
 
     Attributes:
-        limit_s: how long the interrupt waits for it.
-        is_withdrawn: the ranks have not agreed, and will not.
+        limit_s: how long the interrupt waits for the step.
+        is_withdrawn: whether the ranks have failed to agree.
     """
 
     limit_s: float
     is_withdrawn: bool
 
     def has_stopped(self, rank: int) -> bool:
-        """Return whether a rank has come to the check that all have agreed on."""
+        """Return whether a rank has reached the agreed check."""
 
     def withdraw(self) -> None:
-        """Let ranks that wait at a proposed check go on, and make no more proposals."""
+        """Let ranks that wait at a proposed check continue, and make no more proposals."""
 
 
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
@@ -143,13 +143,13 @@ class StopAgreement:
             self.is_settled = True
         elif any(reply == -self._proposal for reply in replies) or self._is_patience_over(slots, now_s):
             self._decide(-self._proposal)
-            # Checks that went by while the proposal and the refusal were under way, and as many more.
+            # Twice the number of checks that passed while the proposal and the refusal were in transit.
             passed = max(slot.num_checks for slot in self._slots.values()) - self._proposed_at
             self._margin = 2 * max(self._margin, passed)
             self._proposal = 0
 
     def has_stopped(self, rank: int) -> bool:
-        """Return whether a rank has reached the check that all have agreed on."""
+        """Return whether a rank has reached the agreed check."""
         slot = self._slots[rank]
         return 0 < slot.stop_proposal == slot.stop_decision and slot.num_checks >= slot.stop_proposal
 
@@ -164,7 +164,7 @@ class StopAgreement:
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)
-        # A number that was withdrawn must not return: ranks that replied to it may have gone on since.
+        # A withdrawn number must not be proposed again, because ranks that replied to it may have passed it.
         self._proposed_at = max(self._after, *checks.values())
         self._proposal = self._proposed_at + max(self._margin, int(pace * self._ahead_s))
         self._waiting_since = None
