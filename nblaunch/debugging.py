@@ -7,9 +7,9 @@ The modules of the debugger:
     debugging.py                   asks the user, in the kernel
     launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps a job's failure for it
       session/client.py            keeps the failure of a session's last command for it
-    wire/worker_commands.py        what client and worker send each other
+    wire/worker_commands.py        messages between client and worker
     worker/debugger.py             answers in a worker, with pdb
-      worker/frames.py             where the user's code stands there, and its variables
+      worker/frames.py             the current line and variables of the user's code
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
 
 def _latest_waiting() -> Debugged | None:
-    """Return the kept failure or the job at a ``breakpoint()`` that came last; None without any."""
+    """Return the latest kept failure or job at a ``breakpoint()``; None if there is none."""
     waiting: list[tuple[float, Debugged]] = [*jobs_at_breakpoints()]
     kept = latest_kept_failure()
     if kept is not None:
@@ -129,7 +129,7 @@ def takes_breakpoints(background: bool) -> bool:
 
 
 def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
-    """Report a breakpoint once: the loop of the job comes here again and again."""
+    """Report a breakpoint once, although the loop of the job calls this again and again."""
     prompt = debugger.prompts.get(rank)  # debug() in the main thread may answer it right now
     if prompt is not None and prompt.stop is not None and prompt.stop not in debugger.announced_stops:
         debugger.announced_stops.add(prompt.stop)
@@ -139,7 +139,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 
 def _ask(rank: int, prompt: Prompted) -> str:
-    """Show what pdb has printed, and return the user's line; the end of the input leaves pdb, or its ``interact``."""
+    """Show pdb's output, and return the user's line; the end of the input leaves pdb or its ``interact``."""
     with live_hidden():
         if prompt.stop is not None:
             filename, line, _ = prompt.stop

@@ -91,7 +91,7 @@ TABLE = {
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "largest log of a rank in MB; older output is dropped"),
-        Variable("NBLAUNCH_CHECKS", _LEFT_OUT, frozenset(), "off: no checks of training loops; -NAME: not that one"),
+        Variable("NBLAUNCH_CHECKS", _LEFT_OUT, frozenset(), "off: no checks of training loops; -NAME: skip this check"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
@@ -197,7 +197,9 @@ def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[
 
 
 _ROOM_BYTES = 64 << 10
-"""Half of what Linux has room for at least, arguments included. Source: execve(2), "Limits on size of arguments"."""
+"""Half of the minimum that Linux provides for arguments and environment. Source: execve(2), "Limits on size of
+arguments".
+"""
 
 _OVERHEAD_BYTES = 10  # "=", the zero at the end, and a pointer
 

@@ -78,7 +78,7 @@ class WorkerDied(WorkerError):
 class NodeLost(WorkerDied):
     """Another machine left the job, or sent no heartbeat for too long.
 
-    ``rank`` is the first rank of this machine; ``exitcode`` says nothing about its workers.
+    ``rank`` is the first rank of the lost machine; ``exitcode`` has no meaning.
     """
 
 
@@ -88,7 +88,7 @@ class JobHung(NblaunchError, RuntimeError):
 
     Args:
         message: what happened.
-        ranks: those that the others wait for; empty if that is not known.
+        ranks: ranks for which the others wait; empty if unknown.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -100,8 +100,8 @@ class CollectiveMismatch(NblaunchError, RuntimeError):
     """Ranks called different collectives, or the same with different tensors, reductions or roots.
 
     Args:
-        message: what each of them called, on which line.
-        ranks: those at fault; empty if no side is more likely wrong than the other.
+        message: the call and the line of each rank.
+        ranks: ranks at fault; empty if no side is more likely to be wrong.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -123,7 +123,7 @@ class ResultError(NblaunchError, TypeError):
     can't be pickled.
     """
 
-    partial: Any = None  # also where it was too large to travel with the error
+    partial: Any = None  # stays None if it was too large to be sent with the error
 
     def __init__(self, message: str, *, partial: Any = None) -> None:
         super().__init__(message)
@@ -151,7 +151,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def user_frame() -> FrameType:
-    """Return the innermost frame that is neither nblaunch's nor one that it is called through, such as torch's.
+    """Return the innermost frame outside nblaunch and the libraries that call it, such as torch.
 
     Returns the outermost frame if there is none.
     """

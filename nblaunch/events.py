@@ -81,7 +81,7 @@ class ExitStatus:
 
 
 _UNKNOWN_CODE = (
-    511  # no exit code, which has 8 bits; of these 8, all are set, so that no shell takes it for success
+    511  # not an exit code, which has 8 bits; its low 8 bits are set, so that no shell takes it for success
 )
 
 UNKNOWN_EXIT = ExitStatus(_UNKNOWN_CODE)
@@ -224,21 +224,21 @@ class Fact(Event):
 
 @dataclass(frozen=True)
 class Observation(Event):
-    """What a check of the training loop has seen on a rank (``nblaunch/training/checks``).
+    """An observation of a check of the training loop on a rank (``nblaunch/training/checks``).
 
     Args:
-        check: its name.
+        check: name of the check.
         problem: what is wrong, as the beginning of a sentence.
         remedy: what to do, as a sentence without its full stop.
-        step: steps that optimizers had taken.
-        value: what ranks are compared by.
-        judged_by: ``"itself"``: it is wrong. ``"equal"``: it is wrong if the values of all ranks at this step differ.
-            ``"distinct"``: it is wrong if they are all the same. ``"first"``: it is wrong if it began on some ranks,
-            and on the others one step later; the value is the step at which it began. ``"together"``: it is wrong if
-            several ranks have this value, whose first part is the path of a file that is written.
+        step: number of optimizer steps so far.
+        value: value by which ranks are compared.
+        judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
+            this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
+            ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if
+            several ranks have this value, whose first part is the path of a written file.
         filename: file of the user's line.
         lineno: number of the user's line.
-        is_hint: it may be meant.
+        is_hint: whether it may be intended.
     """
 
     check: str = ""
@@ -254,11 +254,11 @@ class Observation(Event):
 
 @dataclass(frozen=True)
 class RunTracked(Event):
-    """A tracker of experiments has started a run.
+    """An experiment tracker has started a run.
 
     Args:
-        tracker: its name, as ``"wandb"``.
-        location: where the run is seen: an address, or the command that shows it.
+        tracker: name of the tracker, such as ``"wandb"``.
+        location: address of the run, or the command that shows it.
     """
 
     tracker: str = ""
@@ -352,7 +352,7 @@ class PutUnread(Event):
 
     Args:
         pipes: inodes of the queues' pipes.
-        has_tensors: some of it is memory that the rank shares, and that is lost with the rank.
+        has_tensors: whether items refer to memory of the rank, which is lost with the rank.
     """
 
     pipes: tuple[int, ...] = ()
@@ -413,7 +413,7 @@ class StatusLine(Event):
 
 @dataclass(frozen=True)
 class Hint(Event):
-    """What is often a mistake in a training loop and may be meant, as a text for those who ask; ``rank`` is -1."""
+    """A likely mistake in the training loop that may also be intended, as text for ``Job.hints``; ``rank`` is -1."""
 
     text: str = ""
 
@@ -479,8 +479,8 @@ class JobEnded(Event):
         message: one line about the failure.
         advice: what explains the failure, and what to do.
         is_early: whether the job was stopped early on request.
-        has_hung: it failed because a hang was stopped, or ranks that call different collectives: what ranks raise then
-            explains nothing.
+        has_hung: whether the job was stopped for a hang or for different collectives; the errors of ranks then
+            explain nothing.
     """
 
     outcome: str = "done"

@@ -203,7 +203,7 @@ def notebook_launcher(
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
             log_dir=log_dir, is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
-        # IPython keeps tracebacks and so this frame: it may not hold function, args and spec, which pop() gives away.
+        # IPython keeps tracebacks, and with them this frame, so pop() removes function, args and spec from it.
         del function, args
         if session is not None:
             from nblaunch.session.session import run_in_session
@@ -315,19 +315,19 @@ def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "au
     __tracebackhide__ = True
     check_flag("background", background)
     job: Job | None = None
-    # A debugger would look at every line of the launcher. It goes on where the function runs in this process.
+    # A debugger would trace every line of the launcher. It continues when the function runs in this process.
     untraced = nullcontext if spec.engine == "inline" else attached_debugger.untraced
     try:
         with untraced(), signal_handlers.held_back():
             job = _prepared_job(spec, background=background, dashboard=dashboard)
-        del spec  # or a traceback, which IPython keeps, would keep the arguments by this frame
+        del spec  # otherwise a traceback that IPython keeps would keep the arguments alive through this frame
         if isinstance(job, JobRunner):
             with untraced():
                 job.run_in_background() if background else job.run()
     except BaseException as error:
         if isinstance(job, JobRunner):
             job.end_unwatched(error)
-        elif job is not None:  # a detached one, and the handler of a signal has raised
+        elif job is not None:  # a detached job whose start a signal handler interrupted
             job.cancel()
         raise
     if background:
@@ -353,7 +353,8 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
             job = start(spec, plan, listeners)
         else:
             job = make_runner(spec, plan, listeners)
-            release_kept_failures()  # no earlier: a refused launch takes them only where they may have the devices
+            # Not earlier: a rejected launch ends kept failures only if they may hold the devices.
+            release_kept_failures()
     except BaseException as error:
         dashboards.close_refused(listeners, error)
         raise

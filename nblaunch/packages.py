@@ -21,9 +21,9 @@ Change = Callable[[ModuleType], None]
 def is_installed(package: str) -> bool:
     """Return whether ``package`` is installed, or is a module without a file in ``sys.modules``.
 
-    The result is not cached, because users install packages from cells. A folder of this name without ``__init__`` does
-    not count, although Python would import it as a namespace package: wandb and others create folders with their name
-    beside the notebook.
+    The result is not cached, because users install packages from cells. A folder of this name without ``__init__``
+    does not count, although Python would import it as a namespace package: wandb and others create such folders next
+    to the notebook.
 
     Args:
         package: name of the top-level module.
@@ -74,7 +74,7 @@ def _fits(present: tuple[int, ...], sign: str, limit: tuple[int, ...]) -> bool:
 
 
 def when_imported(name: str, change: Change) -> None:
-    """Call ``change(module)`` now if the module is loaded, otherwise right after its import."""
+    """Call ``change(module)`` now if the module is loaded, or else right after its import."""
     module = sys.modules.get(name)
     if module is not None:
         change(module)
@@ -85,7 +85,7 @@ def when_imported(name: str, change: Change) -> None:
 
 
 def observe_when_imported(name: str, change: Change) -> None:
-    """Like :func:`when_imported`, for a change that the user's program can do without.
+    """Like :func:`when_imported`, but for a change that the user's program does not need.
 
     If the change does not fit the installed release of the library, a warning says so, and the library runs unchanged.
     """
@@ -105,7 +105,9 @@ def observe_when_imported(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules by the other finders, and has their loaders change them; removes itself when nothing is left."""
+    """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when none
+    are left.
+    """
 
     def __init__(self) -> None:
         self.changes: dict[str, list[Change]] = {}

@@ -154,7 +154,7 @@ def _check_call(function: Any, args: Any) -> None:
 
 
 def _check_runs_when_called(function: Any) -> None:
-    """Raise TypeError for async and generator functions, of which a call runs no line."""
+    """Raise TypeError for async and generator functions, because calling them runs none of their lines."""
     name = name_of(function)
     if inspect.iscoroutinefunction(function):
         raise TypeError(
@@ -211,10 +211,10 @@ class LaunchSpec:
     Args:
         function: called as ``function(*args)`` in every worker.
         args: positional arguments; workers share the modules in them without a copy until one writes to them.
-        num_processes: number of workers, of all machines together where an engine starts them; None = one per device
+        num_processes: number of workers, on all machines together if an engine starts them; None = one per device
             (GPUs; usable cores on a CPU-only machine).
-        hosts: machines, as ``ssh`` names them, for ``engine="ssh"``.
-        resources_per_node: of each machine, as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
+        hosts: host names for ``ssh``, for ``engine="ssh"``.
+        resources_per_node: resources of each machine, such as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
         runtime_env: environment of the nodes, in Ray's form, for ``engine="ray"``.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
         num_nodes: number of machines: ``2``, or ``"1:2"``.

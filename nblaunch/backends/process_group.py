@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
-"""Worker environment: a rank with a short function would close its connections while other ranks still open theirs."""
+"""Environment that makes all ranks join before any continues: a rank with a short function would otherwise close its
+connections while other ranks still open theirs.
+"""
 
 _GLOO = ":gloo"
 
@@ -166,7 +168,7 @@ def _groups() -> Set[Any]:
 def leave() -> None:
     """Destroy the default group if there is one."""
     if is_joined():
-        time.sleep(_SETTLE_S)  # as in drop_destroyed_groups
+        time.sleep(_SETTLE_S)  # see drop_destroyed_groups
         sys.modules["torch.distributed"].destroy_process_group()
         _kept.clear()
 

@@ -86,9 +86,9 @@ class TorchTpuBackend(Backend):
         if kinds:
             return (
                 f"torch_tpu drives chips of the kinds {', '.join(MESHES)} that are passed through by VFIO (/dev/vfio); "
-                f"this host has {', '.join(kinds)}, and {_counted(sum(tpu.vfio_chips().values()))} there"
+                f"this host has {', '.join(kinds)}, and VFIO passes {_counted(sum(tpu.vfio_chips().values()))} through"
             )
-        return "there is no TPU chip on the PCI bus; is this a TPU host, and does the container show it /sys/bus/pci?"
+        return "the PCI bus has no TPU chip; check that this is a TPU host, and that the container can see /sys/bus/pci"
 
     def _missing(self) -> str | None:
         """Return which package is missing or does not fit; None if all fit."""
@@ -182,7 +182,7 @@ class TorchTpuBackend(Backend):
         package()
         import torch
 
-        return torch.device("tpu", 0)  # whichever chip the worker has
+        return torch.device("tpu", 0)  # the worker's only chip
 
     def precision_refusal(self, precision: str) -> str | None:
         if precision == "fp16":
@@ -195,7 +195,7 @@ class TorchTpuBackend(Backend):
         import torch
         from torch.utils.checkpoint import get_device_states
 
-        # torch's interface for any device: torch.tpu.get_rng_state only answers callers in torch.
+        # torch's generic interface, because torch.tpu.get_rng_state rejects callers outside torch.
         _, states = get_device_states(torch.empty(0, device="tpu"))
         return {"tpu": states[0]}
 

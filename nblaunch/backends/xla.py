@@ -93,8 +93,9 @@ class XlaBackend(Backend):
             return f"torch_xla is not installed; on a TPU host: {xla_runtime.INSTALL}"
         if xla_runtime.kind() == "TPU":
             return (
-                "PJRT_DEVICE=TPU, but there is no TPU chip on the PCI bus and no /dev/accel*; is this a TPU host, "
-                "and does the container have its devices? Set PJRT_DEVICE=CPU to run the same code on the CPU"
+                "PJRT_DEVICE=TPU, but the PCI bus has no TPU chip and there is no /dev/accel*. Check that this is a "
+                "TPU host and that the container has its devices, or set PJRT_DEVICE=CPU to run the same code on the "
+                "CPU"
             )
         return f"PJRT_DEVICE={xla_runtime.kind()} is not supported; valid are TPU and CPU"
 
@@ -170,7 +171,8 @@ class XlaBackend(Backend):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        # The worker has no share of the chips: keep the image's settings for them, as in any plain script on this host.
+        # The worker has no share of the chips, so the image's settings for chips stay, as in a plain script on this
+        # host.
         image = env.snapshot()
         own_share = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | own_share

@@ -48,7 +48,7 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
         name = arguments.model
         if arguments.library_name == "timm":
             name, settings = "timm:create_model", {"model_name": name, **settings}
-        elif ":" not in name:  # None would ask at the keyboard
+        elif ":" not in name:  # None would prompt the user
             settings.setdefault("trust_remote_code", arguments.trust_remote_code)
         size = measure(_load(name, settings))
     if arguments.trainable is None:
@@ -98,7 +98,7 @@ def _load(name: str, arguments: dict[str, Any]) -> nn.Module:
     """Build the model called ``name`` on the meta device.
 
     Raises:
-        UsageError: there is no such model, or it can't be built.
+        UsageError: the model does not exist or can't be built.
     """
     import torch
 

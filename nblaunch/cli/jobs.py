@@ -44,7 +44,7 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
 
 def set_up_logs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch logs``."""
-    parser.description = "Print the output of a rank so far, or of a job that has ended or was lost."
+    parser.description = "Print the output of a rank, so far or of a job that has ended or was lost."
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
     parser.add_argument("--attempt", type=int, help="the attempt, from 0; default: the last")
@@ -109,7 +109,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
     folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
-    # Python could discard an exception, as in a finalizer, or raise it while the thread starts.
+    # Python could discard an exception, for example in a finalizer, or raise it while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)
@@ -146,11 +146,11 @@ def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
     endpoint = _endpoint(folder)
     if not endpoint.is_served():
-        raise UsageError(f"{folder.id} is no longer running, or runs on another machine")
+        raise UsageError(f"{folder.id} has ended, or runs on another machine")
     request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
     reply = endpoint.ask(request)
     if reply != TAKEN:
-        raise UsageError(f"{folder.id} did not take the request: {reply or 'its process does not answer'}")
+        raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not answer'}")
     print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
     return 0
 

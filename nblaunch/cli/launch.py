@@ -166,7 +166,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *spellings("timeline"),
         metavar="FILE",
-        help="write what each rank spent its time on, for https://ui.perfetto.dev (x.json, or x.json.gz: compressed)",
+        help="write a timeline of each rank for https://ui.perfetto.dev (x.json, or x.json.gz for a compressed file)",
     )
     parser.epilog = f"Options of accelerate launch that have no effect: --{', --'.join(_UNUSED_OPTIONS)}."
     add_settings(parser)
@@ -196,15 +196,15 @@ def _checked_file(name: str | None) -> Path | None:
     """Return the path of the timeline.
 
     Raises:
-        UsageError: it can't be written.
+        UsageError: the file can't be written.
     """
     if name is None:
         return None
     path = Path(name).expanduser().absolute()
     if path.is_dir():
-        raise UsageError(f"--timeline {name}: is a folder; name a file")
+        raise UsageError(f"--timeline {name}: this is a folder; name a file")
     if not path.parent.is_dir():
-        raise UsageError(f"--timeline {name}: there is no folder {path.parent}")
+        raise UsageError(f"--timeline {name}: the folder {path.parent} does not exist")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"--timeline {name}: can't be written: permission denied")
     return path

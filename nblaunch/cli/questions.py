@@ -104,7 +104,9 @@ class Machine:
         return cls(usable, backends.choose("auto").name)
 
     def count(self, backend: str) -> int:
-        """Return the number of a backend's devices; 1 if there are none: the file may be for another machine."""
+        """Return the number of a backend's devices, or 1 if there are none, because the file may be for another
+        machine.
+        """
         return max(1, self.num_devices.get(backend, 1))
 
 

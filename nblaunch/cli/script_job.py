@@ -90,10 +90,10 @@ def launch_script(
 
     Args:
         resolved: the settings.
-        script: its path, or the name of a module.
-        arguments: of the script.
+        script: path of the script, or name of a module.
+        arguments: arguments of the script.
         is_module: whether it is a module.
-        timeline: file for the timeline of the ranks; None: it is not wanted.
+        timeline: file for the timeline of the ranks; None: no timeline.
 
     Raises:
         UsageError: the launch is not possible; nothing was started.
@@ -111,7 +111,8 @@ def launch_script(
         runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    # An interrupt after the end of the work, or one that the script has handled on every rank, changes nothing.
+    # An interrupt after the end of the work, or one that the script handled on every rank, does not change the exit
+    # code.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow
@@ -131,7 +132,7 @@ def launch_script(
 
 
 def _write_timeline(runner: JobRunner, path: Path) -> None:
-    """Write the timeline of a job that has ended; where that fails, the exit code stays the script's."""
+    """Write the timeline of a job that has ended; a failure does not change the exit code."""
     try:
         print(
             f"nblaunch: timeline: {runner.timeline(path)} (open it in https://ui.perfetto.dev)",

@@ -82,7 +82,7 @@ def num_intel_gpus() -> int:
 
 
 def num_visible_intel_gpus() -> int:
-    """Return how many of them Level Zero shows in this process."""
+    """Return the number of Intel GPUs that Level Zero shows in this process."""
     count = num_intel_gpus()
     mask, selector = env.read("ZE_AFFINITY_MASK"), env.read("ONEAPI_DEVICE_SELECTOR")
     if mask:

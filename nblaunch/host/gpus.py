@@ -256,7 +256,7 @@ def _initialised() -> Any:
 
 
 def _ask(question: Callable[[Any], _Answer]) -> _Answer:
-    """Return what ``question`` learns from the module while NVML is open; LookupError: it can't be asked."""
+    """Return the answer of ``question`` while NVML is open; raise LookupError if NVML is unavailable."""
     pynvml = _initialised()
     try:
         return question(pynvml)
@@ -295,7 +295,7 @@ def _mig_uuids(pynvml: Any, handle: Any) -> Iterator[str]:
             instance = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
             yield _text(pynvml.nvmlDeviceGetUUID(instance))
         except pynvml.NVMLError:
-            continue  # there is none by this number, and may be by the next: instances come and go
+            continue  # no instance has this number, but later ones may exist: instances come and go
 
 
 def _text(value: Any) -> str:

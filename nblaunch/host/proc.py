@@ -55,7 +55,7 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
 
 
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return leader of a POSIX session -> processor time of its processes. Reads one file per process."""
+    """Return the processor time of each POSIX session, by its leader. Reads one file per process."""
     seconds = dict.fromkeys(pids, 0.0)
     for pid in _all_pids():
         fields = _stat_fields(pid)

@@ -1,4 +1,4 @@
-"""How processes share the processors of this machine: times of their threads, and what runs where. Linux only."""
+"""How processes share this machine's processors: times of their threads, and processes per processor. Linux only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from nblaunch.host import proc
 
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-_STEAL = 8  # word of the first line of /proc/stat
+_STEAL = 8  # index in the first line of /proc/stat
 _PROCESSOR = 36  # field of /proc/PID/stat after the name; see proc_pid_stat(5)
 
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """Seconds since a thread began in which it ran, and in which it waited for a processor."""
+    """Seconds that a thread has run, and has waited for a processor, since its start."""
 
     run_s: float = 0.0
     wait_s: float = 0.0
@@ -27,11 +27,11 @@ class ProcessUse:
     """A process on the machine.
 
     Args:
-        pid: its number.
-        name: of its program.
+        pid: process id.
+        name: name of its program.
         posix_session: leader of its POSIX session.
-        processor: where it ran last.
-        cpu_s: processor time since it began.
+        processor: processor on which it last ran.
+        cpu_s: processor time since its start.
     """
 
     pid: int
@@ -42,7 +42,9 @@ class ProcessUse:
 
 
 def thread_times(pid: int) -> dict[int, ThreadTimes]:
-    """Return thread -> its times; empty where the system does not say. Source: Documentation/scheduler/sched-stats."""
+    """Return the times of each thread; empty if the system does not report them. Source:
+    Documentation/scheduler/sched-stats.
+    """
     times = {}
     for name in _names_in(Path(f"/proc/{pid}/task")):
         fields = proc.read(f"/proc/{pid}/task/{name}/schedstat").split()
@@ -52,7 +54,7 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
 
 
 def processes() -> dict[int, ProcessUse]:
-    """Return pid -> process, of all that can be seen. Reads a file per process."""
+    """Return all visible processes by pid. Reads one file per process."""
     uses = {}
     for name in _names_in(Path("/proc")):
         if not name.isdigit():
@@ -67,7 +69,7 @@ def processes() -> dict[int, ProcessUse]:
 
 
 def allowed_processors(pid: int) -> set[int]:
-    """Return where a process may run; empty if it is not known."""
+    """Return the processors on which a process may run; empty if unknown."""
     if hasattr(os, "sched_getaffinity"):
         with suppress(OSError):
             return os.sched_getaffinity(pid)
@@ -75,13 +77,13 @@ def allowed_processors(pid: int) -> set[int]:
 
 
 def stolen_seconds() -> float:
-    """Return the processor time that the host of this virtual machine has given to others. Source: proc_stat(5)."""
+    """Return the processor time that this virtual machine's host has given to others. Source: proc_stat(5)."""
     fields = proc.read("/proc/stat").partition("\n")[0].split()
     return int(fields[_STEAL]) / _TICKS_A_SECOND if len(fields) > _STEAL else 0.0
 
 
 def throttled_seconds() -> float:
-    """Return how long the control groups of this process were stopped at their limit of processor time."""
+    """Return how long this process's control groups were throttled by their limit of processor time."""
     for folder in proc.cgroup_folders("cpu"):
         for line in proc.read(folder / "cpu.stat").splitlines():
             name, _, value = line.partition(" ")
@@ -93,5 +95,5 @@ def throttled_seconds() -> float:
 def _names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
-    except OSError:  # it has ended, or there is no /proc
+    except OSError:  # the process has ended, or there is no /proc
         return []

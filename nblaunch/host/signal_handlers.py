@@ -8,8 +8,8 @@ never released, or a half-loaded model.
         run_arrived()        calls their handlers here, where an exception does no harm
                              and the end of the block calls the rest
 
-A signal mask would not do: the system would deliver the signal to another thread of the kernel, and Python would still
-call the handler in the main thread.
+A signal mask is not enough, because the system would deliver the signal to another thread of the kernel, and Python
+would still call the handler in the main thread.
 """
 
 from __future__ import annotations

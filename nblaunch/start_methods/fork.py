@@ -209,7 +209,7 @@ def _loaded_name(line: str) -> str:
 
 
 _known: tuple[bytes | None, tuple[str, ...]] | None = None
-"""The last list of libraries, and its time: reading the maps of a process with torch takes a millisecond."""
+"""The last list of libraries and its time, because reading the maps of a process with torch takes a millisecond."""
 
 
 class _SymbolInfo(ctypes.Structure):

@@ -118,7 +118,7 @@ class ForkserverGroup(WorkerGroup):
         for rank in self._alive & self._pids.keys():
             self.signal(rank, signal.SIGKILL)
         if self._server_status is None:
-            kill_and_reap([self._server])  # a worker that it was about to start ends with it
+            kill_and_reap([self._server])  # a worker that it was starting ends with it
         descriptors.close(self._report_fd)
         if self._server_fd is not None:
             descriptors.close(self._server_fd)

@@ -45,7 +45,7 @@ class Boot:
 def start_interpreter(
     module: str, assignments: Sequence[Assignment], call: SavedCall, report_fd: int = -1
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls ``main`` of a module; that reads its :class:`Boot` with :func:`read_boot`.
+    """Start a Python process that calls ``main`` of a module, which reads its :class:`Boot` with :func:`read_boot`.
 
     Safe in any thread, whatever other threads are doing: no code of this process runs in the new one.
 
@@ -135,7 +135,7 @@ def start_program(
 def _start_with_large_environment(
     program: str, message_fd: int, fds: set[int], folder: str | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start with as many variables as the system has room for; the program itself sets the others first."""
+    """Start with as many variables as the system has room for; the program sets the rest first."""
     small, rest = env.split_by_size(environment)
     rest_fd = _written("nblaunch-environment", rest)
     try:
