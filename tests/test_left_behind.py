@@ -93,7 +93,7 @@ def test_a_thread_is_found_unless_it_ends_in_time() -> None:
     assert left_behind.find(before) == []
 
 
-def test_a_signal_that_programs_would_inherit_as_ignored_or_blocked_is_found() -> None:
+def test_inherited_ignored_or_blocked_signal_is_found() -> None:
     before = Snapshot.take()
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

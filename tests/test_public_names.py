@@ -38,7 +38,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_modules_that_code_for_accelerate_names_need_no_import_of_their_own() -> None:
+def test_accelerate_submodules_need_no_import() -> None:
     _run(
         LOOK_UP,
         "utils.set_seed",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_mypy_knows_the_types_of_launches_and_accepts_the_example_of_the_readme(tmp_path: Path) -> None:
+def test_mypy_types_launches_and_readme_example(tmp_path: Path) -> None:
     example = tmp_path / "readme.py"
     example.write_text(PYTHON[0], encoding="utf-8")
     settings = ["--config-file", ROOT / "pyproject.toml", "--allow-untyped-defs", "--allow-incomplete-defs"]

@@ -164,7 +164,7 @@ def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("is_launched", "group"), [(True, "gloo"), (False, "nccl")])
-def test_a_process_that_sees_one_gpu_alone_has_it_to_itself_unless_the_launcher_shares_it(
+def test_single_visible_gpu_is_exclusive_unless_shared(
     monkeypatch: pytest.MonkeyPatch, is_launched: bool, group: str
 ) -> None:
     """As ``srun --gpus-per-task=1`` starts processes, and as two workers share the GPU of a small machine."""

@@ -222,9 +222,7 @@ def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch
         "RESOURCE_EXHAUSTED: Error loading program: Attempting to allocate 3.51G. That was not possible.",
     ],
 )
-def test_full_memory_of_the_chip_is_not_that_of_the_host(
-    monkeypatch: pytest.MonkeyPatch, message: str
-) -> None:
+def test_full_hbm_is_not_host_memory(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     assert BACKEND.explain_failure(RuntimeError(message)) == (), "the host is the device"
     host(monkeypatch, 8)
     assert "HBM" in BACKEND.explain_failure(RuntimeError(message))[0]

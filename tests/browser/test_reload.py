@@ -81,9 +81,7 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
     page.shut_down()
 
 
-def test_the_finished_table_is_there_where_the_job_ends_while_the_page_loads(
-    lab: DefaultLab, browser: Browser
-) -> None:
+def test_table_appears_if_job_ends_during_page_load(lab: DefaultLab, browser: Browser) -> None:
     """The states of widgets, for which a page that loads has asked, reach it after what is sent at the job's end."""
     page = _open_training(lab, browser, "loading.ipynb", True, "print('free')")
     page.save()

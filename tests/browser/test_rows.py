@@ -131,7 +131,7 @@ def test_nothing_moves_between_the_start_and_the_end(lab: Lab, page: Page) -> No
     assert "ETA" not in page.text(TWO)
 
 
-def test_a_rank_that_begins_to_differ_moves_no_column_and_narrow_cells_scroll(lab: Lab, page: Page) -> None:
+def test_differing_rank_moves_no_column(lab: Lab, page: Page) -> None:
     output = page.output(SLOW)
     with driven(lab, page, SLOW):
         page.wait_for_text(SLOW, "800 MB")

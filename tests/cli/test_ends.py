@@ -25,7 +25,7 @@ finally:
 """
 
 
-def test_an_exception_is_shown_as_python_shows_it_with_the_scripts_own_lines() -> None:
+def test_exception_is_shown_like_python_with_script_lines() -> None:
     name = script("""
         import os
         import torch.distributed as dist
@@ -63,7 +63,7 @@ def test_an_exception_is_shown_as_python_shows_it_with_the_scripts_own_lines() -
         ("sys.exit(0)", 0),
     ],
 )
-def test_the_exit_code_is_that_of_the_rank_that_failed(leaving: str, code: int) -> None:
+def test_exit_code_comes_from_the_failed_rank(leaving: str, code: int) -> None:
     name = script(f"""
         import os, signal, sys, time
         if os.environ["RANK"] == "1":

@@ -143,7 +143,7 @@ def test_settings_reach_the_accelerator() -> None:
         ("--config_file fsdp.yaml --fsdp_min_num_params 10", "FSDP DTensor 10 None"),
     ],
 )
-def test_a_strategy_of_the_launch_is_that_of_the_accelerator(options: str, expected: str) -> None:
+def test_launch_strategy_reaches_the_accelerator(options: str, expected: str) -> None:
     Path("fsdp.yaml").write_text("""
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP

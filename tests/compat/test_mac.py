@@ -63,7 +63,7 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(100)
-def test_the_report_of_a_machine_says_nothing_of_cores_that_a_process_is_bound_to() -> None:
+def test_mac_report_omits_core_binding() -> None:
     report = subprocess.run(
         [sys.executable, "-m", "nblaunch", "env"],
         capture_output=True, text=True, timeout=90, check=True, env={**os.environ, **AS_ON_MAC},

@@ -44,7 +44,7 @@ def test_lines_written_for_accelerate_find_their_names() -> None:
     assert _run(LINES) == "all found"
 
 
-def test_a_finder_of_another_package_with_the_same_name_is_not_taken_for_ours() -> None:
+def test_foreign_finder_is_not_mistaken_for_ours() -> None:
     other = """
 import sys
 class _Finder:
@@ -114,7 +114,7 @@ def test_what_comes_through_an_alias_is_pickled_by_its_home() -> None:
     assert b"nblaunch.utils" not in pickle.dumps(operations.gather)
 
 
-def test_names_of_device_maps_are_those_of_an_installed_accelerate() -> None:
+def test_device_map_names_come_from_accelerate() -> None:
     for name, home in DELEGATED.items():
         value = getattr(importlib.import_module(home), name)
         assert getattr(nblaunch, name) is getattr(nblaunch.utils.modeling, name) is value
@@ -140,7 +140,7 @@ print("explained")
 
 
 @pytest.mark.parametrize("accelerate", ["None", "__import__('nblaunch')"])
-def test_without_accelerate_the_names_can_be_imported_and_raise_where_they_are_used(accelerate: str) -> None:
+def test_names_import_without_accelerate_and_raise_on_use(accelerate: str) -> None:
     assert _run(_WITHOUT_ACCELERATE.format(accelerate=accelerate)) == "explained"
 
 

@@ -321,7 +321,7 @@ def test_written_yaml_is_yaml(tmp_path: Path) -> None:
     }
 
 
-def test_features_that_a_file_of_accelerate_does_not_use_are_no_reason_to_refuse_it(tmp_path: Path) -> None:
+def test_unused_features_in_accelerate_files_are_accepted(tmp_path: Path) -> None:
     text = "tpu_env: []\ntpu_use_cluster: false\ncommands: null\nmegatron_lm_config: {}\nvm: [~]\n"
     assert not files.read(written(tmp_path, text)).values
 

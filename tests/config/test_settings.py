@@ -98,7 +98,7 @@ def test_every_setting_is_in_a_group_and_takes_its_own_default() -> None:
             assert setting.converter.convert(setting.default) == setting.default
 
 
-def test_defaults_are_those_of_a_launch() -> None:
+def test_defaults_match_a_launch() -> None:
     spec = LaunchSpec(function=print)
     assert all(
         SETTINGS[name].default in (None, getattr(spec, field))
@@ -156,7 +156,7 @@ def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
         resolve([Layer("command line", values)])
 
 
-def test_a_strategy_on_the_command_line_overrides_that_of_a_file_with_its_settings() -> None:
+def test_command_line_strategy_overrides_the_file() -> None:
     file = Layer("file", {"strategy": "deepspeed", "zero_stage": 3})
     resolved = resolve([Layer("command line", {"strategy": "fsdp"}), file])
     assert "deepspeed_plugin" not in accelerator_settings(resolved)
@@ -164,7 +164,7 @@ def test_a_strategy_on_the_command_line_overrides_that_of_a_file_with_its_settin
         resolve([Layer("command line", {"zero_stage": 3}), Layer("file", {"strategy": "fsdp"})])
 
 
-def test_a_device_on_the_command_line_overrides_that_of_a_file_with_its_settings() -> None:
+def test_command_line_device_overrides_the_file() -> None:
     for values in ({"backend": "xla", "downcast_bf16": True}, {"backend": "cuda", "gpu_ids": "0,1"}):
         resolved = resolve([Layer("command line", {"backend": "cpu"}), Layer("file", values)])
         assert accelerator_settings(resolved) == {}

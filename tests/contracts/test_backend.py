@@ -88,7 +88,7 @@ def test_the_best_one_is_chosen() -> None:
     assert all(best.affinity() >= other.affinity() for other in backends.discover().values())
 
 
-def test_the_launchers_half_imports_nothing_heavy_and_leaves_the_process_forkable(family: Family) -> None:
+def test_launcher_half_stays_light_and_forkable(family: Family) -> None:
     """In a process of its own, which has not imported torch yet: it must not be the launcher who makes a context."""
     program = f"""{family.prelude}
 import os, sys, threading

@@ -150,7 +150,7 @@ def train(model, large):
     notebook.wait_for_no_processes()
 
 
-def test_an_exception_of_the_notebooks_own_module_is_of_its_very_class(notebook: Kernel) -> None:
+def test_exceptions_of_notebook_modules_keep_their_class(notebook: Kernel) -> None:
     notebook.run(
         """
 import helpers

@@ -174,7 +174,7 @@ class WholePlugin(StrategyPlugin):
         return Whole()
 
 
-def test_what_a_strategy_leaves_out_does_nothing_and_says_so_where_it_is_asked_for() -> None:
+def test_missing_strategy_features_do_nothing_or_raise() -> None:
     accelerator = Accelerator(strategy=WholePlugin())
     model = accelerator.prepare(nn.Linear(1, 1))
     with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):

@@ -63,7 +63,7 @@ def test_values_over_several_powers_of_ten_are_on_a_logarithmic_scale() -> None:
     assert [round(b - a) for a, b in pairwise(heights)] == [23] * 4
 
 
-def test_the_mean_of_ranks_is_of_the_same_steps_whatever_was_read() -> None:
+def test_mean_covers_the_same_steps_for_any_readings() -> None:
     fine = [(float(step), 1.0) for step in range(1, 9)]
     coarse = [(2.0, 3.0), (4.0, 3.0), (6.0, 3.0)]
     assert mean_of([fine, fine[:5]]) == fine
@@ -75,7 +75,7 @@ def test_the_mean_of_ranks_is_of_the_same_steps_whatever_was_read() -> None:
     ]
 
 
-def test_the_losses_of_many_ranks_are_their_mean_before_those_of_the_first_eight() -> None:
+def test_loss_chart_shows_mean_and_first_eight_ranks() -> None:
     (html,) = charts(trained(12))
     assert len(lines(html)) == 9
     assert "━ mean ─ ranks 0-7" in Reader(html).text

@@ -29,7 +29,7 @@ def epochs(numbers: range, num_ranks: int = 2) -> list[Event]:
     return events
 
 
-def test_each_epoch_has_the_mean_loss_of_all_ranks_its_metrics_and_the_time_of_the_slowest() -> None:
+def test_epoch_rows_show_mean_loss_metrics_and_slowest_time() -> None:
     view = view_of([*started(2), *epochs(range(1, 3)), *ended(2)])
     expected = [
         ("epoch", "training loss", "accuracy", "note", "time"),
@@ -44,7 +44,7 @@ def test_each_epoch_has_the_mean_loss_of_all_ranks_its_metrics_and_the_time_of_t
     assert tabulate(view).metrics == ""  # they are in the table
 
 
-def test_metrics_of_an_epoch_that_lasts_have_a_row_and_those_before_any_epoch_a_line() -> None:
+def test_metrics_have_a_row_in_an_epoch_and_a_line_before() -> None:
     view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1}, epoch=1)])
     assert tabulate_epochs(view).columns == ("epoch", "lr", "time")
     assert tabulate_epochs(view).rows == (("1", "0.1000", ""),)
@@ -70,7 +70,7 @@ def test_a_restart_has_epochs_of_its_own() -> None:
     assert [row[:2] for row in tabulate_epochs(view).rows] == [("2", "9.0000")]
 
 
-def test_each_training_of_a_function_has_epochs_of_its_own() -> None:
+def test_each_training_has_own_epochs() -> None:
     view = view_of([*started(2), *epochs(range(1, 3))])
     view = view_of([Metric(0, START_S, 1, {"accuracy": 0.9}, epoch=1)], view)  # in its first epoch
     rows = [("1", "1.5000", "0.6000"), ("2", "0.7500", "0.7000"), ("1", "", "0.9000")]
@@ -123,7 +123,7 @@ def train():
 
 
 @pytest.mark.timeout(120)
-def test_losses_and_metrics_of_a_real_job_are_those_of_their_epochs(kernel: Kernel) -> None:
+def test_epoch_rows_show_losses_and_metrics(kernel: Kernel) -> None:
     kernel.run(TRAIN)
     html = (
         kernel.run("notebook_launcher(train, (), 2, backend='cpu', dashboard='html')")

@@ -89,7 +89,7 @@ def test_every_reading_before_the_end_counts_although_few_are_drawn() -> None:
     assert {rank.step for rank in board.last.ranks} == {20}
 
 
-def test_a_suspended_machine_does_not_part_the_times_of_readings_and_of_events(
+def test_suspension_keeps_reading_and_event_times_aligned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 50.0
@@ -186,7 +186,7 @@ def test_a_job_that_was_broken_off_is_shown_as_such() -> None:
 
 
 @pytest.mark.parametrize("is_html", [True, False])
-def test_where_a_user_looks_the_last_lines_are_part_of_the_table_until_the_end(is_html: bool) -> None:
+def test_watched_table_includes_last_lines(is_html: bool) -> None:
     shown, clock = Publications(), Clock()
     table = NotebookDashboard(publish=shown, clock=clock, is_watched=True, is_html=is_html)
     feed(table, started(2))
@@ -319,7 +319,7 @@ def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
         assert f"... {total - per_rank[rank]:,} lines not shown" in shown
 
 
-def test_the_output_of_hundreds_of_ranks_is_bounded_and_its_logs_are_named() -> None:
+def test_output_of_many_ranks_is_bounded() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, started(512))

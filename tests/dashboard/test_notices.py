@@ -193,7 +193,7 @@ def test_compiling_takes_its_time(state: WorkerState) -> None:
     assert texts(fold_readings(view, [], START_S + 500)) == []
 
 
-def test_where_ranks_are_comes_with_the_notice_and_stays_after_an_interrupt() -> None:
+def test_notice_shows_positions_after_an_interrupt() -> None:
     report = Note(
         -1, START_S + 70, text="no progress for 60 s:\n    rank 1 is at cell 5, line 9", kind="hang"
     )

@@ -153,7 +153,7 @@ def test_warnings_stay_in_the_summary_and_notes_do_not_repeat_them() -> None:
     assert "warning memory may run out" in html
 
 
-def test_one_process_for_all_devices_and_the_precision_are_reported_unless_they_are_the_usual_ones() -> None:
+def test_setting_shows_spmd_and_unusual_precision() -> None:
     assert "(cpu, fork)" in render_text(view_of(started(2, mixed_precision="no")))
     assert "(xla, fork, spmd, bf16)" in render_text(
         view_of(started(1, backend="xla", is_spmd=True, mixed_precision="bf16"))
@@ -471,7 +471,7 @@ def test_the_headline_says_how_far_the_job_is() -> None:
     assert tabulate(view).progress == "epoch 1 of 10 · 1 % · 16:30 left · loss 0.0099 · 640 samples/s"
 
 
-def test_the_headline_of_an_unknown_number_of_epochs_promises_no_end() -> None:
+def test_headline_without_epochs_has_no_time_left() -> None:
     view = fold_readings(trained(1), [sample(0, 100, epoch=3, num_epochs=0)], START_S + 10)
     assert tabulate(view).progress == "epoch 3 · 10 % of the epoch · loss 0.0099 · 320 samples/s"
     assert view.left_s is None

@@ -52,7 +52,7 @@ def test_up_to_16_ranks_have_a_row_each_below_the_one_of_all(num_ranks: int, exp
     assert not table.collapsed
 
 
-def test_the_first_row_has_the_throughput_and_the_progress_of_the_whole_job() -> None:
+def test_first_row_shows_the_whole_job() -> None:
     view = view_of(started(8))
     for step in range(0, 101, 5):
         readings = [sample(rank, step, 1000, epoch=3, num_epochs=6) for rank in range(8)]

@@ -198,7 +198,7 @@ def test_a_closed_stream_is_no_terminal() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_a_narrow_terminal_has_fewer_columns_and_no_cell_is_cut_but_the_end_of_the_last(width: int) -> None:
+def test_narrow_terminal_omits_columns_instead_of_cutting_cells(width: int) -> None:
     stall = Stalled(1, START_S + 13, "train_with_a_long_name.py, line 18", "", 3.0)
     memory = [HostMemory(rank, START_S + 13, 812_000_000) for rank in range(3)]
     view = fold_readings(view_of([stall, *memory], trained(3)), [], START_S + 22)
@@ -351,7 +351,7 @@ notebook_launcher(train, num_processes=1, backend="cpu")
 
 
 @pytest.mark.timeout(90)
-def test_the_debugger_asks_below_what_was_printed_with_the_table_out_of_the_way(tmp_path: Path) -> None:
+def test_debugger_prompts_below_output_without_table(tmp_path: Path) -> None:
     script, screen = tmp_path / "train.py", Screen()
     script.write_text(BREAKS)
     with terminal() as (user, stream):

@@ -147,7 +147,7 @@ BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
 
 
 @pytest.mark.parametrize("lines", [[BAR], ["10/100 [=>....]", "20/100 [==>...]"], ["loading"]])
-def test_a_line_without_an_end_stays_for_the_moment_after_another_was_printed(lines: list[str]) -> None:
+def test_unfinished_line_stays_briefly(lines: list[str]) -> None:
     view = view_of([*started(2), *(StatusLine(0, START_S, text=line) for line in lines)])
     view = fold_readings(view_of([StatusLine(0, START_S + 3)], view), [], START_S + 4)
     assert (view.ranks[0].status_line, view.ranks[0].bar) == (lines[-1], read_bar(lines[-1]))
@@ -181,7 +181,7 @@ def test_memory_is_added_up_and_its_peak_is_kept() -> None:
     assert view.host_peak_bytes == 13
 
 
-def test_a_sample_that_arrives_late_counts_with_the_ranks_that_ran_when_it_was_taken() -> None:
+def test_late_memory_sample_counts_for_ranks_running_then() -> None:
     late = [HostMemory(0, START_S + 1, 104), Exited(0, START_S + 3), HostMemory(1, START_S + 2, 96)]
     assert view_of([*started(2), *late]).host_peak_bytes == 200
 
@@ -200,7 +200,7 @@ def test_device_memory_comes_from_the_board() -> None:
     assert view_of(started(1)).ranks[0].device_peak_bytes is None
 
 
-def test_the_time_left_is_that_of_the_slowest() -> None:
+def test_time_left_is_the_slowest_ranks() -> None:
     view = trained(3, steps=100, total=1000)
     view = fold_readings(view, [sample(1, 101, 2000, step_time_s=16.0)], START_S + 11)
     assert view.left_s == view.ranks[1].left_s
@@ -225,7 +225,7 @@ def test_rates_forget_what_lies_before_the_window() -> None:
     assert len(view.ranks[0].rate_points) < 30
 
 
-def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_own() -> None:
+def test_new_loop_shows_old_rate_until_measured() -> None:
     view = trained(1, steps=100, total=100)
     evaluating = sample(0, 0, 20, loop=2, state=WorkerState.EVALUATING, step_time_s=100.0, steps_done=100)
     view = fold_readings(view, [evaluating], START_S + 95)
@@ -244,7 +244,7 @@ def test_a_new_pass_starts_a_new_window_and_shows_the_old_rate_until_it_has_its_
     assert view_of(ended(1), view).ranks[0].steps_per_s == pytest.approx(10)
 
 
-def test_a_training_that_was_not_measured_does_not_have_the_rate_of_the_evaluation_before_it() -> None:
+def test_unmeasured_training_has_no_evaluation_rate() -> None:
     view = view_of(started(1))
     for step in (0, 10):
         seen = sample(0, step, 20, loop=1, state=WorkerState.EVALUATING, step_time_s=5.0 + step)
@@ -398,7 +398,7 @@ def test_a_rank_that_only_evaluates_shows_that() -> None:
     assert (rank.step, rank.total, rank.epoch) == (6, 6, 0)
 
 
-def test_an_evaluation_has_rates_of_its_own_even_if_the_rank_waited_before_it() -> None:
+def test_evaluation_has_own_rates_after_a_wait() -> None:
     view = trained(1, steps=5, total=1000)
     waiting = sample(0, 5, 1000, state=WorkerState.WAITING)
     evaluating = [
@@ -417,7 +417,7 @@ def test_a_rank_that_failed_shows_where_it_was() -> None:
     assert (view.ranks[0].step, view.ranks[0].total) == (3, 6)
 
 
-def test_ranks_in_lockstep_have_equal_rates_although_one_was_seen_between_two_epochs() -> None:
+def test_lockstep_ranks_show_equal_rates_between_epochs() -> None:
     view = view_of(started(2))
     for step in range(0, 41, 5):
         view = fold_readings(view, [sample(rank, step, 40, loop=2) for rank in range(2)], START_S + step / 10)
@@ -448,7 +448,7 @@ def test_steps_of_epochs_that_no_look_has_met_count_in_the_rate() -> None:
     assert view.ranks[0].steps_per_s == pytest.approx(40)
 
 
-def test_rates_go_on_from_one_epoch_to_the_next_and_begin_anew_after_an_evaluation() -> None:
+def test_rates_continue_over_epochs_but_not_evaluations() -> None:
     view = trained(1, steps=40, total=40)
     view = fold_readings(
         view, [sample(0, 5, 40, loop=2, epoch=2, step_time_s=9.5, steps_done=45)], START_S + 4.5

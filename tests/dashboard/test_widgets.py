@@ -117,7 +117,7 @@ def test_what_is_urgent_does_not_silence_the_rest_for_long() -> None:
 # --- the last lines -------------------------------------------------------------------------------------------------
 
 
-def test_the_book_keeps_the_last_lines_of_each_rank_and_of_all_by_time() -> None:
+def test_last_lines_are_kept_per_rank_and_for_all() -> None:
     last_lines = LastLines()
     for number in range(200):
         last_lines.add(LogLines(number % 2, START_S + number, lines=(f"line {number}",)))
@@ -211,7 +211,7 @@ def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, rows_s: float
     assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.charts_s)) < charts_s
 
 
-def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_for_the_rows() -> None:
+def test_charts_are_sent_only_if_changed_and_leave_room_for_rows() -> None:
     from nblaunch.dashboard.widget_panel import Panel
 
     clock = Clock()
@@ -242,7 +242,7 @@ def test_a_chart_without_new_points_is_not_sent_and_many_that_change_leave_room_
     assert abs(len(times_s["loss"]) - len(times_s["moving 3"])) <= 2
 
 
-def test_charts_of_an_attempt_that_failed_give_way_to_those_of_the_next() -> None:
+def test_new_attempt_replaces_charts() -> None:
     from nblaunch.dashboard.widget_panel import Panel
 
     clock = Clock()
@@ -262,7 +262,7 @@ def test_charts_of_an_attempt_that_failed_give_way_to_those_of_the_next() -> Non
     assert True not in shown
 
 
-def test_charts_epochs_and_lines_appear_once_there_are_some_with_room_for_all_charts() -> None:
+def test_charts_epochs_and_lines_appear_when_available() -> None:
     from nblaunch.dashboard.widget_panel import Panel
 
     clock, last_lines = Clock(), LastLines()
@@ -409,7 +409,7 @@ def test_widgets_that_break_become_html_in_the_same_output(
 
 
 @pytest.mark.parametrize("breaks_at", [0, 7])
-def test_what_workers_print_is_shown_while_the_job_runs_also_where_widgets_break(breaks_at: int) -> None:
+def test_output_is_shown_live_even_if_widgets_fail(breaks_at: int) -> None:
     """A printer beside the dashboard holds the lines back until the end, so that nothing else shows them."""
     shown, clock = Publications(), Clock()
     widgets = with_widgets(publish=shown, open_panel=FakePanel(breaks_at), clock=clock)
@@ -515,7 +515,7 @@ def test_a_double_click_does_what_one_click_does() -> None:
         ({"VSCODE_PID": "94309"}, False),
     ],
 )
-def test_colab_is_recognised_and_kaggle_whose_images_are_built_on_its_own_is_not_it(
+def test_colab_is_recognised_but_not_kaggle(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: bool
 ) -> None:
     monkeypatch.setattr(env, "snapshot", lambda: environ)

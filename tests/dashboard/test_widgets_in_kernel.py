@@ -148,7 +148,7 @@ emit(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss 
     run(shared, "close(d)")
 
 
-def test_a_front_end_that_draws_no_widgets_shows_what_runs_and_then_the_table(shared: Kernel) -> None:
+def test_front_end_without_widgets_shows_the_table(shared: Kernel) -> None:
     cell = shared.submit("run(dashboard.choose(), 2, 40)", allow_stdin=True)
     cell.wait_for(lambda cell: cell.displays, what="an output")
     live = cell.displays[0]
@@ -262,7 +262,7 @@ def test_buttons_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
     run(shared, "stop.set(); thread.join()")
 
 
-def test_a_job_is_shown_again_in_another_cell_and_both_outputs_are_replaced(shared: Kernel) -> None:
+def test_job_shown_twice_replaces_both_outputs(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
     shown = run(shared, "controls.show_again(), controls.show_again()").result
     assert shown == "(True, False)"  # a cell needs it once only

@@ -68,7 +68,7 @@ def test_pdb_opens_at_a_failure_after_a_breakpoint_of_the_same_rank(kernel: Kern
     assert "-> raise ValueError" in cell.wait().stdout
 
 
-def test_a_variable_set_in_pdb_is_that_of_the_function(shared: Kernel) -> None:
+def test_pdb_sets_variables_of_the_function(shared: Kernel) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=1, start_method='fork')", is_typed_into=True)
     for line in ("total = 100", "c"):
         cell.type(line)
@@ -123,9 +123,7 @@ def test_debug_finds_the_job_that_waits_behind_others(shared: Kernel) -> None:
         shared.submit("nblaunch.debug()", is_typed_into=True).wait_for_input()
 
 
-def test_debug_takes_what_came_last_of_a_job_at_a_breakpoint_and_a_failed_command(
-    shared: Kernel, tmp_path: Path
-) -> None:
+def test_debug_opens_the_latest_breakpoint_or_failure(shared: Kernel, tmp_path: Path) -> None:
     # At once, the second breakpoint may be reached while the cell for the first still runs, and is answered there.
     shared.run(f"""
 def twice():
@@ -193,7 +191,7 @@ def trains():
     assert places[-1] == walked[0], "up ends at the function"
 
 
-def test_interact_runs_statements_with_copies_of_the_variables_and_returns_to_pdb(shared: Kernel) -> None:
+def test_interact_uses_copies_and_returns_to_pdb(shared: Kernel) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
     lines = (
         "for n in range(2):",
@@ -220,7 +218,7 @@ def test_leaving_interact_ends_neither_pdb_nor_the_job(shared: Kernel, leaving: 
     assert "('in', 'pdb')" in cell.stdout
 
 
-def test_a_line_of_interact_that_reads_as_a_command_of_pdb_lets_no_other_rank_go_on(shared: Kernel) -> None:
+def test_interact_line_like_a_pdb_command_resumes_no_rank(shared: Kernel) -> None:
     launch = (
         "job = notebook_launcher(loop, num_processes=2, background=True, post_mortem=True, dashboard='text')"
     )
@@ -279,7 +277,7 @@ class Tee:
         return len(text)
 
 
-def test_breakpoints_are_passed_over_where_a_script_has_replaced_or_closed_its_streams(
+def test_breakpoints_are_skipped_with_replaced_or_closed_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = io.StringIO()

@@ -117,7 +117,7 @@ def test_interact_opens_where_a_cell_has_failed_and_keeps_nothing_of_it(failed: 
     assert failed.run("session.ranks(1).execute('os.seen() is None')[1]").value is True
 
 
-def test_pdb_says_which_error_of_a_command_of_its_own_has_ended_it(shared: Kernel) -> None:
+def test_pdb_shows_the_error_that_ended_it(shared: Kernel) -> None:
     shared.run("session.execute('import pdb\\ndef fails(self, arg): raise LookupError(arg)')")
     shared.run("session.execute('for cls in pdb.Pdb.__mro__[:-1]: cls.do_fails = fails')")
     shared.run(FAILS, raises="ValueError")

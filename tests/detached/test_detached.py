@@ -244,7 +244,7 @@ sys.exit(main(["attach"]))
 
 
 @pytest.mark.timeout(300)
-def test_attach_ends_at_an_interrupt_that_the_system_gives_to_another_thread(desk: Desk) -> None:
+def test_attach_ends_at_interrupt_in_another_thread(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
     program = subprocess.run(
@@ -306,9 +306,7 @@ REMOVALS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", REMOVALS)
-def test_a_running_job_whose_files_are_removed_is_found_asked_and_loses_nothing(
-    desk: Desk, what: str
-) -> None:
+def test_running_job_restores_removed_files(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
     lines = "job.logs(0).splitlines()[-1:], job.logs(1).splitlines()[-1:]"
@@ -379,9 +377,7 @@ def test_a_job_for_whose_files_there_is_no_room_is_refused_and_not_listed(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ending", ["room", "stop"])
-def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives_up(
-    small_disk: Path, desk: Desk, ending: str
-) -> None:
+def test_full_disk_result_waits_for_space_or_discard(small_disk: Path, desk: Desk, ending: str) -> None:
     desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
     kernel = desk.kernel()
     kernel.run(RETURN_MUCH.format(gate=desk.gate), timeout_s=120)
@@ -414,7 +410,7 @@ def test_what_a_full_disk_has_no_room_for_is_kept_until_it_has_or_the_user_gives
 
 
 @pytest.mark.timeout(300)
-def test_attaching_again_takes_nothing_more_and_detaching_gives_all_of_it_back(desk: Desk) -> None:
+def test_reattaching_reuses_and_detaching_frees_resources(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120)
     kernel.wait_until(lambda: len(kernel.run("job.metrics").value) == 10, 60, "both ranks at the gate")
@@ -498,7 +494,7 @@ def use(model):
 
 
 @pytest.mark.timeout(300)
-def test_the_plan_of_a_followed_job_is_that_of_the_process_that_runs_it(desk: Desk) -> None:
+def test_followed_job_has_the_job_process_plan(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LIBRARY_WITH_THREADS.format(str(desk.folder)))
     launch = "notebook_launcher(use, (model,), 2, background=True, detach=True, threads_per_process=3)"
@@ -512,7 +508,7 @@ def test_the_plan_of_a_followed_job_is_that_of_the_process_that_runs_it(desk: De
 
 
 @pytest.mark.timeout(300)
-def test_workers_are_forked_from_the_job_s_own_process_whatever_runs_in_the_kernel(desk: Desk) -> None:
+def test_detached_workers_are_forked_from_the_job_process(desk: Desk) -> None:
     """It is another process that restarts them, too: no fork happens beside other code of the kernel."""
     kernel = desk.kernel()
     kernel.run(IN_A_THREAD + "def parent():\n    return os.getppid()")

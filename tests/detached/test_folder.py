@@ -137,9 +137,7 @@ class Hostile:
         return RAN.append, ("this ran",)
 
 
-def test_nothing_is_read_of_a_folder_that_takes_the_place_of_one_that_was_looked_at(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_folder_is_not_read(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may rename in the folder above: what was checked is what is read, at whichever moment they do."""
     folder = _ended(JobOutcome("done", values={0: 7}))
     hostile = own_folder / "hostile"
@@ -310,12 +308,12 @@ def test_files_that_were_removed_as_a_job_ended_are_not_taken_for_a_kill() -> No
             job.result(10)
 
 
-def test_a_process_that_has_the_number_of_a_job_s_process_is_not_taken_for_it() -> None:
+def test_reused_pid_is_not_the_job_process() -> None:
     with recorded(process=replace(ProcessMark.own(), started=1)):
         assert [one.status for one in nblaunch.jobs()] == ["lost"]
 
 
-def test_a_job_that_another_process_prunes_while_jobs_are_listed_is_left_out(
+def test_job_pruned_during_listing_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("train-3f9a2c", "pruned-4f9a2c"):

@@ -40,9 +40,7 @@ def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
         (RuntimeError("Broken pipe"), True),
     ],
 )
-def test_errors_of_collectives_follow_others_and_those_of_own_connections_do_not(
-    error: Exception, is_consequence: bool
-) -> None:
+def test_only_collective_errors_are_consequences(error: Exception, is_consequence: bool) -> None:
     """An upload at the end of the function fails by itself, though other ranks have returned before."""
     import torch.distributed  # noqa: F401  as in every worker that trains
 

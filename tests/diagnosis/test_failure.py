@@ -118,7 +118,7 @@ def test_stacks_that_were_only_asked_for_are_no_crash(log: JobLog) -> None:
     assert "Its Python stack" not in str(failure_of(died(-9), {1: 41}, log, 0).error)
 
 
-def test_the_end_of_memory_takes_the_place_of_guesses(log: JobLog) -> None:
+def test_memory_evidence_replaces_guesses(log: JobLog) -> None:
     report = died(-9)
     record = MemoryRecord()
     report.host_memory = {

@@ -100,7 +100,7 @@ def test_what_may_take_any_time(
     assert position_of(text).is_long_work == is_long_work
 
 
-def test_an_import_is_one_of_a_library_and_not_what_a_module_of_the_user_does(
+def test_only_library_imports_count_as_importing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nblaunch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/"))
@@ -118,7 +118,7 @@ def test_an_import_is_one_of_a_library_and_not_what_a_module_of_the_user_does(
     assert not position.is_importing
 
 
-def test_the_thread_of_the_function_counts_and_not_the_one_that_was_interrupted() -> None:
+def test_position_uses_the_function_thread() -> None:
     text = dump(("/home/me/other.py", 3, "helper")) + dump(
         ("/home/me/train.py", 14, "train"), BOOTSTRAP, thread="Thread"
     )
@@ -145,7 +145,7 @@ def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
     assert position_of(alone) == position_of(text)
 
 
-def test_what_is_sent_after_the_function_is_distinguished_from_the_function() -> None:
+def test_sending_is_distinguished_from_the_function() -> None:
     text = dump(
         ("/home/me/train.py", 6, "__reduce__"),
         ("/site/nblaunch/wire/pickling/payload.py", 50, "append"),

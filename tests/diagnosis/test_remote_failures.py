@@ -88,9 +88,7 @@ def test_a_lost_node_is_named_where_nothing_else_is_known(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("left_s", [4.0, 5.5])
-def test_a_rank_that_returned_there_before_the_first_error_here_is_the_reason(
-    tmp_path: Path, left_s: float
-) -> None:
+def test_remote_early_return_explains_local_failure(tmp_path: Path, left_s: float) -> None:
     found = failure(RemoteFailures(LABELS, returned={3: Returned(3, left_s)}), tmp_path)
     if left_s < 5.0:
         assert found.sentence.startswith("rank 3 returned from the function while rank 0 still needed it")

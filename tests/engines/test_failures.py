@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-def test_failures_are_those_of_one_machine(notebook: Kernel) -> None:
+def test_failures_match_one_machine(notebook: Kernel) -> None:
     notebook.run(CELL)
     for what, who in CASES:
         local = notebook.run(f"error_of({what!r}, {who}, engine='local', num_nodes=1)").value

@@ -11,9 +11,7 @@ from tests.kernels import Cell, Kernel
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_an_interrupt_reaches_the_ranks_of_all_nodes_and_their_finally_blocks(
-    notebook: Kernel, tmp_path: Path
-) -> None:
+def test_interrupt_runs_finally_on_all_nodes(notebook: Kernel, tmp_path: Path) -> None:
     notebook.run(f"""
 def train():
     try:
@@ -97,9 +95,7 @@ def _load_slowly(notebook: Kernel, folder: Path) -> Cell:
     return cell
 
 
-def test_an_interrupt_ends_the_ranks_of_all_nodes_before_the_same_optimizer_step(
-    notebook: Kernel, tmp_path: Path
-) -> None:
+def test_interrupt_ends_all_nodes_at_one_optimizer_step(notebook: Kernel, tmp_path: Path) -> None:
     notebook.run(f"""
 def train(number):
     dist.init_process_group("gloo")

@@ -93,7 +93,7 @@ def test_the_weights_of_the_last_step_are_kept(shared: Kernel, how: str, moment:
     assert_as_before(shared)
 
 
-def test_the_states_of_optimizers_are_those_of_the_same_step(shared: Kernel) -> None:
+def test_optimizer_states_match_the_interrupted_step(shared: Kernel) -> None:
     shared.run(
         """
 def train_on(model, optimizer):

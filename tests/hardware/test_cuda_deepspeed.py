@@ -66,7 +66,7 @@ def _zero(stage: int, **more: Any) -> DeepSpeedPlugin:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_is_that_of_one_process(stage: int, world_size: int) -> None:
+def test_training_matches_one_process(stage: int, world_size: int) -> None:
     if world_size > BACKEND.device_count():
         pytest.skip("DeepSpeed's ranks talk by NCCL, which joins two GPUs or more")
     (alone,) = ranks.run(_train, 1, None, backend="cuda", timeout_s=TIMEOUT_S)

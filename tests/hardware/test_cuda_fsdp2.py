@@ -42,7 +42,7 @@ def test_one_rank_learns_what_it_learns_unsharded() -> None:
     [({}, "no"), ({"cpu_offload": True}, "no"), ({"activation_checkpointing": True}, "no"), ({}, "bf16")],
     ids=["plain", "offload", "checkpointing", "bf16"],
 )
-def test_training_equals_that_of_one_process(settings: dict[str, Any], precision: str) -> None:
+def test_training_matches_one_process(settings: dict[str, Any], precision: str) -> None:
     (expected,) = ranks.run(_train, 1, None, precision, backend="cuda")
     found = ranks.run(_train, 2, settings, precision, backend="cuda", timeout_s=100)
     tolerance = 1e-3 if precision == "no" else 0.05

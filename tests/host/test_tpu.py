@@ -67,7 +67,7 @@ def test_the_last_of_eight_workers() -> None:
     assert tpu.topology_env(7, 8, is_v7x=True)["TPU_PROCESS_BOUNDS"] == "2,2,1,2"
 
 
-def test_a_living_holder_of_the_lock_is_found_and_a_dead_ones_file_is_not_one(tmp_path: Path) -> None:
+def test_only_living_lock_holder_is_found(tmp_path: Path) -> None:
     lock, proc = tmp_path / "libtpu_lockfile", tmp_path / "proc"
     lock.touch()
     (proc / "7" / "fd").mkdir(parents=True)

@@ -107,7 +107,7 @@ def test_a_process_that_has_ended_has_no_waits() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_full_pipe_is_known_to_be_that_of_the_caller_or_not(is_shared: bool) -> None:
+def test_full_pipe_of_the_caller_is_recognised(is_shared: bool) -> None:
     reading, writing = os.pipe()
     fd = writing if is_shared else "os.pipe()[1]"
     code = f"import os; os.write({fd}, bytes(1 << 20))"
@@ -121,7 +121,7 @@ def test_a_full_pipe_is_known_to_be_that_of_the_caller_or_not(is_shared: bool) -
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_semaphore_between_processes_is_known_to_be_that_of_the_caller_or_not(is_shared: bool) -> None:
+def test_semaphore_of_the_caller_is_recognised(is_shared: bool) -> None:
     context = multiprocessing.get_context("fork")
     semaphore = context.Semaphore(0)
 

@@ -21,7 +21,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 HAS_XLA = "torch_xla==" in PINS
 
 
-def test_the_packages_are_those_of_the_image() -> None:
+def test_packages_match_the_image() -> None:
     python = ".".join(map(str, sys.version_info[:2]))
     assert re.findall(r"^# Python (\S+)$", PINS, re.MULTILINE) == [python]
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", PINS, re.MULTILINE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.kernels import Kernel
 
 
-def test_runs_on_cpu_processes_that_know_each_other_and_raises_their_errors(shared: Kernel) -> None:
+def test_debug_launcher_joins_processes_and_raises_errors(shared: Kernel) -> None:
     cell = shared.run(
         """
 from nblaunch import Accelerator, debug_launcher

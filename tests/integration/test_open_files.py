@@ -85,7 +85,7 @@ def test_a_fresh_process_gets_every_byte_or_the_launch_names_the_file(
             assert outcome == "PayloadError", name
 
 
-def test_processes_of_a_data_loader_read_at_positions_of_their_own(kernel: Kernel, tmp_path: Path) -> None:
+def test_loader_processes_read_at_own_positions(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(
         "import pathlib, torch\n"
         "from nblaunch import notebook_launcher\n"

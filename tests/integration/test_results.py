@@ -361,7 +361,7 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
     assert "args[0]['pair'][1] (Linear), args[0]['whole'] (Sequential) and 1 more: " in note
 
 
-def test_a_result_that_is_kept_keeps_neither_descriptors_nor_the_weights_beside_it(shared: Kernel) -> None:
+def test_kept_result_holds_no_descriptors_or_weights(shared: Kernel) -> None:
     """A sweep collects its losses: a few bytes each, and not a model each, nor a thousand open files."""
     cell = shared.run(
         """
@@ -568,7 +568,7 @@ job = nblaunch.last_job()
     assert "warning" in cell.displays[0].data["text/plain"]
 
 
-def test_weights_that_never_come_are_reported_as_a_hang_and_cost_nothing_else(shared: Kernel) -> None:
+def test_missing_weights_are_reported_as_a_hang(shared: Kernel) -> None:
     cell = shared.run(
         """
 import threading

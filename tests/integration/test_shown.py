@@ -80,7 +80,7 @@ def learn():
 """
 
 
-def test_the_curve_is_the_same_in_every_run_and_display_and_as_long_as_the_training(shared: Kernel) -> None:
+def test_loss_curve_is_reproducible_and_complete(shared: Kernel) -> None:
     shared.run(CURVE)
     charts = []
     for dashboard in ("html", "widgets", "html"):

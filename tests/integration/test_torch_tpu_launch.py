@@ -108,7 +108,7 @@ notebook_launcher(abort, dashboard="none")
     assert "absl::LogMessage" not in cell.raised.text
 
 
-def test_a_kernel_that_has_imported_torch_tpu_may_launch_until_it_takes_the_chips(kernel: Kernel) -> None:
+def test_kernel_with_torch_tpu_can_launch_before_using_chips(kernel: Kernel) -> None:
     """One import serves all workers there too, though torch_tpu has switched its import by torch on for good."""
     kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
     cell = kernel.run(

@@ -31,9 +31,7 @@ def ranks() -> Iterator[Ranks]:
     ranks.debugger.connections.clear()
 
 
-def test_the_others_go_on_although_the_end_arrives_before_the_line_is_sent_to_them(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_continue_if_the_end_arrives_first(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     for worker in ranks.workers:
         worker.send(PROMPT)
     while len(ranks.debugger.prompts) < 2:

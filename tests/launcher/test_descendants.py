@@ -98,7 +98,7 @@ def test_what_was_killed_with_its_group_is_not_named() -> None:
     assert psutil.wait_procs([sleeper], LIMIT_S)[1] == []
 
 
-def test_the_mark_of_a_job_inside_another_takes_the_place_of_the_outer() -> None:
+def test_inner_job_tag_replaces_the_outer() -> None:
     outer, inner = Descendants(), Descendants()
     sleeper = orphan(outer.tag, inner.tag)
     assert outer.end(groups=[]) == []

@@ -114,7 +114,7 @@ def test_so_is_one_where_it_runs_no_threads(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("other", [None, "zähle Gewichte".encode()[:2]])
-def test_threads_beside_it_hide_it_neither_when_they_end_nor_by_their_names(
+def test_other_threads_do_not_hide_a_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bytes | None
 ) -> None:
     """One ends between the listing of the threads and the look at its name; Linux cuts names within a character."""

@@ -42,9 +42,7 @@ def test_folders_of_others_are_not_pruned_whatever_their_names(tmp_path: Path, k
     assert len(left) == len(kept) + 3
 
 
-def test_jobs_of_kernels_that_have_ended_are_pruned_and_of_others_not(
-    tmp_path: Path, keep_three: None
-) -> None:
+def test_only_jobs_of_ended_kernels_are_pruned(tmp_path: Path, keep_three: None) -> None:
     def launch_in_another_process() -> str:
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
@@ -143,7 +141,7 @@ def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: N
         assert len(list(tmp_path.iterdir())) < 3 + 20
 
 
-def test_containers_in_which_a_process_has_the_same_number_share_a_log_folder(
+def test_containers_with_equal_pids_share_a_log_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joblog, "_job_numbers", itertools.repeat(1))

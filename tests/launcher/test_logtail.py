@@ -186,7 +186,7 @@ def test_a_part_that_another_process_has_dropped_is_skipped(tail: LogTail, path:
     assert lines(tail.read()) == ["last"]
 
 
-def test_a_file_that_is_removed_before_it_was_read_for_the_first_time_comes_back(path: Path) -> None:
+def test_unread_removed_log_is_restored(path: Path) -> None:
     path.touch()
     tail = LogTail(0, path, keeps_file=True)
     with path.open("w") as log:  # as its rank has it open

@@ -119,7 +119,7 @@ def test_a_slightly_higher_peak_is_kept_for_the_next_event() -> None:
     assert [event.peak_bytes for event in sampler.sample({0: 1})] == [51 * MB]
 
 
-def test_the_peak_of_all_ranks_together_is_not_the_sum_of_their_peaks() -> None:
+def test_joint_peak_is_not_the_sum_of_peaks() -> None:
     host = Host(cost_s=0.1)
     sampler = host.sampler()
     sampler.sample({0: 1, 1: 2})
@@ -135,7 +135,7 @@ def test_the_peak_of_all_ranks_together_is_not_the_sum_of_their_peaks() -> None:
     ]
 
 
-def test_each_command_of_a_session_has_a_peak_of_its_own() -> None:
+def test_each_command_has_its_own_peak() -> None:
     host = Host()
     sampler = host.sampler()
     host.own[1] += 4000 * MB

@@ -256,7 +256,7 @@ def test_an_extra_state_comes_back_in_any_form(seen: Any, trained: Any) -> None:
     assert model[0].weight.item() == 1.0
 
 
-def test_a_quantised_model_is_loaded_without_the_weights_that_do_not_travel() -> None:
+def test_quantised_model_loads_without_frozen_weights() -> None:
     model = Adapted()
     sent = {name: value for name, value in model.state_dict().items() if name.startswith("lora_")}
     load_into(model, 0, {name: torch.ones_like(value) for name, value in sent.items()})

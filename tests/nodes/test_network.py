@@ -19,7 +19,7 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_addresses_are_those_of_the_interfaces() -> None:
+def test_addresses_come_from_interfaces() -> None:
     known = list(network.interface_addresses())
     assert {name for name, _ in known} <= {name for _, name in socket.if_nameindex()}
     assert "127.0.0.1" in [address for _, address in known]

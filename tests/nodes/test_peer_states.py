@@ -121,7 +121,7 @@ def test_the_end_of_an_epoch_is_emitted_once_however_often_it_is_sent() -> None:
     assert others.update([last], 101.0)[0] == [of_another_training]
 
 
-def test_memory_of_ranks_is_emitted_whenever_it_was_sampled_anew_and_before_their_end() -> None:
+def test_peer_memory_is_emitted_per_sample_and_before_exit() -> None:
     others = peers()
     first, second, of_another = (
         HostMemory(2, 1.0, 10**8),
@@ -171,7 +171,7 @@ def test_strangers_are_ignored() -> None:
     assert not others.must_end
 
 
-def test_readings_of_others_take_their_places_and_are_no_news_while_they_stay_the_same() -> None:
+def test_unchanged_peer_readings_are_not_news() -> None:
     others = peers()
     sent = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)  # by the clock of that machine
     own = [SlotReading(rank=rank, step=1) for rank in range(5)]

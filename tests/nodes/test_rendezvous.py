@@ -64,7 +64,7 @@ def test_the_node_that_hosts_the_store_gives_it_an_open_socket(
     assert store.get("key") == b"value"
 
 
-def test_nodes_meet_by_their_ranks_and_what_one_round_has_stored_is_not_in_the_next() -> None:
+def test_static_rounds_order_nodes_and_share_no_values() -> None:
     store = HashStore()
     pair = handler(store, 0), handler(store, 1)
     first = meet(*pair)
@@ -146,7 +146,7 @@ class Interrupted(HashStore):
             meanwhile()
 
 
-def test_a_node_that_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round() -> None:
+def test_late_node_joins_the_visible_round() -> None:
     store = Interrupted("add", "/round/2/arrivals")
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     rounds: list[int] = []
@@ -155,7 +155,7 @@ def test_a_node_that_comes_when_an_arrival_can_be_seen_arrives_in_the_same_round
     assert rounds == [2]
 
 
-def test_a_node_that_is_slow_to_arrive_in_a_round_leads_no_other_back_to_it() -> None:
+def test_slow_node_does_not_reopen_a_round() -> None:
     store = Interrupted("compare_set", "/round/1/0")
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     store.meanwhile = lambda: handler(store, 1, num_nodes=3, id="alive")._arrive()
@@ -250,7 +250,7 @@ class Crowd:
         return requests / seconds / num_nodes, read / seconds / num_nodes, num_bytes / seconds
 
 
-def test_the_traffic_of_heartbeats_grows_with_the_nodes_and_not_with_their_square() -> None:
+def test_heartbeat_traffic_grows_linearly() -> None:
     requests_8, read_8, bytes_8 = Crowd(8).per_second()
     requests_64, read_64, bytes_64 = Crowd(64).per_second()
     assert requests_8 == requests_64 == 10
@@ -312,7 +312,7 @@ class Witness:
         return unpickled.append, ("this ran",)
 
 
-def test_what_other_processes_put_in_place_of_heartbeats_is_named_once_and_ignored() -> None:
+def test_foreign_heartbeats_are_named_once_and_ignored() -> None:
     store = HashStore()
     warnings: list[str] = []
     own = HeartbeatStore(store, "job", "a", warnings.append)

@@ -169,7 +169,7 @@ def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
     [(1, signal.SIGUSR1), (1, signal.SIGTERM), (0, signal.SIGUSR1)],
     ids=["stop", "SIGTERM", "stop of the first"],
 )
-def test_ranks_stop_together_though_those_of_the_first_machine_have_returned(
+def test_ranks_stop_together_after_first_machine_returned(
     pair: Pair, static: Settings, tmp_path: Path, asked: int, signum: signal.Signals
 ) -> None:
     request = tmp_path / "return"
@@ -279,7 +279,7 @@ def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settin
 
 
 @pytest.mark.parametrize("is_whole_on_each", [True, False])
-def test_an_interrupt_keeps_the_weights_of_the_last_step_where_a_machine_has_all_of_them(
+def test_interrupt_keeps_weights_if_a_machine_holds_all(
     pair: Pair, static: Settings, is_whole_on_each: bool
 ) -> None:
     launches = [
@@ -335,7 +335,7 @@ def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneve
     assert uneven[1].result(SOON_S)["error"] == "NodeLost"
 
 
-def test_a_machine_whose_ranks_have_returned_does_not_wait_for_one_that_died(uneven: list[Launch]) -> None:
+def test_returned_machine_does_not_wait_for_a_dead_one(uneven: list[Launch]) -> None:
     uneven[1].kill(whole_machine=True)
     assert uneven[0].result(SOON_S)["value"] == [10]
 

@@ -94,7 +94,7 @@ def raised(cell: Any) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_quickstart_learns_the_same_on_any_number_of_processes_and_says_so(tmp_path: Path) -> None:
+def test_quickstart_result_is_independent_of_processes(tmp_path: Path) -> None:
     """The batches of all processes together are the same, so training is the same, to rounding.
 
     On as many as there are cores it is executed above. Adam lets rounding errors grow over many steps, differently on

@@ -127,7 +127,7 @@ def test_a_loss_that_could_not_be_added_keeps_no_others_from_being_shown() -> No
     assert slot.read(0).losses.points() == ((1.0, 1.0),)
 
 
-def test_losses_of_any_shape_and_type_are_added_and_what_is_no_number_is_left_out() -> None:
+def test_numeric_losses_of_any_form_are_added() -> None:
     numbers = [
         torch.tensor(1.0),
         torch.ones(1, dtype=torch.float64),
@@ -154,7 +154,7 @@ def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
     assert slot.read(0).losses.means == (4.0, 2.0)
 
 
-def test_means_of_epochs_are_those_of_their_own_losses() -> None:
+def test_epoch_means_use_their_own_losses() -> None:
     slot = private_slot()
     report, losses = LossReport(slot, BACKEND), [float(step) for step in range(200)]
     ends, means = (1, 70, 71, 199, 200), []
@@ -170,7 +170,7 @@ def test_means_of_epochs_are_those_of_their_own_losses() -> None:
     assert report.take_mean() is None
 
 
-def test_the_mean_of_an_epoch_after_one_that_was_not_finite_is_unknown_or_finite() -> None:
+def test_epoch_mean_recovers_after_nonfinite_epoch() -> None:
     slot = private_slot()
     report, means = LossReport(slot, BACKEND), []
     for epoch in range(3):

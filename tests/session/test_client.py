@@ -68,7 +68,7 @@ def ranks() -> Iterator[Ranks]:
         ends.clear()  # which closes them
 
 
-def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks: Ranks) -> None:
+def test_lost_reply_file_affects_only_its_rank(ranks: Ranks) -> None:
     fd = create_memory_file("outbox")
     send_reply(ranks.workers[0], Reply.of_value(0, [1], fd), fd)
     ranks.workers[1].send(Reply(value=1))
@@ -82,7 +82,7 @@ def test_a_reply_whose_file_finds_no_descriptor_is_that_of_its_rank_alone(ranks:
     assert ranks.values() == [2, 2]
 
 
-def test_a_default_timeout_of_the_user_s_sockets_does_not_hold_for_connections() -> None:
+def test_default_socket_timeout_is_ignored() -> None:
     socket.setdefaulttimeout(10.0)
     try:
         kernel, fd = connect()
@@ -96,9 +96,7 @@ def test_a_default_timeout_of_the_user_s_sockets_does_not_hold_for_connections()
         socket.setdefaulttimeout(None)
 
 
-def test_replies_to_a_command_that_an_error_in_the_kernel_has_ended_are_not_those_to_the_next(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_replies_do_not_answer_the_next_command(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise ZeroDivisionError
 
@@ -200,7 +198,7 @@ def test_the_rows_of_a_long_command_show_what_came_before_them(monkeypatch: pyte
     assert rows.events == [*early, EpochEnded(0, 2.0, 2, 0.8, 2.0)]
 
 
-def test_a_rank_that_has_not_begun_a_command_does_not_show_the_progress_of_the_one_before() -> None:
+def test_new_command_hides_old_progress() -> None:
     of_session, shown = SessionOutput(), _Shown()
     idle, begun = SlotReading(0, step=120, num_progress_signs=7), SlotReading(1, step=1, num_progress_signs=8)
     with of_session.shown_by([shown], signs_before={0: 7, 1: 7}):  # type: ignore[list-item]

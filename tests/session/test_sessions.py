@@ -154,7 +154,7 @@ def test_errors_show_the_lines_of_their_commands(shared: Kernel) -> None:
     assert "----> 1 fail()" in cell.error.text
 
 
-def test_ranks_that_can_not_be_forked_have_no_variables_and_the_cell_says_why(shared: Kernel) -> None:
+def test_unforked_ranks_start_without_variables(shared: Kernel) -> None:
     shared.run("session.execute('torch.distributed.barrier()')")
     cell = shared.run("with Session(1) as other: 'base' in other.execute('dir()')[0]")
     assert "not have the variables of the notebook" in cell.stdout
@@ -280,7 +280,7 @@ def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(tmp_path: 
     assert _output_of(ONE_HAS_TORCH, tmp_path).splitlines()[-1] == "{True}"
 
 
-def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(shared: Kernel) -> None:
+def test_waiting_ranks_are_freed_after_torch_failure(shared: Kernel) -> None:
     # torch's own frames, which refer to the group, are in the traceback that is kept for the debugger.
     shared.run(
         "rank = 'torch.distributed.get_rank()'\n"
@@ -291,7 +291,7 @@ def test_ranks_in_a_collective_are_freed_when_it_fails_on_another_inside_torch(s
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
-def test_ranks_in_a_collective_are_freed_though_a_model_refers_to_the_group(shared: Kernel) -> None:
+def test_waiting_ranks_are_freed_despite_group_references(shared: Kernel) -> None:
     shared.run(
         """
 session.execute('''
@@ -307,7 +307,7 @@ waits = "if os.environ['RANK'] == '1': raise ValueError('no such batch')\\ntorch
     assert shared.run("set(session.execute('wrapped(torch.ones(1, 2)).shape[0]').values())").value == {1}
 
 
-def test_an_interrupt_ends_a_collective_that_other_ranks_were_not_asked_to_enter(shared: Kernel) -> None:
+def test_interrupt_ends_a_collective_of_some_ranks(shared: Kernel) -> None:
     shared.run("session.execute('torch.distributed.barrier()')")  # all ranks join the process group
     waits = "print('begun'); torch.distributed.barrier()"
     cell = shared.submit(f"session.ranks(0).execute({waits!r})").wait_for_text("begun")
@@ -350,7 +350,7 @@ def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
     assert cell.value == "Unpicklable"
 
 
-def test_values_of_classes_derived_from_numbers_and_texts_arrive_or_are_named(shared: Kernel) -> None:
+def test_values_of_derived_classes_arrive_or_are_named(shared: Kernel) -> None:
     shared.run(
         """
 session.execute('''
@@ -596,7 +596,7 @@ session.put(learn=learn)
     assert "4.7500" not in str(cell.displays[0].data)
 
 
-def test_an_exit_ends_the_command_alone_by_code_0_well_and_by_another_as_an_error(shared: Kernel) -> None:
+def test_sys_exit_ends_only_the_command(shared: Kernel) -> None:
     shared.run(
         """
 import sys
@@ -648,7 +648,7 @@ def train_with_it():
 COUNT = "import gc; gc.collect(); sum(type(one).__name__ == 'AdamW' for one in gc.get_objects())"
 
 
-def test_what_calls_prepare_with_an_accelerator_of_the_notebook_goes_with_them(shared: Kernel) -> None:
+def test_session_calls_keep_prepared_objects(shared: Kernel) -> None:
     shared.run(OF_THE_CELL)
     for _ in range(3):
         shared.run("session.run(train_with_it)")
@@ -838,5 +838,5 @@ if __name__ == "__main__":
 """
 
 
-def test_closed_sessions_leave_no_descriptors_until_python_collects_garbage(tmp_path: Path) -> None:
+def test_closed_sessions_leave_no_descriptors(tmp_path: Path) -> None:
     assert _output_of(OPENS_AND_CLOSES, tmp_path).split()[-1] == "0"

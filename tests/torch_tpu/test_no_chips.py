@@ -133,7 +133,7 @@ def hardware() -> Any:
 
 
 @pytest.mark.parametrize("kind", MESHES)
-def test_meshes_are_those_of_torch_tpu(hardware: Any, kind: str) -> None:
+def test_meshes_match_torch_tpu(hardware: Any, kind: str) -> None:
     (device,) = (one for one, name in tpu._CHIPS.items() if name == kind)
     assert dict(hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID[device]) == dict(MESHES[kind])
 

@@ -161,7 +161,7 @@ def test_a_signal_handler_sends_while_the_thread_that_it_interrupts_does(
     assert [event.text for event in got if isinstance(event, Note)] == ["handled", LARGE]
 
 
-def test_a_signal_handler_that_raises_costs_no_event_but_the_one_that_it_cuts(
+def test_raising_signal_handler_loses_only_one_event(
     pipe: tuple[EventReceiver, EventSender],
 ) -> None:
     receiver, sender = pipe

@@ -108,7 +108,7 @@ def test_splits_of_the_last_all_to_all() -> None:
     assert reader.read().splits == Splits(1, (1, 2, 3, 4), (4, 3, 2, 1))
 
 
-def test_a_child_of_the_rank_writes_to_memory_of_its_own() -> None:
+def test_child_of_a_rank_writes_to_own_memory() -> None:
     writer, reader, group = both()
     writer.put(site_of(group), 1)
     writer.detach()

@@ -194,7 +194,7 @@ def test_a_shutdown_of_logging_in_the_function_is_for_the_workers_handlers(
         "import gc; globals().pop('folder'); gc.collect()",
     ],
 )
-def test_those_of_the_kernel_stay_the_kernels(kernel: Kernel, tmp_path: Path, ending: str) -> None:
+def test_kernel_objects_stay_with_the_kernel(kernel: Kernel, tmp_path: Path, ending: str) -> None:
     kernel.run(KEEPING)
     folder = kernel.run(f"keep({str(tmp_path / 'log')!r})").value
     kernel.run(f"notebook_launcher(do, ({ending!r},), 2)")

@@ -124,7 +124,7 @@ def test_the_function_may_take_its_handler_out(child_handler: ChildHandler) -> N
         end_child()
 
 
-def test_a_death_at_the_end_of_the_function_is_raised_once_and_the_handler_kept(
+def test_child_death_at_function_end_is_raised_once(
     child_handler: ChildHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = signal.signal

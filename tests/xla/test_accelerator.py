@@ -34,7 +34,7 @@ def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel) -> None:
 
 
 @pytest.mark.parametrize("moved", ["", ".to(accelerator.device)"])
-def test_models_that_differ_become_that_of_rank_0(shared: Kernel, moved: str) -> None:
+def test_different_models_become_rank_0s_model(shared: Kernel, moved: str) -> None:
     found = run(
         shared,
         f"""
@@ -51,7 +51,7 @@ return before, own[0].weight.sum().item(), str(own[0].weight.device)
     assert device == "xla:0"
 
 
-def test_a_model_that_is_not_to_be_moved_stays_and_becomes_that_of_rank_0(shared: Kernel) -> None:
+def test_unmoved_model_gets_rank_0_weights(shared: Kernel) -> None:
     found = run(
         shared,
         """

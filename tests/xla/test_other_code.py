@@ -65,7 +65,7 @@ def test_the_worlds_that_workers_see_work(shared: Kernel, used: str) -> None:
     assert "tensors on the XLA device" not in cell.stdout
 
 
-def test_worlds_of_one_process_have_stores_of_their_own(shared: Kernel) -> None:
+def test_single_process_worlds_have_own_stores(shared: Kernel) -> None:
     """In a common one torch's barrier counts the others' ranks, and may wait for ever for the number that it wants."""
     shared.run(
         f"""

@@ -30,7 +30,7 @@ def test_the_report_has_torch_xla() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_training_is_that_of_a_single_process() -> None:
+def test_training_matches_a_single_process() -> None:
     shown = run("test", "--num_processes", "2", "--only", "gradients", "checkpoint")
     assert shown.startswith("2 processes on xla (gloo)")
     assert "all passed" in shown

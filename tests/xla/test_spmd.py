@@ -67,7 +67,7 @@ spmd[:2], is_initialised()
     assert not is_initialised
 
 
-def test_the_kernel_itself_drives_all_devices_where_the_function_runs_in_it(start_xla: StartKernel) -> None:
+def test_inline_kernel_drives_all_devices(start_xla: StartKernel) -> None:
     kernel = start_xla(CPU_NUM_DEVICES="2")
     kernel.run(TRAIN)
     call = "notebook_launcher(train, (build(),), engine='inline', strategy='spmd')[:2]"

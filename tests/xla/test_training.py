@@ -109,7 +109,7 @@ same = max(difference(weights[0], other) for other in weights[1:])
     assert device == "CPU"
 
 
-def test_the_weights_are_those_of_plain_pytorch(trained: Kernel) -> None:
+def test_weights_match_plain_pytorch(trained: Kernel) -> None:
     """Run Accelerate in a process of its own: its backward() would change how this kernel's workers start."""
     cell = trained.run(
         """
@@ -207,7 +207,7 @@ def test_one_worker_still_runs(digits: Kernel) -> None:
     assert cell.value == ("xla:0", 1, 360)
 
 
-def test_the_workers_share_a_start_method_where_the_kernel_cannot_be_forked(digits: Kernel) -> None:
+def test_workers_share_a_start_method_without_fork(digits: Kernel) -> None:
     cell = digits.run(
         'notebook_launcher(train, (build(), 1), num_processes=2, start_method="spawn")[:3]', timeout_s=80
     )

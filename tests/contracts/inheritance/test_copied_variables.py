@@ -60,7 +60,7 @@ def test_a_generator_is_copied_by_a_fork_alone(shared: Kernel, start_method: str
     assert "numbers (TypeError: cannot pickle 'generator' object)" in error.value
 
 
-def test_iterators_of_loaders_and_arguments_count_and_those_of_one_rank_do_not(shared: Kernel) -> None:
+def test_copied_iterators_are_named_on_several_ranks(shared: Kernel) -> None:
     assert "batches: " in "".join(launch(shared, "def function(): return int(next(batches))", "fork"))
     listed = "items = iter([1, 2, 3])\ndef function(): return next(items)"
     assert "items: " in "".join(launch(shared, listed, "fork"))

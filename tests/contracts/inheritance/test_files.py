@@ -251,9 +251,7 @@ def test_what_c_streams_of_the_kernel_hold_for_a_pipe_is_written_once(kernel: Ke
     assert cell.value == [b"rank", b"rank", b"kernel"]
 
 
-def test_processes_of_a_loader_have_positions_in_files_that_the_function_opens(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_loader_processes_have_own_positions(kernel: Kernel, tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(bytes(100))
     kernel.run(
         "import os, torch, nblaunch\n"

@@ -23,7 +23,7 @@ def launch(kernel: Kernel, function: str, start_method: str, raises: str | None 
 
 
 @contract("thread pools")
-def test_an_executor_that_has_run_tasks_runs_those_of_a_worker(kernel: Kernel, start_method: str) -> None:
+def test_used_executor_runs_tasks_in_a_worker(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -36,9 +36,7 @@ def test_an_executor_that_has_run_tasks_runs_those_of_a_worker(kernel: Kernel, s
 
 
 @contract("thread pools")
-def test_a_thread_pool_of_multiprocessing_works_by_fork_and_is_refused_otherwise(
-    kernel: Kernel, start_method: str
-) -> None:
+def test_multiprocessing_thread_pool_forks_or_is_refused(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         "from multiprocessing.pool import ThreadPool\n"
@@ -67,9 +65,7 @@ def test_an_executor_with_processes_starts_its_own_in_a_worker(kernel: Kernel, s
 
 
 @contract("process pools")
-def test_a_pool_of_multiprocessing_starts_its_own_processes_by_fork_and_is_refused_otherwise(
-    kernel: Kernel, start_method: str
-) -> None:
+def test_multiprocessing_pool_restarts_after_fork_or_is_refused(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, nblaunch, multiprocessing\n"
         "pool = multiprocessing.Pool(1)\n"
