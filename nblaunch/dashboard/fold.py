@@ -321,7 +321,7 @@ def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
     if not 0 <= event.rank < len(view.ranks):
         return view
     rank = view.ranks[event.rank]
-    # Numbers that do not rise belong to another training of the same function.
+    # Epoch numbers that do not increase belong to another training of the same function.
     training = rank.training + (event.epoch <= rank.ended_epoch)
     view = _with_rank(view, replace(rank, training=training, ended_epoch=event.epoch))
     epoch = view.epochs.get((training, event.epoch), EpochView())

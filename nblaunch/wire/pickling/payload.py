@@ -5,7 +5,7 @@
     then       tensors on the CPU and NumPy arrays, as blocks that preserve their overlap in memory (``blocks.py``)
     then       two pickles: descriptions of tensors and arrays; the value (cloudpickle: functions and classes of
                ``__main__`` by value). Then the table of buffers
-    then       if the file has a name, the signature of header, pickles and table, which are all that can run code
+    then       if the file has a name, the signature of header, pickles and table, the only parts that can run code
     then       the next value of the file, if there is one: its header, and so on
 
 No data passes through a pipe, so no process waits for another. The reader either builds objects on the file's pages,
