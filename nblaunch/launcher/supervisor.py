@@ -587,13 +587,11 @@ class Supervisor:
         report = self._report
         locations = report.value_locations
         return {
-            assignment.rank: self._read_outbox(
-                assignment.outbox_fd,
-                locations[assignment.rank],
-                report.sent_states.get(assignment.rank, {}),
+            worker.rank: self._read_outbox(
+                worker.outbox_fd, locations[worker.rank], report.sent_states.get(worker.rank, {})
             )
-            for assignment in self._running.assignments
-            if assignment.outbox_fd >= 0 and assignment.rank in locations
+            for worker in self._running.assignments
+            if worker.outbox_fd >= 0 and worker.rank in locations
         }
 
 
