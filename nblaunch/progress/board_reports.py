@@ -441,7 +441,7 @@ class LossReport:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
         total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
         self._epoch_total, self._epoch_count = 0.0, 0
-        # The growth of the last bin's sum tells what the next epoch adds.
+        # The growth of the last bin's sum is the contribution of the next epoch.
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
