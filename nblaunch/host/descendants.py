@@ -71,18 +71,18 @@ class Descendants:
 
     def _candidates(self) -> list[int]:
         """Return process ids to check; for a short job, only ids since its start, because the system counts up."""
-        given = self._given()
+        new_pids = self._new_pids()
         # Listing all processes takes much longer. (The list omits threads, but the ids of threads may have a tag here.)
-        if given is not None and len(given) <= _FEW and not any(map(self._is_tagged, given)):
+        if new_pids is not None and len(new_pids) <= _FEW and not any(map(self._is_tagged, new_pids)):
             return []
         try:
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         except OSError:  # no such folder on this system
             return []
-        given = self._given()  # after the list, because a listed process could be newer otherwise
-        return pids if given is None else [pid for pid in pids if pid in given]
+        new_pids = self._new_pids()  # after the list, because a listed process could be newer otherwise
+        return pids if new_pids is None else [pid for pid in pids if pid in new_pids]
 
-    def _given(self) -> range | None:
+    def _new_pids(self) -> range | None:
         """Return the ids of processes and threads since the start; None if they are not known for certain."""
         newest = _newest_pid()
         if time.monotonic() - self._began_s >= _SHORT_S or newest < self._newest_before:

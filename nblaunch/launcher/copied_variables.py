@@ -35,12 +35,12 @@ _SAME_VALUES = (
     "the same values. For a different part on each rank, create it inside the function from the rank"
 )
 _LOST = (
-    "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. What ranks write to "
-    "{name} damages the file: open a file inside the function, one for each rank"
+    "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. Writes of "
+    "ranks damage the file: open a file inside the function, one for each rank"
 )
 _NOT_IN_FILE = (
-    "{name} maps {file} for writing, and workers of start_method={method!r} get a copy of its numbers: what they write "
-    "to {name} never reaches the file. Open the map inside the function"
+    "{name} maps {file} for writing, and workers of start_method={method!r} get a copy of its numbers. Their "
+    "changes to {name} never reach the file: open the map inside the function"
 )
 
 

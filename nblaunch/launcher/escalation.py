@@ -36,7 +36,7 @@ that will never end, and no ``finally`` of theirs is running."""
 
 
 Steps = tuple[tuple[float, int], ...]
-"""Pairs of seconds since the beginning and signal, in order."""
+"""(seconds since the beginning, signal) pairs, in order."""
 
 
 @dataclass

@@ -174,8 +174,8 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
     named = ", ".join(f"{where} ({type(module).__name__})" for where, module in modules.items())
     verb, them = ("was", "it") if len(modules) == 1 else ("were", "them")
     return (
-        f"{named} of the notebook {verb} used by {name} without being in args: what workers changed in {them} is gone "
-        f"with them. For trained weights pass {them} as an argument, as in "
+        f"{named} of the notebook {verb} used by {name} without being in args, so the workers' changes to {them} are "
+        f"lost. To get trained weights, pass {them} as an argument, as in "
         f"notebook_launcher({name.rpartition('.')[2]}, (model,))"
     )
 
