@@ -56,7 +56,7 @@ def start(program: str, *args: str) -> tuple[subprocess.Popen[str], int]:
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit"])
-def test_what_was_started_ends_with_who_started_it(end: str) -> None:
+def test_child_ends_with_its_starter(end: str) -> None:
     starter, pidfd = start(STARTER.format(WAITS, WAIT if end != "exit" else "os._exit(0)"))
     with starter:
         if end != "exit":

@@ -34,7 +34,7 @@ def test_no_test_fails_because_the_machine_is_busy() -> None:
     )
 
 
-def test_what_benchmarks_import_inside_functions_exists() -> None:
+def test_benchmark_imports_exist() -> None:
     """No test runs them, and most of their functions run in a kernel."""
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"

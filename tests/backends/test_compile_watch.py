@@ -75,7 +75,7 @@ def test_a_new_shape_is_reported_once_with_the_usual_one() -> None:
     )
 
 
-def test_what_is_compiled_anew_again_and_again_is_another_cause() -> None:
+def test_repeated_compilation_of_one_shape_is_reported() -> None:
     device = Device()
     for number in range(40):
         device.step("training", (32, 4), int(number % 3 == 0), 3.0 * (number % 3 == 0))
@@ -125,7 +125,7 @@ def test_a_value_that_is_read_in_every_step_is_named_once() -> None:
     assert note.startswith("every step reads a value from the device")
 
 
-def test_what_is_read_now_and_then_or_between_loops_is_nothing_to_report() -> None:
+def test_occasional_reads_are_not_reported() -> None:
     device = Device()
     for epoch in range(3):
         for number in range(6):
@@ -136,7 +136,7 @@ def test_what_is_read_now_and_then_or_between_loops_is_nothing_to_report() -> No
     assert note == "training: 2 graphs compiled in 0.0 s, for batches of 4"
 
 
-def test_what_is_read_after_a_break_is_no_steps() -> None:
+def test_reads_after_a_break_are_not_steps() -> None:
     device = Device()
     for epoch in range(4):
         for number in range(4):
@@ -156,7 +156,7 @@ def test_a_few_steps_with_graphs_of_their_own_are_nothing_to_report() -> None:
     assert device.facts == {"compilations": "4 graphs compiled in 4.0 s"}
 
 
-def test_what_was_counted_before_the_watch_began_is_not_reported() -> None:
+def test_counts_before_the_watch_are_not_reported() -> None:
     notes: list[str] = []
     counters = Counters(7, 9.0, {"aten::linalg_eig": 3})
     facts: dict[str, str] = {}

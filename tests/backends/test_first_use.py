@@ -185,7 +185,7 @@ def test_a_way_to_count_that_the_user_chose_is_left_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("default", "wanted"), [("CPU", ""), ("TPU", "CPU"), ("", "CPU")])
-def test_what_torch_xlas_import_has_set_is_no_wish(
+def test_import_side_effects_are_not_user_choices(
     monkeypatch: pytest.MonkeyPatch, default: str, wanted: str
 ) -> None:
     monkeypatch.setattr(first_use, "_default_of_torch_xla", default)
@@ -206,7 +206,7 @@ def test_what_torch_xlas_import_has_set_is_no_wish(
         (["# torch_xla.device()"], ""),
     ],
 )
-def test_what_may_not_have_run_in_its_cell_is_not_named(cells: list[str], found: str) -> None:
+def test_lines_that_may_not_have_run_are_not_named(cells: list[str], found: str) -> None:
     guess = first_use.first_match(cells)
     assert found in guess
     assert bool(found) == bool(guess)

@@ -136,7 +136,7 @@ def test_an_error_that_follows_from_one_of_these_is_explained_by_it() -> None:
     assert "out of range" in explain(error)[0]
 
 
-def test_what_is_explained_is_the_cause_and_travels_as_itself() -> None:
+def test_explained_gpu_errors_are_causes() -> None:
     """NCCL's errors mostly report that another rank is gone; these report this one."""
     duplicate = nccl(
         "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on"

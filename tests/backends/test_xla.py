@@ -142,7 +142,7 @@ def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) 
     assert 'pip install "nblaunch[tpu]"' in reported
 
 
-def test_what_is_wrong_with_torch_tpu_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_tpu_problem_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     install(monkeypatch, "torch_tpu")
     assert BACKEND.overlooked() is None

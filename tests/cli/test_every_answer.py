@@ -200,7 +200,7 @@ def test_every_pair_of_answers_on_this_machine_is_launched() -> None:
         assert facts == expected(plan), plan
 
 
-def test_what_is_asked_of_several_machines_goes_with_every_training() -> None:
+def test_machine_questions_do_not_change_training_questions() -> None:
     here = [without(plan, "machines") for plan in walk("here", 2)]
     several = list(walk("several", 1, rdzv_endpoint="127.0.0.1:29400"))
     assert {plan["rdzv_backend"] for plan in several} == {"static", "c10d"}

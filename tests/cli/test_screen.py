@@ -74,7 +74,7 @@ def test_a_table_after_half_a_line_begins_on_its_own(terminal: Terminal) -> None
     assert terminal.shown == ["half", "table 2", "next cell", "half again", "another", ""]
 
 
-def test_what_does_not_fit_is_cut_while_it_moves_and_whole_at_the_end(terminal: Terminal) -> None:
+def test_live_lines_are_cut_and_final_lines_are_whole(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     rows = [f"{rank:2} " + "x" * 30 for rank in range(12)]
     screen.table("nblaunch-1", "\n".join(rows))

@@ -54,7 +54,7 @@ def test_a_script_finds_what_it_would_find_under_python() -> None:
     assert facts_of(ended, 1) == expected
 
 
-def test_what_a_script_writes_to_a_file_that_it_leaves_open_is_there() -> None:
+def test_files_left_open_by_a_script_are_flushed() -> None:
     name = script("out = open('out.txt', 'w')\nprint('written', file=out)")
     assert launch("--num_processes", "1", name).code == 0
     assert Path("out.txt").read_text() == "written\n"

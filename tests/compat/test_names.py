@@ -109,7 +109,7 @@ def test_every_name_is_found_where_the_reference_has_it() -> None:
             assert not lost, path
 
 
-def test_what_comes_through_an_alias_is_pickled_by_its_home() -> None:
+def test_aliased_names_are_pickled_by_home() -> None:
     operations = importlib.import_module("nblaunch.utils.operations")
     assert b"nblaunch.utils" not in pickle.dumps(operations.gather)
 

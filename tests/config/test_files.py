@@ -34,7 +34,7 @@ def of_accelerate(folder: Path, **values: Any) -> Path:
     return path
 
 
-def test_what_is_written_reads_the_same_with_a_comment_for_each(tmp_path: Path) -> None:
+def test_written_settings_read_back_with_comments(tmp_path: Path) -> None:
     values = {"num_processes": 4, "mixed_precision": "no", "strategy": "fsdp", "fsdp_offload_params": True,
               "num_machines": "1:2", "rdzv_conf": {"timeout": 30}, "log_line_prefix_template": "[$rank]"}  # fmt: skip
     path = tmp_path / "new" / "folder" / "config.yaml"
@@ -269,7 +269,7 @@ def test_an_old_file_of_accelerate_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ipex", ["{}", "{ipex: false, use_xpu: false}", "{ipex: true}"])
-def test_what_older_questionnaires_wrote_for_cpus_is_read(tmp_path: Path, ipex: str) -> None:
+def test_old_cpu_config_files_are_read(tmp_path: Path, ipex: str) -> None:
     layer = files.read(
         written(tmp_path, f"distributed_type: MULTI_CPU\nnum_processes: 2\nipex_config: {ipex}\n")
     )

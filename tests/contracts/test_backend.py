@@ -151,7 +151,7 @@ def test_it_is_concrete(backend: Backend) -> None:
     assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"
 
 
-def test_what_it_reports_from_outside_is_plain_and_leaves_nothing_open(backend: Backend) -> None:
+def test_outside_report_is_plain_and_leaves_nothing_open(backend: Backend) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     meter = backend.open_meter()
     assert all(share is None or 0 <= share <= 1 for share in meter.read())

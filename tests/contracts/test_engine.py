@@ -174,7 +174,7 @@ except helpers.Odd as error:
     assert notebook.run("nblaunch.last_job().status").value == "failed"
 
 
-def test_what_the_engine_cannot_give_is_refused_in_words(notebook: Kernel, subject: Subject) -> None:
+def test_unavailable_engine_resources_are_explained(notebook: Kernel, subject: Subject) -> None:
     notebook.run("""
 def text_of(call):
     try:

@@ -188,6 +188,6 @@ def test_missing_strategy_features_do_nothing_or_raise() -> None:
     assert [one.filename for one in caught] == [__file__]
 
 
-def test_what_is_no_plugin_is_refused_with_what_to_pass() -> None:
+def test_non_plugins_are_rejected_with_advice() -> None:
     with pytest.raises(ValueError, match=r"strategy=<class .*ToyPlugin'> is unknown.*strategy=plugin"):
         Accelerator(strategy=ToyPlugin)  # type: ignore[arg-type]

@@ -248,7 +248,7 @@ def prints(rank: int, *lines: str, after_s: float = 0.0) -> LogLines:
     return LogLines(rank, START_S + after_s, lines=lines)
 
 
-def test_what_several_ranks_print_alike_is_shown_once() -> None:
+def test_equal_lines_of_ranks_are_shown_once() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, merges_equal=True)
     warned = [prints(rank, "deprecated", f"loss {rank}", "saved") for rank in range(4)]

@@ -120,7 +120,7 @@ def in_step(busy_s: Sequence[float], step_s: float = 0.1) -> JobView:
     return view
 
 
-def test_the_slow_one_of_ranks_in_step_is_the_one_that_computes_longest() -> None:
+def test_lockstep_straggler_computes_longest() -> None:
     view = in_step([0.05, 0.05, 0.09, 0.05])
     assert [rank.steps_per_s for rank in view.ranks] == pytest.approx([10] * 4)
     (notice,) = notices(view)
@@ -154,7 +154,7 @@ def test_a_slightly_slow_rank_is_named_once_it_was_so_for_the_whole_window() -> 
     assert texts(in_step(busy_s))[0].startswith("rank 2: 1.4 times slower than the others (70 against 50 ms")
 
 
-def test_what_costs_the_others_nothing_is_not_slow() -> None:
+def test_slowness_without_waits_is_not_reported() -> None:
     assert notices(in_step([0.004, 0.004, 0.009])) == ()
     assert notices(in_step([0.09, 0.09, 0.09])) == ()
 
@@ -208,7 +208,7 @@ def test_notice_shows_positions_after_an_interrupt() -> None:
     assert [notice.text for notice in notices(over)] == ["no progress for 60 s:"]
 
 
-def test_a_hang_that_is_over_is_not_shown_with_the_next_one_nor_at_the_end() -> None:
+def test_past_hangs_are_not_shown_again() -> None:
     report = Note(-1, START_S + 70, text="rank 1 may hang:\n    rank 1 is at cell 5, line 9", kind="hang")
     stalls = [
         Stalled(0, START_S + 70, "cell 5, line 14", "all_reduce", 60.0),
@@ -294,7 +294,7 @@ def test_why_steps_are_slow_takes_the_place_of_the_comparison() -> None:
     assert render_text(view).count(text) == 1
 
 
-def test_what_slows_all_ranks_is_shown_until_it_is_over() -> None:
+def test_cause_for_all_ranks_is_shown_until_over() -> None:
     text = "62 % of each step waits for data on all ranks (num_workers=0)"
     view = fold(at_rates([10, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
     assert texts(view) == [text]

@@ -341,7 +341,7 @@ def test_a_failure_of_no_rank_is_still_reported() -> None:
     assert "job: the store went away" in render_text(view)
 
 
-def test_what_workers_say_is_escaped_everywhere() -> None:
+def test_worker_text_is_escaped_everywhere() -> None:
     begin = started(2, function_name=HOSTILE, backend=HOSTILE, log_dir=HOSTILE)
     drawn = [Metric(0, START_S, step, {HOSTILE: 0.5}) for step in range(3)]
     view = view_of(

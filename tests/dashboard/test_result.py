@@ -83,7 +83,7 @@ def test_the_best_value_is_found_among_more_points_than_are_kept() -> None:
     )
 
 
-def test_ranks_that_did_the_same_are_one_line_and_their_rows_are_behind_it() -> None:
+def test_equal_ranks_fold_behind_one_line() -> None:
     memory = [HostMemory(rank, START_S, 800_000_000 + rank * 10**8) for rank in range(2)]
     over = view_of([*memory, *ended(2, 31)], trained())
     text = render_text(over)

@@ -235,7 +235,7 @@ def many() -> JobView:
     return view_of([raised(17)], view)
 
 
-def test_of_many_ranks_the_odd_ones_have_rows_and_the_others_a_line() -> None:
+def test_differing_ranks_have_rows_and_others_a_line() -> None:
     table = tabulate(many())
     assert labels(table) == ["all", "17", "300"]
     assert table.collapsed == "ranks 0-16, 18-299, 301-511 training"

@@ -69,7 +69,7 @@ def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None
     assert view.ranks[2].failure == ""
 
 
-def test_what_the_job_failed_by_is_not_secondary() -> None:
+def test_cause_of_the_job_is_not_secondary() -> None:
     events = [raised(0, "Connection refused", is_consequence=True), killed(0, 1)]
     view = view_of([*started(2), *events, JobEnded(-1, START_S + 5, outcome="failed", failed_rank=0)])
     assert not view.ranks[0].is_consequence

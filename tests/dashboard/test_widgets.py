@@ -72,7 +72,7 @@ def test_only_what_changed_is_sent() -> None:
     assert throttle.flush() == 0
 
 
-def test_a_widget_changes_no_oftener_than_worth_while_unless_it_is_urgent() -> None:
+def test_widgets_update_at_intervals_unless_urgent() -> None:
     clock, widget = Clock(), FakeWidget()
     throttle = Throttle(clock=clock)
     for tick in range(20):
@@ -101,7 +101,7 @@ def test_over_time_the_budget_holds_and_no_widget_starves() -> None:
     assert min(often) > max(seldom) >= min(seldom) >= 2
 
 
-def test_what_is_urgent_does_not_silence_the_rest_for_long() -> None:
+def test_urgent_updates_do_not_starve_others() -> None:
     clock, urgent, other = Clock(), [FakeWidget() for _ in range(300)], FakeWidget()
     throttle = Throttle(clock=clock)
     for widget in urgent:

@@ -329,7 +329,7 @@ def test_job_pruned_during_listing_is_left_out(
     assert [one.id for one in nblaunch.jobs()] == ["train-3f9a2c"]
 
 
-def test_what_could_be_pickled_of_a_large_value_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_contains_picklable_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is too large to travel with the error itself."""
     monkeypatch.setattr(exceptions, "_MAX_BYTES", 1000)
     value = {"weights": torch.arange(1000), "lock": "<Unpicklable>"}

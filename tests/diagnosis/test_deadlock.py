@@ -61,7 +61,7 @@ def test_a_rank_that_went_on_is_forgotten(found: Answer) -> None:
     assert detector.observe(1.4, {0: 7}) == {}
 
 
-def test_beside_threads_that_may_go_on_it_takes_longer_and_is_not_certain(found: Answer) -> None:
+def test_waits_beside_running_threads_are_uncertain(found: Answer) -> None:
     detector = DeadlockDetector()
     found(Waits((7, "0xa", "5"), None))
     assert [detector.observe(now, {0: 7}) for now in (0.0, 1.0, 1.5)] == [{}, {}, {0: False}]
@@ -88,9 +88,7 @@ def test_a_wait_in_python_with_no_other_thread_of_python_is_confirmed() -> None:
         ((StackFrame("/x/site-packages/polars/frame.py", 1, "collect"),), "a thread of polars"),
     ],
 )
-def test_what_a_rank_waits_for_follows_from_what_its_code_has_called(
-    frames: tuple[StackFrame, ...], what: str
-) -> None:
+def test_wait_is_derived_from_library_frames(frames: tuple[StackFrame, ...], what: str) -> None:
     lines = explain({0: position(*frames), 1: position(*frames)})
     assert lines == [f"ranks 0-1 wait for {what}, and the worker has no thread that could end the wait."]
 

@@ -159,7 +159,7 @@ def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     assert "Peak memory of each process: rank 1 3.00 GB." in notes
 
 
-def test_what_the_device_says_takes_the_place_of_the_hosts_memory(log: JobLog) -> None:
+def test_device_evidence_replaces_host_memory(log: JobLog) -> None:
     report = raised(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     lines = ("GPU memory ran out on cuda:1: 12 GiB allocated.", "Try a smaller batch.")
     report.failed[1] = dataclasses.replace(report.failed[1], evidence=lines)

@@ -38,7 +38,7 @@ def failure(remote: RemoteFailures, tmp_path: Path, here: Failed | None = None) 
     return failure_of(report, {}, log, 0, ["attempt 0: it failed before"])
 
 
-def test_the_first_failure_there_explains_those_here(tmp_path: Path) -> None:
+def test_remote_first_failure_explains_local_ones(tmp_path: Path) -> None:
     found = failure(
         RemoteFailures(LABELS, failed={3: failed(3, time_s=2.0), 2: failed(2, time_s=3.0)}), tmp_path
     )
@@ -50,7 +50,7 @@ def test_the_first_failure_there_explains_those_here(tmp_path: Path) -> None:
     assert "attempt 0: it failed before" in notes
 
 
-def test_what_comes_from_there_is_not_unpickled(tmp_path: Path) -> None:
+def test_remote_data_is_not_unpickled(tmp_path: Path) -> None:
     """Only the text counts, whatever stands beside it; classes that are not loaded here are not looked for."""
     there = failed(3, "somewhere.else.Odd", 2.0)
     found = failure(
@@ -96,6 +96,6 @@ def test_remote_early_return_explains_local_failure(tmp_path: Path, left_s: floa
         assert found.rank == 0
 
 
-def test_what_failed_here_by_itself_comes_first(tmp_path: Path) -> None:
+def test_local_root_cause_comes_first(tmp_path: Path) -> None:
     remote = RemoteFailures(LABELS, failed={3: failed(3, time_s=0.5)}, lost={2: "node 1 is gone"})
     assert failure(remote, tmp_path, here=failed(0, "KeyError")).rank == 0

@@ -59,7 +59,7 @@ def test_a_consequence_is_never_blamed_while_there_is_another() -> None:
     assert blamed(made).rank == 1
 
 
-def test_what_our_own_interrupt_did_is_not_blamed() -> None:
+def test_our_own_interrupt_is_not_a_cause() -> None:
     made = report(
         errors=(failed(0, 2.5, "KeyboardInterrupt"), failed(1, 2.0, is_consequence=True)), signalled={0: 2.4}
     )
@@ -74,7 +74,7 @@ def test_a_silent_death_among_consequences() -> None:
     assert (cause.rank, cause.status) == (1, ExitStatus(-9))
 
 
-def test_those_that_we_killed_did_not_die_by_themselves() -> None:
+def test_ranks_killed_by_us_are_not_causes() -> None:
     made = report(errors=(failed(1, 2.0),), exits={0: (-9, 8.0), 2: (-15, 7.0)}, signalled={0: 2.3, 2: 2.3})
     assert blamed(made).rank == 1
 

@@ -44,7 +44,7 @@ def pair() -> Iterator[Pair]:
         os.close(fd)
 
 
-def test_what_a_shell_prints_before_the_program_is_passed_over(pair: Pair) -> None:
+def test_shell_output_before_the_program_is_skipped(pair: Pair) -> None:
     os.write(pair.node.writing_fd, b"Welcome to this machine!\n" * 100 + MARK[:5])
     assert pair.coordinator.receive_raw() == []
     pair.node.send_mark()

@@ -108,7 +108,7 @@ found[0][:3], found[0] == found[1]
     assert cell.value == (([1], 1.0, "at the launch"), True)
 
 
-def test_what_a_later_start_cannot_do_is_refused_at_the_launch(shared: Kernel) -> None:
+def test_impossible_later_starts_are_rejected_at_launch(shared: Kernel) -> None:
     shared.run("gate = threading.Lock()\ndef train():\n    return gate.locked()")
     cell = shared.run(
         "notebook_launcher(train, (), 2, background=True, max_restarts=1)", raises="PayloadError"

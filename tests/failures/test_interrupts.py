@@ -216,7 +216,7 @@ def train(model):
 
 
 @pytest.mark.parametrize("moment", COSTS_NOTHING)
-def test_what_is_returned_all_the_same_is_kept(shared: Kernel, moment: str) -> None:
+def test_returned_values_are_kept_anyway(shared: Kernel, moment: str) -> None:
     word, train = COSTS_NOTHING[moment]
     launch = (
         "model = torch.nn.Linear(1, 1)\nnotebook_launcher(train, (model,), num_processes=2, return_all=True)"

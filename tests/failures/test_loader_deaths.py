@@ -54,7 +54,7 @@ def test_its_handler_does_not_raise_while_a_value_is_sent(kernel: Kernel) -> Non
     assert kernel.run("notebook_launcher(succeed, num_processes=2, dashboard='none').x").value == 5
 
 
-def test_its_handler_does_not_raise_between_the_commands_of_a_session(kernel: Kernel) -> None:
+def test_child_handler_is_off_between_commands(kernel: Kernel) -> None:
     kernel.run(SETUP)
     kernel.run(
         """
@@ -70,7 +70,7 @@ os.kill(pid, signal.SIGCHLD)
     kernel.run("session.close()")
 
 
-def test_its_handler_does_not_raise_while_the_value_of_a_session_is_sent(kernel: Kernel) -> None:
+def test_child_handler_is_off_while_a_session_sends(kernel: Kernel) -> None:
     kernel.run(SETUP)
     kernel.run("session = Session(num_processes=1)")
     assert kernel.run("session.run(succeed).x").value == 5

@@ -79,7 +79,7 @@ notebook_launcher(train, num_processes=2)
     assert_as_before(shared)
 
 
-def test_what_workers_share_with_the_kernel_counts_in_parts(shared: Kernel) -> None:
+def test_shared_memory_counts_in_parts(shared: Kernel) -> None:
     shared.run("block = b'x' * 600_000_000")
     cell = shared.run(
         """

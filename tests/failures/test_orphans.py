@@ -214,7 +214,7 @@ def die():
     ("function", "error"),
     [("end_well", None), ("raise_error", "ValueError"), ("wait", "KeyboardInterrupt"), ("die", "WorkerDied")],
 )
-def test_what_left_the_posix_session_of_a_worker_ends_with_the_job(
+def test_processes_in_other_sessions_end_with_the_job(
     shared: Kernel, function: str, error: str | None
 ) -> None:
     shared.run(TRAIN + DAEMONS)

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"HIP_VISIBLE_DEVICES": "-1"}, []),
     ],
 )
-def test_amd_gpus_are_those_that_the_variables_leave(
+def test_variables_select_amd_gpus(
     folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[str]
 ) -> None:
     write_amd(folder, (0xAB01, 0xCD02, 0))

@@ -102,7 +102,7 @@ def train():
 
 
 @pytest.mark.parametrize("how", ["2", "2, start_method='spawn'", "engine='inline'"])
-def test_what_was_registered_in_the_cell_counts_in_workers(shared: Kernel, how: str) -> None:
+def test_objects_registered_in_a_cell_reach_workers(shared: Kernel, how: str) -> None:
     cell = shared.run(
         f"""{CELL}{REGISTERED}
 ranks = notebook_launcher(train, (), {how}, return_all=True)
@@ -174,7 +174,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_one_that_has_prepared_objects_is_refused_at_the_line_that_uses_it(shared: Kernel, use: str) -> None:
+def test_prepared_accelerator_is_rejected_at_its_line(shared: Kernel, use: str) -> None:
     prepared = f"{CELL}\naccelerator.prepare(model, optimizer)\ndef train():\n    return {use}\n"
     for how in ("num_processes=2", "engine='inline'"):
         cell = shared.run(f"{prepared}notebook_launcher(train, (), {how})", raises="RuntimeError")
@@ -336,7 +336,7 @@ ranks, args.world_size, args.process_index, trainer.accelerator.num_processes
     assert in_cell == [1, 0, 1]
 
 
-def test_one_of_accelerate_that_is_made_in_the_function_is_no_matter(shared: Kernel) -> None:
+def test_accelerate_objects_created_inside_are_fine(shared: Kernel) -> None:
     cell = shared.run(
         f"""{THEIRS}
 def train():

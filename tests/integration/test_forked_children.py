@@ -141,7 +141,7 @@ notebook_launcher(train, num_processes=1)
     assert any(line.startswith("bar: 100%") for line in lines)
 
 
-def test_what_a_worker_has_not_ended_is_printed_once(shared: Kernel) -> None:
+def test_unfinished_line_before_a_fork_is_printed_once(shared: Kernel) -> None:
     cell = shared.run(
         CHILDREN
         + """

@@ -183,7 +183,7 @@ model = Net(2048)  # 48 MB in its three blocks
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_what_version_1_has_sharded_stays_with_its_ranks(shared: Kernel, num_processes: int) -> None:
+def test_fsdp1_shards_stay_with_their_ranks(shared: Kernel, num_processes: int) -> None:
     """It gathers by a collective, for which the first rank would wait alone; in a single rank there are no shards."""
     cell = shared.run(
         f"""

@@ -148,7 +148,7 @@ Counting.times
     assert cell.result == "2"
 
 
-def test_what_only_processes_can_do_is_refused_before_anything_runs() -> None:
+def test_inline_rejects_settings_that_need_processes() -> None:
     ran: list[int] = []
     with pytest.raises(ValueError, match="engine='inline'") as refused:
         notebook_launcher(

@@ -125,7 +125,7 @@ def test_sharded_states_do_not_come_back_and_a_note_names_them(capsys: pytest.Ca
     assert "save_state" in out
 
 
-def test_what_can_not_come_back_is_refused_before_the_start() -> None:
+def test_unreturnable_states_are_rejected_before_start() -> None:
     model, _ = _built()
     with pytest.raises(ValueError, match="there is no optimizer in args"):
         notebook_launcher(_train, (model, {}, 1), num_processes=2, backend="cpu", sync_optimizers=True)

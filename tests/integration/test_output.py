@@ -134,7 +134,7 @@ libc.printf(b"of the kernel ")  # not yet written, and not for the workers to wr
 """
 
 
-def test_what_native_code_has_not_flushed_is_captured(fresh: Kernel) -> None:
+def test_unflushed_native_output_is_captured(fresh: Kernel) -> None:
     fresh.run(BUFFERED)
     ends = ("return", "sys.exit(1)", "os.kill(os.getpid(), 9)")
     for method, end in (*(("fork", end) for end in ends), ("spawn", "return")):

@@ -55,7 +55,7 @@ learner = Learner()
         "session.run(train, (learner,))",
     ],
 )
-def test_what_an_argument_leaves_behind_where_it_is_pickled_is_named(shared: Kernel, launch: str) -> None:
+def test_state_dropped_by_pickling_is_named(shared: Kernel, launch: str) -> None:
     shared.run(LEAVES_BEHIND)
     cell = shared.run(
         f"with nblaunch.Session(2) as session: result = {launch}\nresult, learner.model.weight.tolist()"

@@ -234,7 +234,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("hint", HINTS)
-def test_what_may_be_meant_is_a_hint_for_those_who_ask(shared: Kernel, hint: str) -> None:
+def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None:
     shared.run(SETUP)
     cell = shared.run(
         f"def train():{HINTS[hint]}\nnotebook_launcher(train, num_processes=2)\nnblaunch.last_job().hints()"

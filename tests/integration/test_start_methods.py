@@ -186,7 +186,7 @@ UNPICKLABLE = {
 
 
 @pytest.mark.parametrize("name", UNPICKLABLE)
-def test_what_cannot_be_pickled_goes_by_fork_and_is_named_elsewhere(shared: Kernel, name: str) -> None:
+def test_unpicklable_values_fork_or_are_named(shared: Kernel, name: str) -> None:
     shared.run(f"import threading\n{UNPICKLABLE[name]}")
     assert shared.run("notebook_launcher(train, num_processes=2)").value is True
     for method in ("forkserver", "spawn"):
@@ -200,7 +200,7 @@ def test_what_cannot_be_pickled_goes_by_fork_and_is_named_elsewhere(shared: Kern
     assert shared.processes() == []
 
 
-def test_what_an_earlier_cell_set_up_does_no_harm(fresh: Kernel) -> None:
+def test_earlier_cell_setup_does_no_harm(fresh: Kernel) -> None:
     fresh.run(
         """
 os.environ.update(MASTER_ADDR="10.255.255.1", MASTER_PORT="1", RANK="5", WORLD_SIZE="9", LOCAL_RANK="7")
@@ -263,7 +263,7 @@ class Loaded:
 """
 
 
-def test_what_is_printed_while_a_forkserver_loads_the_call_is_shown(shared: Kernel, tmp_path: Path) -> None:
+def test_output_while_loading_the_call_is_shown(shared: Kernel, tmp_path: Path) -> None:
     (tmp_path / "talks.py").write_text("print('loading')\n")
     cell = shared.run(
         f"""{LOADED}

@@ -91,7 +91,7 @@ def test_a_short_job_reads_no_process_that_is_older_whatever_its_number(
     assert read == []
 
 
-def test_what_was_killed_with_its_group_is_not_named() -> None:
+def test_processes_killed_with_their_group_are_not_named() -> None:
     job = Descendants()
     sleeper = orphan(job.tag)
     assert job.end(groups=[os.getpgid(sleeper.pid)]) == []

@@ -23,7 +23,7 @@ def test_processes_are_in_the_order_of_ranks_whichever_starts_first(job: Job) ->
     assert list(job.pids.items()) == [(0, 100), (1, 101), (2, 102)]
 
 
-def test_what_is_logged_becomes_rows_that_say_when_and_where(job: Job) -> None:
+def test_logged_values_become_rows(job: Job) -> None:
     job.emit(Metric(0, 103.0, step=3, values={"loss": 0.5}))
     assert job.metrics == [{"step": 3, "time_s": 103.0, "rank": 0, "attempt": 0, "loss": 0.5}]
     # A value may be called "step": where no other is given, it is the step.

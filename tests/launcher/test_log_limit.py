@@ -82,7 +82,7 @@ def test_the_end_is_kept(tail: LogTail, path: Path) -> None:
     assert float(dropped[1]) * 1e6 == pytest.approx(path.stat().st_size - on_disk(path), abs=20_000)
 
 
-def test_what_came_faster_than_it_can_be_read_is_skipped(tail: LogTail, path: Path) -> None:
+def test_output_faster_than_reading_is_skipped(tail: LogTail, path: Path) -> None:
     append(path, numbered(0, 100))
     assert len(shown(tail.read())) == 100
     append(path, numbered(100, 100_000))
@@ -130,7 +130,7 @@ def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
     assert numbers(got)[-1] == 99_999
 
 
-def test_where_the_file_system_can_not_the_log_grows_and_that_is_known(
+def test_log_grows_without_hole_support_and_says_so(
     tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -54,7 +54,7 @@ def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) ->
     assert list(tail.read_rest()) == []
 
 
-def test_what_gloo_says_where_all_is_well_is_not_shown(tail: LogTail, path: Path) -> None:
+def test_harmless_gloo_lines_are_hidden(tail: LogTail, path: Path) -> None:
     """torch 2.8 and 2.9 print it in every rank, for every process group."""
     message = (
         b"[Gloo] Rank 1 is connected to %d peer ranks. Expected number of connected peer ranks is : %d\n"

@@ -94,7 +94,7 @@ def watch(
     return report
 
 
-def test_what_sigkill_does_not_end_is_left_behind(group: Group, tmp_path: Path) -> None:
+def test_unkillable_processes_are_abandoned(group: Group, tmp_path: Path) -> None:
     requests, events = JobRequests(), list[Event]()
     requests.interrupt()
     report = watch(group, requests, events, tmp_path)

@@ -99,7 +99,7 @@ FOUND: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(("function", "named"), FOUND)
-def test_what_a_function_reaches_by_itself_is_named(function: Callable[..., Any], named: str) -> None:
+def test_modules_used_without_arguments_are_named(function: Callable[..., Any], named: str) -> None:
     assert describe_uncollected_modules(function, "train").startswith(f"{named} of the notebook w")
 
 

@@ -56,7 +56,7 @@ def test_weights_that_do_not_fit_change_nothing(change: dict[str, torch.Tensor |
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_could_not_travel_is_named_and_the_rest_is_loaded() -> None:
+def test_lost_weights_are_named_and_others_loaded() -> None:
     model = net()
     state = ones_like(model)
     del state["1.bias"]
@@ -91,7 +91,7 @@ def test_a_lazy_module_is_filled() -> None:
     assert lazy.weight.shape == (3, 4)
 
 
-def test_what_came_back_is_reported_in_one_line() -> None:
+def test_returned_weights_are_reported_in_one_line() -> None:
     nets = [net() for _ in range(5)]
     modules = {0: net(), "args[1]['a']": nets[0]}
     states = {path: ones_like(module) for path, module in modules.items()}

@@ -259,7 +259,7 @@ def test_heartbeat_traffic_grows_linearly() -> None:
     assert bytes_64 < 1e6, "of 36 MB when each read all"
 
 
-def test_a_node_knows_at_once_what_changes_and_soon_how_far_all_ranks_are() -> None:
+def test_nodes_learn_changes_at_once_and_progress_soon() -> None:
     crowd = Crowd(64)
     crowd.beat()
     crowd.beat()

@@ -173,7 +173,7 @@ def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_wi
     assert third.own.proposal == 0
 
 
-def test_what_a_finished_leader_has_decided_holds() -> None:
+def test_finished_leaders_decision_holds() -> None:
     """The last heartbeat of the leader has the decision, so that the next one proposes nothing."""
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
     proposal = propose(*nodes)

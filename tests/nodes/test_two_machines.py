@@ -425,7 +425,7 @@ def test_a_rank_that_another_machine_has_is_refused(pair: Pair, static: Settings
     assert launches[1].result(SOON_S)["error"] == "NodeLost"
 
 
-def test_what_can_not_work_is_refused_at_once(pair: Pair, static: Settings) -> None:
+def test_impossible_calls_are_rejected_at_once(pair: Pair, static: Settings) -> None:
     holder = pair[0].start("train", 1, **static)
     holder.wait_for("waiting at ")
     taken = pair[0].start("train", 1, **static)

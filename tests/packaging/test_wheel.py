@@ -203,7 +203,7 @@ def test_everything_that_is_imported_is_declared(built: Built) -> None:
     assert not optional, f"imported at the top of a module, though no user needs to have it: {optional}"
 
 
-def test_what_is_declared_to_come_with_a_dependency_is_required_by_it() -> None:
+def test_declared_transitive_dependencies_are_required() -> None:
     for name, dependency in COMES_WITH.items():
         required = {Requirement(text) for text in importlib.metadata.requires(dependency) or []}
         always = {

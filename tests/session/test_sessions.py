@@ -74,7 +74,7 @@ def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
     assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
 
 
-def test_what_a_call_without_a_display_prints_is_nowhere(shared: Kernel) -> None:
+def test_output_without_a_display_is_not_shown(shared: Kernel) -> None:
     shared.run("def talk(): print('unheard'); return 7")
     cell = shared.run("value = session.run(talk, dashboard='none')")
     assert (cell.stdout, cell.displays, shared.run("value").value) == ("", [], 7)

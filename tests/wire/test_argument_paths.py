@@ -137,7 +137,7 @@ def test_places_are_the_same_in_another_process() -> None:
     assert [path_name(path) for path in wanted][-1] == "args[2]"
 
 
-def test_what_is_not_in_the_other_process_is_left_out() -> None:
+def test_modules_lost_by_pickling_are_left_out() -> None:
     class Leaves(Learner):
         def __getstate__(self) -> dict[str, Any]:
             return {"model": self.model}

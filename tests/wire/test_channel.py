@@ -204,7 +204,7 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-def test_what_is_of_the_users_classes_arrives_in_pythons_own_types(
+def test_user_classes_arrive_as_builtin_types(
     pipe: tuple[EventReceiver, EventSender],
 ) -> None:
     class Local(enum.IntEnum):
@@ -255,7 +255,7 @@ class Unknown(Note):
     """Can be written here, and not be found where it is read."""
 
 
-def test_what_can_not_be_read_is_named_and_does_not_cost_what_follows(
+def test_unreadable_event_is_named_and_loses_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()

@@ -153,7 +153,7 @@ def test_groups_and_notes() -> None:
     assert arrived.__notes__ == ["by the user"]
 
 
-def test_what_can_not_be_pickled_stays_behind_and_the_rest_goes() -> None:
+def test_unpicklable_parts_are_left_out() -> None:
     error = Custom("kept", threading.Lock())
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     error.step = 3  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def test_what_can_not_be_pickled_stays_behind_and_the_rest_goes() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Once(3), lambda: Liar("x")], ids=["Once", "Liar"])
-def test_what_does_not_come_back_as_itself_goes_as_text_or_in_parts(make: Any) -> None:
+def test_unpicklable_exceptions_are_sent_as_text_or_parts(make: Any) -> None:
     error = make()
     body = exceptions.dump(error)
     assert body is None or type(exceptions.load(body)) is type(error)

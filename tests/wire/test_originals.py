@@ -174,7 +174,7 @@ def test_a_fresh_worker_finds_what_it_has_changed(change: Callable[[Net], None],
     os.close(fd)
 
 
-def test_what_can_not_be_read_any_more_counts_as_changed() -> None:
+def test_unreadable_originals_count_as_changed() -> None:
     net = Net()
     originals = Originals.of_this_process()
     assert originals is not None
@@ -185,7 +185,7 @@ def test_what_can_not_be_read_any_more_counts_as_changed() -> None:
     assert sent(net, Originals(originals.fd)) == {"weight", "tied", "grid", "odd", "count"}  # nothing noted
 
 
-def test_what_is_not_plainly_in_memory_counts_as_changed() -> None:
+def test_indirect_tensors_count_as_changed() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -135,7 +135,7 @@ def test_temporary_tensors_are_not_taken_for_each_other(file: int) -> None:
     assert [item[0][0].item() for item in payload.load_mapped(file, other)] == list(range(50, 60))
 
 
-def test_what_is_loaded_outlives_the_file_and_can_be_changed() -> None:
+def test_loaded_values_outlive_the_file_and_are_writable() -> None:
     tensor, array = there_and_back((torch.zeros(5000), np.zeros(5000)))
     tensor += 1
     array += 1
@@ -210,7 +210,7 @@ def test_arrays_of_every_kind(file: int) -> None:
     assert np.shares_memory(read[-1], read[-2])
 
 
-def test_what_is_taken_is_not_shared_with_children() -> None:
+def test_copied_tensors_are_not_shared_with_children() -> None:
     """As any other tensor of the kernel: a worker that is forked later has its own."""
     fd = create_memory_file("test")
     payload.dump(torch.zeros(MB), fd)
@@ -290,7 +290,7 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
     assert result.states[0]["small"].unique().tolist() == [3.0]
 
 
-def test_what_a_worker_has_not_finished_takes_no_memory(file: int) -> None:
+def test_unfinished_outbox_data_is_freed(file: int) -> None:
     """It died at it, maybe because there was none left."""
     box = outbox.Outbox(file)
     location = box.put_value("value")

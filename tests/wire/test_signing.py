@@ -32,7 +32,7 @@ def test_what_is_not_signed_is_not_read(signature: bytes) -> None:
     assert unpickled == []
 
 
-def test_what_is_signed_by_another_job_or_changed_on_its_way_is_not_read() -> None:
+def test_foreign_or_changed_signatures_are_rejected() -> None:
     key = signing.new_key()
     signed = bytearray(signing.dump(Witness(), key))
     with pytest.raises(ValueError):

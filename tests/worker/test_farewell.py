@@ -110,7 +110,7 @@ def test_they_are_written_after_a_failure_too(
 
 
 @pytest.mark.parametrize("ending", ["", "gc.unfreeze()"])
-def test_what_the_kernel_has_buffered_is_written_once(kernel: Kernel, tmp_path: Path, ending: str) -> None:
+def test_kernel_buffers_are_written_once(kernel: Kernel, tmp_path: Path, ending: str) -> None:
     kernel.run(OPENING)
     kernel.run(f"diary = open({str(tmp_path / 'diary')!r}, 'w'); print('of the kernel', file=diary, end='')")
     kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 2)")

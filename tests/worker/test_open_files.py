@@ -120,7 +120,7 @@ def test_a_file_without_a_name(tmp_path: Path) -> None:
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == len(TEXT)
 
 
-def test_what_is_closed_or_replaced_meanwhile_is_left_alone(
+def test_closed_or_replaced_files_are_left_alone(
     path: Path, tmp_path: Path, opened: Callable[..., int]
 ) -> None:
     closed, replaced = os.open(path, os.O_RDONLY), opened(path)
@@ -135,7 +135,7 @@ def test_what_is_closed_or_replaced_meanwhile_is_left_alone(
     assert os.read(replaced, 5) == b"other"
 
 
-def test_what_can_not_be_opened_anew_is_returned(
+def test_files_that_cannot_be_reopened_are_returned(
     path: Path, opened: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fd = opened(path)

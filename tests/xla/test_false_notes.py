@@ -211,7 +211,7 @@ def test_nothing_is_found_fault_with_in_several_processes(loops: Kernel) -> None
 
 
 @pytest.mark.parametrize("variant", SPMD)
-def test_nothing_is_found_fault_with_in_one_process_for_all_devices(loops: Kernel, variant: str) -> None:
+def test_spmd_process_has_no_findings(loops: Kernel, variant: str) -> None:
     loops.run("os.environ['CPU_NUM_DEVICES'] = '4'")
     try:
         assert notes(loops, SPMD[variant], strategy="spmd") == []

@@ -36,7 +36,7 @@ def test_each_rank_reads_on_from_where_the_kernel_stood(
 
 
 @contract("files open for writing")
-def test_what_kernel_and_ranks_write_is_all_there(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+def test_all_writes_of_kernel_and_ranks_arrive(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         f"path = {str(tmp_path / 'lines.txt')!r}\n"
@@ -236,7 +236,7 @@ def test_c_streams_that_a_function_leaves_open_are_written(kernel: Kernel, tmp_p
     assert (tmp_path / "0").read_text() == "left open"
 
 
-def test_what_c_streams_of_the_kernel_hold_for_a_pipe_is_written_once(kernel: Kernel) -> None:
+def test_kernel_c_streams_are_flushed_once(kernel: Kernel) -> None:
     kernel.run(
         C_STREAMS + "reader, writer = os.pipe()\n"
         "stream = libc.fdopen(writer, b'w')\n"

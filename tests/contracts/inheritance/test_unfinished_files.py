@@ -219,7 +219,7 @@ def test_text_that_reaches_a_compressed_file_late_is_reported(shared: Kernel, tm
     assert shared.run("file.close(); gzip.open(path).read()").value == b"kernel\r\n"
 
 
-def test_what_ranks_make_themselves_is_written(shared: Kernel, tmp_path: Path) -> None:
+def test_rank_created_files_are_written(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         "import h5py, io\n"
         f"path = {str(tmp_path / 'file')!r}\n"
