@@ -327,7 +327,7 @@ def _what(call: Call) -> str:
 
 
 _UNEVEN = (
-    "Every rank must take as many batches: prepare the loader (even_batches=True), or put the loop into "
+    "Every rank must take the same number of batches: prepare the loader (even_batches=True), or put the loop into "
     "accelerator.join_uneven_inputs([model]), with torch alone into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."

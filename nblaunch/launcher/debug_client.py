@@ -390,7 +390,7 @@ class Comparison:
 
 
 def _differs_by_nature(values: Mapping[int, str]) -> bool:
-    """Return whether every rank has a value of its own, as the rank itself: seldom what is looked for."""
+    """Return whether all values differ, like the rank itself, which is seldom of interest."""
     is_own_rank = all(text == str(rank) for rank, text in values.items())
     return is_own_rank or len(set(values.values())) == len(values) > 2
 

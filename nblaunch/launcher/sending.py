@@ -64,7 +64,7 @@ class SendingRanks:
         self._is_noted = True
         return (
             f"interrupted; values or weights of {formatting.ranks(sorted(sending))} are still on their way. A second "
-            "interrupt ends the wait, and what has not arrived by then is lost"
+            "interrupt ends the wait and loses the rest"
         )
 
     def _is_sending(self, rank: int, announced: Sequence[ArgPath] | None) -> bool:

@@ -68,7 +68,7 @@ class FileWrites:
                 self._rank,
                 time.time(),
                 CHECK,
-                f"several ranks write the file {os.path.basename(path)} at once, and chance decides what is in it",
+                f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
                 "Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own file",
                 self._slot.num_updates,
                 (path, context.current().num_commands, self._num_collectives()),
