@@ -95,7 +95,7 @@ TABLE = {
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
-        Variable("RAY_AUTH_MODE", _TEXT, "", "token: the Ray cluster takes commands with its token alone"),
+        Variable("RAY_AUTH_MODE", _TEXT, "", "token: the Ray cluster accepts only commands with its token"),
         Variable("RAY_RAYLET_PID", _NUMBER, 0, "set by Ray in its workers: the daemon of their node"),
         Variable("SLURM_JOB_ID", _TEXT, "", "set by Slurm in an allocation, for engine='slurm'"),
         Variable("SLURM_JOB_NODELIST", _TEXT, "", "set by Slurm: the nodes of the allocation"),

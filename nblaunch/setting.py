@@ -270,7 +270,7 @@ class Names(Converter):
 
 @dataclass(frozen=True)
 class Amounts(Pairs):
-    """Names with a positive number each, as ``{"CPU": 8, "GPU": 2}``."""
+    """Names with a positive number each: ``{"CPU": 8, "GPU": 2}``."""
 
     def accept(self, value: Any) -> Mapping[str, Any]:
         for name, amount in super().accept(value).items():

@@ -414,7 +414,9 @@ class LaunchSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the launch uses torch's rendezvous of several machines; one alone may ask for it by an address."""
+        """Whether the launch uses torch's rendezvous of several machines; a single machine requests it with an
+        address.
+        """
         if self.is_on_nodes:
             return False
         has_address = self.rdzv_backend != "static" and bool(self.rdzv_endpoint)

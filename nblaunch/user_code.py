@@ -12,7 +12,7 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
-"""With its symbolic links, as in the file names of code objects."""
+"""Path with symbolic links, like the file names of code objects."""
 
 _LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -21,7 +21,8 @@ _LIBRARY_FOLDERS = tuple(
 _STANDARD_FOLDERS = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 
 _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
-"""Parts of paths of installed packages, also of the user's, of ``PYTHONPATH``, and of the system below a venv."""
+"""Path components of installed packages, including user site-packages, ``PYTHONPATH``, and the system below a venv.
+"""
 
 
 def is_own_file(filename: str) -> bool:
@@ -49,7 +50,8 @@ def cell_name(filename: str) -> str:
     if hasattr(compiler, "format_code_name"):
         parts = compiler.format_code_name(filename)
         return " ".join(parts) if parts else filename
-    # IPython 7 keeps no names of cells, but they follow from their text; by a setting, all have the same.
+    # IPython 7 does not store cell names, but derives them from the text; with one setting, all cells have the same
+    # name.
     if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
         return filename
     cells = shell.history_manager.input_hist_raw  # without newlines at the end
@@ -95,7 +97,7 @@ def line_of(tb: TracebackType) -> int:
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield name and value of the closure variables and globals that the function's code names.
 
-    Code of functions and comprehensions inside the function counts.
+    Code of nested functions and comprehensions is included.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -165,7 +165,8 @@ class LinesPrinter(Dashboard):
         merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.
         folds: print a limited number of lines, and fold the others; only with ``publish``.
         live: display that is redrawn in place on the same terminal, and stays below the lines.
-        display_ids: (rank, id) of displays that may be updated; this adds to it. Default: of this printer alone.
+        display_ids: (rank, id) of displays that may be updated; the printer adds its own. Default: an empty set for
+            this printer.
         clock: returns monotonic seconds.
     """
 

@@ -138,7 +138,7 @@ class NotebookDashboard(ViewingDashboard):
             and includes the last lines of all ranks, because text from another thread would appear in another cell.
             Widgets have buttons, because the kernel can receive clicks.
         has_widgets: show widgets while the job runs; ``is_html`` must be True.
-        is_html: publish HTML and text; text alone if False.
+        is_html: publish HTML and text; False: only text.
         is_watched: a user may be looking at the cell. The table then includes the last lines of output while the job
             runs, because lines printed below the table would push it out of sight.
         publish: default: through IPython.

@@ -51,7 +51,7 @@ class Standstill:
 
     Args:
         text: a sentence, with the seconds.
-        is_certain: no rank can go on by itself; False where some may work without steps.
+        is_certain: no rank can go on by itself; False if some may work without steps.
         advice: what to do; empty if the job may still go on.
     """
 

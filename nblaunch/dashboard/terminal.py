@@ -99,7 +99,7 @@ class LiveTable:
 
     def draw(self, view: JobView) -> None:
         """Show the progress of a job."""
-        from rich.text import Text  # rich takes 100 ms, for terminals alone
+        from rich.text import Text  # rich takes 100 ms and is only for terminals
 
         self._view = view
         live = self._live or self._start()

@@ -1,4 +1,4 @@
-"""The output of the ranks in tabs of the panel: all ranks by time, and each rank alone.
+"""The output of the ranks in tabs of the panel: one for all ranks by time, and one per rank.
 
     [All ranks] [rank 0] [rank 1] ...
 

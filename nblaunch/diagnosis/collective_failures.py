@@ -23,7 +23,7 @@ def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanatio
 
     Args:
         report: facts of the attempt.
-        root: its root cause, judged by signals and exceptions alone.
+        root: its root cause, judged only by signals and exceptions.
     """
     if report.disagreement is not None:
         has_own = any(not _is_of_collective(cause) for cause in own_failures(report))

@@ -342,7 +342,7 @@ def _entries(tb: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _rebuilt(entries: Sequence[TracebackType]) -> TracebackType | None:
-    """Return a traceback of these entries alone, outermost first."""
+    """Return a traceback of only these entries, outermost first."""
     result: TracebackType | None = None
     for entry in reversed(entries):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, line_of(entry))

@@ -24,7 +24,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, er
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder and its missing parents, accessible to this user alone, regardless of the umask.
+    """Create a folder and its missing parents, accessible only to this user, regardless of the umask.
 
     Raises:
         OSError: it can't be created.

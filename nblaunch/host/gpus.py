@@ -189,7 +189,7 @@ def _driver_version() -> tuple[int, ...] | None:
 
 
 def descriptions() -> list[str]:
-    """Return name, driver and memory of each GPU of this host, as ``"Tesla T4, 550.54.15, 15360 MiB"``."""
+    """Return name, driver and memory of each GPU of this host: ``"Tesla T4, 550.54.15, 15360 MiB"``."""
     try:
         return _ask(_descriptions)
     except LookupError:
@@ -206,7 +206,7 @@ def open_meter() -> DeviceMeter:
 
 
 class NvmlMeter(DeviceMeter):
-    """Reads GPUs through NVML, which stays open meanwhile.
+    """Reads GPUs through NVML, which stays open until :meth:`close`.
 
     Args:
         uuids: UUIDs of the devices that it reads, in the order of local ranks.

@@ -172,7 +172,7 @@ class Supervisor:
         return self._report, self._collect()
 
     def end_kept(self) -> None:
-        """End the workers that :meth:`run` kept, as after any failure. Call from any thread."""
+        """End the workers that :meth:`run` kept, as after any failure. May be called from any thread."""
         try:
             self._report.kept = []
             self._post_mortem_since_s = None

@@ -48,7 +48,7 @@ class Reports:
             begin()
 
     def finish(self) -> None:
-        """Show the losses and the memory of the device as they are at the end of the function."""
+        """Show the final losses and device memory at the end of the function."""
         for finish in self.at_end:
             finish()
         self.busy_time.pause()

@@ -47,7 +47,7 @@ class _Original:
 
 
 class Originals:
-    """The tensors of some modules, as the launcher has them.
+    """The launcher's copies of the tensors of some modules.
 
     Args:
         fd: a file that holds them; the caller owns it.

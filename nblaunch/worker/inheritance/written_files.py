@@ -201,7 +201,7 @@ def _is_database(fd: int) -> bool:
     """Return whether ``fd`` is a database of SQLite."""
     try:
         return os.pread(fd, len(_SQLITE), 0) == _SQLITE
-    except OSError:  # it is open for writing alone
+    except OSError:  # the file is open only for writing
         return False
 
 
