@@ -28,7 +28,7 @@ _SHARE = 0.75
 """Share of the grace after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
-"""Additional seconds that an interrupt waits for a common step, compared with one machine. Nodes add twice this time."""
+"""Additional seconds that an interrupt waits for a common step, compared with one machine. Nodes wait twice as long."""
 
 _REPLY_S = 0.05
 """Seconds between replies of a node in which only the number of checks has changed."""
