@@ -117,8 +117,8 @@ class Window:
 class AccumulationState:
     """The accumulation windows of an Accelerator, and the prepared loaders being read.
 
-    A loader whose loop began before the Accelerator was created counts. A loader that an earlier cell, or command of a
-    session, left in the middle of an epoch does not.
+    These include loaders whose loops began before the Accelerator was created, but not loaders that an earlier cell, or
+    command of a session, left in the middle of an epoch.
 
     ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
     the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has

@@ -262,7 +262,7 @@ class Fp16Precision(Precision):
 _MIXED = (
     "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or "
     "unscaled, and {}, so scaled and unscaled gradients would be mixed. Clip, or call unscale_gradients, only "
-    "where the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
+    "when the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
 )
 
 

@@ -64,8 +64,8 @@ def load_checkpoint_in_model(
     """Load weights that :meth:`Accelerator.save_model` wrote into ``model``.
 
     On the CPU, tensors without memory (``init_empty_weights``) are mapped to the file instead of copied, unless they
-    are converted. The system reads the file as they are used. A program that overwrites the file's contents would
-    change these tensors; nblaunch never does, because it creates a new file when it saves to the same path.
+    are converted. The system reads the file when they are used. A program that overwrites the file's contents would
+    change these tensors. nblaunch never does so: it creates a new file when it saves to the same path.
 
     Args:
         model: a module, wrapped or not, filled in place.

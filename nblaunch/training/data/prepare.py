@@ -41,7 +41,8 @@ class LoaderTarget:
         rank: the rank, from 0.
         world_size: number of ranks that share the data.
         device: where batches go; None: they stay where they are.
-        rng_types: generators to synchronise with rank 0 at the start of every epoch, beside a shared order's.
+        rng_types: generators to synchronise with rank 0 at the start of every epoch. Generators of a shared order are
+            always synchronised.
         slice_fn: returns a rank's part of a dispatched batch; None: divide the rows.
         is_static: fill up the last batch even in a single process, because the device compiles for every new shape.
     """

@@ -118,13 +118,13 @@ def test_ignored_modules() -> None:
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "FSDP version 1; use 'SHARDED_STATE_DICT'"),
         ({"state_dict_type": "half"}, "state_dict_type='half' is unknown"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
-        ({"activation_checkpointing": "maybe"}, "activation_checkpointing='maybe' is none of: True, False"),
+        ({"activation_checkpointing": "maybe"}, "activation_checkpointing='maybe' must be True or False"),
         (
             {"reshard_after_forward": -1},
             "reshard_after_forward=-1",
         ),
         ({"reshard_after_forward": 3.5}, "reshard_after_forward=3.5"),
-        ({"cpu_offload": "cpu"}, "cpu_offload='cpu' is none of: True, False, torch's CPUOffloadPolicy"),
+        ({"cpu_offload": "cpu"}, "cpu_offload='cpu' must be True, False or torch's CPUOffloadPolicy"),
         ({"min_num_params": "many"}, "min_num_params='many' is not a number"),
     ],
 )
@@ -179,7 +179,7 @@ def test_policies_as_torch_knows_them() -> None:
     assert policy(own) is own
     with pytest.raises(ValueError, match=r"field='dtype' .*'param_dtype'"):
         policy({"dtype": bf16})
-    with pytest.raises(ValueError, match="is none of"):
+    with pytest.raises(ValueError, match="must be torch's MixedPrecisionPolicy"):
         policy(3)
     own_offload = CPUOffloadPolicy(pin_memory=False)
     assert FullyShardedDataParallelPlugin(cpu_offload=own_offload).offload_policy() is own_offload

@@ -309,7 +309,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         return next(plugin for plugin in self.by_name.values() if plugin.selected)
 
     def get(self, name: str) -> DeepSpeedSettings:
-        """Return the plugin ``name``; raise ValueError if there is none of that name."""
+        """Return the plugin ``name``; raise ValueError if it does not exist."""
         if name not in self.by_name:
             raise ValueError(
                 f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"

@@ -223,8 +223,8 @@ class ShardingSettings:
                 **{name: _value(name, policy[name]) for name in fields if name in policy}
             )
         raise ValueError(
-            f"mixed_precision_policy={policy!r:.80} is none of: torch's MixedPrecisionPolicy, a dict of its fields, "
-            f"{', '.join(map(repr, _DTYPES))}"
+            f"mixed_precision_policy={policy!r:.80} must be torch's MixedPrecisionPolicy, a dict of its fields, or one "
+            f"of {', '.join(map(repr, _DTYPES))}"
         )
 
 
@@ -265,13 +265,13 @@ def _offload(offload: Any) -> Any:
         return offload
     if type(offload).__name__ == "OffloadPolicy":
         return False
-    raise ValueError(f"cpu_offload={offload!r:.80} is none of: True, False, torch's CPUOffloadPolicy")
+    raise ValueError(f"cpu_offload={offload!r:.80} must be True, False or torch's CPUOffloadPolicy")
 
 
 def _truth(name: str, value: Any) -> bool | None:
     value = _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
     if value not in (None, True, False):
-        raise ValueError(f"{name}={value!r:.80} is none of: True, False")
+        raise ValueError(f"{name}={value!r:.80} must be True or False")
     return None if value is None else bool(value)
 
 
