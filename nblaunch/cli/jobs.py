@@ -10,10 +10,10 @@ from nblaunch import formatting
 from nblaunch.cli import INTERRUPTED_EXIT_CODE, UsageError
 from nblaunch.dashboard import text_dashboards
 from nblaunch.detached import jobs
-from nblaunch.detached.folder import JobFolder, Unusable
+from nblaunch.detached.folder import JobFolder
 from nblaunch.detached.follower import follow
-from nblaunch.detached.listing import find
-from nblaunch.detached.requests import TAKEN, Endpoint
+from nblaunch.detached.listing import endpoint_of, find
+from nblaunch.detached.requests import TAKEN
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
@@ -144,7 +144,7 @@ def _print_log(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     folder = _chosen_job(arguments)
-    endpoint = _endpoint(folder)
+    endpoint = endpoint_of(folder)
     if not endpoint.is_served():
         raise UsageError(f"{folder.id} has ended, or runs on another machine")
     request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
@@ -153,11 +153,3 @@ def _stop(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not answer'}")
     print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
     return 0
-
-
-def _endpoint(folder: JobFolder) -> Endpoint:
-    """Return the address for requests to a job; if its record is damaged, the socket in its folder."""
-    try:
-        return Endpoint(folder.path, folder.load_record().address)
-    except Unusable as error:
-        return Endpoint(folder.path, error.head.address)

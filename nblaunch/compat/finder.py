@@ -4,7 +4,8 @@
 Every module has the names that an installed Accelerate serves. An unsupported module or attribute raises an error
 that says what to use instead.
 
-On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``.
+On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``. So
+does the import of a module after another version of nblaunch was installed (``nblaunch/installation.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from nblaunch import installation
 from nblaunch.compat.names import DELEGATED, HOMES, PUBLIC, explanation
 from nblaunch.errors import LaunchError
 
@@ -82,8 +84,10 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.startswith("nblaunch.") and system_refusal() is not None:
-            raise LaunchError(system_refusal())  # instead of an error about a missing Python module
+        if fullname.startswith("nblaunch."):
+            if system_refusal() is not None:
+                raise LaunchError(system_refusal())  # instead of an error about a missing Python module
+            installation.refuse_mix()
         if fullname in HOMES:
             # Modules are packages, because Python then calls the finders for missing submodules, which raise the
             # explanation.

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from nblaunch import backends
+from nblaunch import backends, installation
 from nblaunch.detached import record
 from nblaunch.detached.folder import JobFolder, Launch
 from nblaunch.detached.follower import JobFollower, follow
@@ -138,6 +138,7 @@ def _start_process(task: JobTask) -> None:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Run a job; the argument is the descriptor of a memory file with its pickled :class:`JobTask`."""
+    installation.keep_modules()  # the job may outlive the installation
     with os.fdopen(int(arguments[0]), "rb") as file:
         task: JobTask = pickle.load(file)
     if os.fork():

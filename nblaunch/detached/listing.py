@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Collection
@@ -237,21 +238,77 @@ def _summary(path: Path, record: Record, status: str, until_s: float, problem: s
 
 
 def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[JobSummary]:
-    """Return the lines of jobs that run although their folders were removed; ``listed``: addresses to skip.
+    """Return the lines of jobs that run although their folders were removed. They restore them when asked.
 
-    The processes restore their folders on request.
+    Args:
+        homes: folders of jobs.
+        listed: addresses of jobs whose folders are there.
     """
     lines = []
-    for address in served_addresses():
-        served = None if address in listed else ask(Endpoint(Path("/nonexistent"), address))
-        if served is None or Path(served.folder).parent not in homes:
+    for answer in _answers(listed):
+        if answer.folder.parent not in homes:
             continue
-        if not served.problem:
-            with suppress(FileNotFoundError):
-                summary, _ = _look_at(JobFolder(Path(served.folder)))
-                if summary is not None:
-                    lines.append(summary)
+        if answer.problem:
+            lines.append(_unrestored_line(answer))
             continue
-        problem = f"its folder was removed and can't be restored: {served.problem}"
-        lines.append(_summary(Path(served.folder), served.record, "running", time.time(), problem))
+        with suppress(FileNotFoundError):
+            summary, _ = _look_at(JobFolder(answer.folder))
+            if summary is not None:
+                lines.append(summary)
     return lines
+
+
+def _unrestored_line(answer: _Answer) -> JobSummary:
+    problem = f"its folder was removed and can't be restored: {answer.problem}"
+    if answer.record is not None:
+        return _summary(answer.folder, answer.record, "running", time.time(), problem)
+    problem = f"{problem}; launched by another version of nblaunch"
+    job_id = answer.folder.name
+    name = job_id.rpartition("-")[0]
+    return JobSummary(job_id, name, "running", 0, "", time.time(), 0.0, answer.folder, problem, False)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What any version of nblaunch can read of a job process's reply about itself.
+
+    Args:
+        address: address at which it replied.
+        folder: folder of the job.
+        problem: why removed files can't be restored; empty = all files exist.
+        record: of the job; None = of another version.
+    """
+
+    address: str
+    folder: Path
+    problem: str
+    record: Record | None
+
+
+def _answers(skipped: Collection[str] = ()) -> list[_Answer]:
+    """Ask all job processes of this user about themselves, but those at the ``skipped`` addresses."""
+    answers = []
+    for address in served_addresses():
+        if address in skipped:
+            continue
+        text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
+        with suppress(ValueError, KeyError, TypeError):  # there is no answer
+            plain = json.loads(text)
+            record = None
+            with suppress(ValueError):
+                record = schema.load(Served, text.encode()).record
+            answers.append(_Answer(address, Path(plain["folder"]), str(plain.get("problem", "")), record))
+    return answers
+
+
+def endpoint_of(folder: JobFolder) -> Endpoint:
+    """Return where the process of a job takes requests, also if its record is damaged or its folder was removed."""
+    try:
+        return Endpoint(folder.path, folder.load_record().address)
+    except Unusable as error:
+        address = error.head.address
+    except (LookupError, OSError):  # there is no folder, or another file has its name
+        address = ""
+    if not address:
+        address = next((answer.address for answer in _answers() if answer.folder == folder.path), "")
+    return Endpoint(folder.path, address)

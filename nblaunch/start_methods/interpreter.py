@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nblaunch import attached_debugger, backends, env
+from nblaunch import attached_debugger, backends, env, installation
 from nblaunch.errors import LaunchError
 from nblaunch.events import Note
 from nblaunch.host import descriptors
@@ -112,7 +112,9 @@ def start_program(
 
     Raises:
         OSError: the system refused to start the process.
+        LaunchError: another version of nblaunch was installed meanwhile, which the process would run.
     """
+    installation.refuse_mix()
     message_fd = _written("nblaunch-message", message)
     try:
         # Imports skip entries of other types, such as pathlib.Path, and their repr() would break the program.
