@@ -361,6 +361,11 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
         with suppress(ResultError):  # from a class that is missing here; the error of the whole value says so
             error.partial = _load_values(folder).get(end.partial_rank)
+    elif (
+        error is not None and folder.modified(RESULT) is not None
+    ):  # of the ranks that returned before the end
+        with suppress(ResultError):
+            exceptions.set_attribute(error, "partial", _load_values(folder))
     return JobOutcome(
         status=end.event.outcome,
         error=error,

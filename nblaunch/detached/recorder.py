@@ -251,7 +251,7 @@ class Recorder:
         saving = _Saving(self._requests.endings)
         # The result first and separately, so that a problem with the weights, which may be large, can't lose it.
         unsaved = unsaved_weights = unsaved_error = ""
-        if outcome.status == "done":
+        if outcome.status == "done" or values:
             unsaved = self._save(saving, "the result", values, lambda: folder.write_payload(RESULT, values))
         if weights:
             unsaved_weights = self._save(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from nblaunch import formatting
 from nblaunch.diagnosis.exceptions import hide_launcher
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.report import AttemptReport
@@ -20,6 +21,7 @@ from nblaunch.launcher import interruption, weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.user_code import from_first_user_frame
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
+from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult
 
 
@@ -35,7 +37,7 @@ class JobOutcome:
         headline: one line about the failure; empty = the error's own text.
         advice: explanation of the failure, and what to do.
         is_early: whether the job was stopped early on request.
-        values: rank -> return value, for a job that is done.
+        values: rank -> return value of each rank that returned, for a job that is done, interrupted or cancelled.
         unloaded_weights: argument path -> trained state dict that was loaded into no module, because it does not fit
             the kernel's module or the job is detached.
         has_lost_weights: whether workers of a successful job ended before they had sent all trained weights.
@@ -83,8 +85,8 @@ class JobOutcome:
         """Return a copy without values, weights and variables."""
         if self.error is not None:
             self.error.__traceback__ = None
-        if isinstance(self.error, ResultError):
-            self.error.partial = None
+        if isinstance(self.error, (ResultError, JobCancelled, KeyboardInterrupt)):
+            set_attribute(self.error, "partial", None)
         return replace(self, values={}, unloaded_weights={}, is_released=True, _traceback=None)
 
     def raise_error(self) -> None:
@@ -121,11 +123,15 @@ def conclude_job(
     unkillable = list(report.unkillable.values())
     if report.cancelled:
         text = f"{attempt.spec.function_name} was cancelled; logs: {attempt.log.path}"
-        return JobOutcome("cancelled", JobCancelled("\n".join([text, *unkillable]))), []
+        cancelled = JobCancelled("\n".join([text, *unkillable]))
+        values, notes = _keep_values(cancelled, attempt, report, rank_results)
+        return JobOutcome("cancelled", cancelled, values=values), notes
     if report.interrupted:
         error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
         unfit, notes = _load_interrupted(attempt, report, rank_results)
-        return JobOutcome("interrupted", error, unloaded_weights=unfit), notes
+        values, notes_of_values = _keep_values(error, attempt, report, rank_results)
+        outcome = JobOutcome("interrupted", error, values=values, unloaded_weights=unfit)
+        return outcome, notes + notes_of_values
     if not report.is_success:
         failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice), []
@@ -277,6 +283,20 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 
 
 # --- return values ---------------------------------------------------------------------------------------------------
+
+
+def _keep_values(
+    error: BaseException, attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
+) -> tuple[dict[int, Any], list[Note]]:
+    """Set ``error.partial`` to the values of ranks that returned before others were ended; return them and a note."""
+    wanted = attempt.ranks if attempt.spec.return_all else attempt.ranks[:1]
+    ranks = [rank for rank in wanted if rank in report.returned and rank in rank_results]
+    if not ranks:
+        return {}, []
+    values = {rank: rank_results[rank].value for rank in ranks}
+    set_attribute(error, "partial", values)
+    text = f"{formatting.ranks(ranks)} had returned: {type(error).__name__}.partial has the values, by rank"
+    return values, [Note.of_job(text)]
 
 
 def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:

@@ -162,6 +162,46 @@ def uneven():
     assert cell.wait(30).raised.name == "KeyboardInterrupt", cell.describe()
 
 
+HALF = """
+def half(stubborn=True):
+    if rank() == 0:
+        return {"loss": 0.25}
+    while True:
+        try:
+            mark("stubborn")
+            time.sleep(3600)
+        except KeyboardInterrupt:
+            mark("not yet")
+"""
+
+
+@pytest.mark.parametrize("kind", ["launch", "background", "detached", "cancelled"])
+def test_the_value_of_a_rank_that_returned_before_others_were_killed_is_kept(
+    prepared: Kernel, tmp_path: Path, kind: str
+) -> None:
+    prepared.run(HALF)
+    settings = "num_processes=2, interrupt_grace_s=3600"
+    settings += ", background=True" * (kind != "launch") + ", detach=True" * (kind == "detached")
+    cell = prepared.submit(f"job = notebook_launcher(half, {settings})")
+    prepared.wait_until((tmp_path / "stubborn").exists, 60, "rank 1 to wait")
+    raised = "JobCancelled" if kind == "cancelled" else "KeyboardInterrupt"
+    if kind == "launch":
+        prepared.interrupt()
+        prepared.wait_until((tmp_path / "not yet").exists, 30, "rank 1 to go on")
+        prepared.interrupt()
+        assert cell.wait(30).raised.name == raised, cell.describe()
+        prepared.run("job = nblaunch.last_job()")
+    elif kind == "cancelled":
+        prepared.run("job.cancel()")
+    else:
+        prepared.run("job.interrupt()")
+        prepared.wait_until((tmp_path / "not yet").exists, 30, "rank 1 to go on")
+        prepared.run("job.interrupt()")
+    prepared.run("job.result(30)", raises=raised, timeout_s=60)
+    assert prepared.run("job.exception().partial").value == {0: {"loss": 0.25}}
+    prepared.run("job.release(); del job; gc.collect()")
+
+
 def interrupt_where_ranks_send(kernel: Kernel, folder: Path, where: str) -> None:
     """Interrupt the kernel once rank 0 sends, and the other has returned; elsewhere the kernel does it itself."""
     if where in IN_RANKS:
