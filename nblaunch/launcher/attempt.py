@@ -244,7 +244,8 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
     stack.callback(group.close)
     devices = DeviceSampler(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))
     stack.callback(devices.close)
-    guardian = Guardian(group.process_groups(), descendants.tag)
+    log_path = attempt.log.log_path(attempt.ranks.start, attempt.number)
+    guardian = Guardian(group.process_groups(), descendants.tag, log_path)
     stack.callback(guardian.dismiss)
     return RunningAttempt(
         attempt, assignments, group, board, connections, tails, store,

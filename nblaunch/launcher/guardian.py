@@ -3,7 +3,7 @@
     kernel ── pipe that only the kernel holds open ──> guardian (/bin/sh, own POSIX session)
                                     a line: one more group to watch, or one fewer (with a minus)
                                     end of file: SIGKILL to every worker's process group, and to every process
-                                    with the job's tag (host/descendants.py)
+                                    with the job's tag (host/descendants.py); a line in the log
 
 Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
 and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Its start takes this
@@ -16,19 +16,26 @@ import os
 import subprocess
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from nblaunch import env
 from nblaunch.host import descriptors
 
 _SCRIPT = (
-    'tag=$1; shift; groups="$*"; while read -r line; do case "$line" in '
+    'tag=$1; log=$2; line_of_log=$3; shift 3; groups="$*"; while read -r line; do case "$line" in '
     '-*) rest=""; for group in $groups; do [ "-$group" = "$line" ] || rest="$rest $group"; done; groups="$rest";; '
     '*) groups="$groups $line";; esac; done; '
     # "-s KILL": dash takes no "--" after "-KILL".
     'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done; '
+    '[ -z "$log" ] || printf "\\n%s\\n" "$line_of_log" >> "$log" 2>/dev/null; '
     # More than once, because a killed process may have started another.
     'for round in 1 2 3; do for file in $(grep -ls "$tag" /proc/[0-9]*/limits); do '
     'pid="${file#/proc/}"; kill -s KILL "${pid%/limits}" 2>/dev/null; done; done'
+)
+
+_KILLED = (
+    "nblaunch: process {pid}, which launched this job, has ended, so the ranks were killed. Return values and weights "
+    "that they had not delivered are lost"
 )
 
 
@@ -38,10 +45,12 @@ class Guardian:
     Args:
         process_groups: process groups of the workers.
         tag: tag of their descendants.
+        log: file to which the guardian appends a line when it kills; None = none.
     """
 
-    def __init__(self, process_groups: Iterable[int], tag: int) -> None:
+    def __init__(self, process_groups: Iterable[int], tag: int, log: Path | None = None) -> None:
         self._tag = tag
+        self._log = log
         self._groups = set(process_groups)
         self._process: subprocess.Popen[bytes] | None = None
         self._writing = -1
@@ -62,7 +71,7 @@ class Guardian:
             descriptors.keep_from_children(self._writing)
             try:
                 self._process = subprocess.Popen(
-                    ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", str(self._tag), *map(str, self._groups)],
+                    ["/bin/sh", "-c", _SCRIPT, "nblaunch-guardian", *self._arguments()],
                     stdin=reading,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -75,6 +84,10 @@ class Guardian:
                 raise
             finally:
                 os.close(reading)
+
+    def _arguments(self) -> list[str]:
+        log = "" if self._log is None else str(self._log)
+        return [str(self._tag), log, _KILLED.format(pid=os.getpid()), *map(str, self._groups)]
 
     def watch_only(self, process_groups: Collection[int]) -> None:
         """Watch only these groups from now on.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,6 +56,44 @@ def test_groups_whose_leader_was_reaped_are_left_alone() -> None:
             process.wait()
         assert launcher.stdout is not None
         launcher.stdout.close()
+
+
+SCRIPT = """
+import os, signal, sys, time
+from nblaunch import notebook_launcher
+
+def report():
+    print("at work", flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    job = notebook_launcher(report, num_processes=2, backend="cpu", background=True, dashboard="none",
+                            start_method=sys.argv[1])
+    print(job.logs and job.log_dir, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_the_log_says_what_was_lost_with_the_launcher(tmp_path: Path, method: str, signum: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), method]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        process = psutil.Process(launcher.pid)
+        limit_s = time.monotonic() + LIMIT_S
+        while not any("guardian" in " ".join(child.cmdline()) for child in process.children()):
+            assert time.monotonic() < limit_s, "no guardian has started"
+        family = process.children(recursive=True)
+        launcher.send_signal(signum)
+    _, alive = psutil.wait_procs(family, LIMIT_S)
+    assert not alive
+    [log] = folder.rglob("rank_0.log")
+    assert f"process {launcher.pid}, which launched this job, has ended" in log.read_text()
 
 
 @pytest.mark.timeout(60)
