@@ -16,11 +16,14 @@ _FOLDER = str(Path(nblaunch.__file__).parent)
 
 
 def with_signal_at_line(
-    number: int, signum: int, call: Callable[[], Any]
+    number: int, signum: int, call: Callable[[], Any], folder: str = _FOLDER
 ) -> tuple[str, BaseException | None]:
-    """Call ``call``, and send this process a signal before the ``number``-th line of nblaunch that runs, from 1.
+    """Call ``call``, and send this process a signal before the ``number``-th line that runs, from 1.
 
     Each line of the main thread counts once, but those of ``__del__``, whose exceptions Python does not raise.
+
+    Args:
+        folder: lines of files below it count; empty = all lines.
 
     Returns:
         The line, empty where fewer ran; what ``call`` has raised.
@@ -32,7 +35,7 @@ def with_signal_at_line(
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal place
         code = frame.f_code
-        if place or not code.co_filename.startswith(_FOLDER) or code.co_name == "__del__":
+        if place or not code.co_filename.startswith(folder) or code.co_name == "__del__":
             return None
         if event == "line" and os.getpid() == pid:
             seen.add((code, frame.f_lineno))

@@ -19,10 +19,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors, signal_handlers
@@ -101,7 +103,9 @@ class JobRequests:
         self.endings = 0
         self.terminations = 0
         self.termination_grace_s = 0.0
-        self.is_cancelled = False
+        self._is_cancelled = False
+        self._owner: weakref.ref[Any] | None = None
+        self._lost_owners: list[Any] = []
         self.wants_stop = False
         self._new_queries: deque[Query] = deque()
         self._taken_queries: set[Query] = set()
@@ -110,6 +114,11 @@ class JobRequests:
     def fileno(self) -> int:
         """Return a descriptor that is readable after a request, for ``select``; -1 after the end."""
         return self._pipe.reading if self._pipe is not None else -1
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether all workers are to be killed."""
+        return self._is_cancelled or bool(self._lost_owners)
 
     @property
     def interrupts(self) -> int:
@@ -139,9 +148,17 @@ class JobRequests:
 
     def cancel(self) -> None:
         """Kill the workers at once."""
-        self.is_cancelled = True
+        self._is_cancelled = True
         self.endings += 1
         self._wake()
+
+    def cancel_without(self, owner: object) -> None:
+        """Cancel once nothing refers to ``owner``.
+
+        Python discards what a signal handler raises in a finalizer, and the rest of the finalizer with it. No handler
+        interrupts this callback, which is one call of a C function.
+        """
+        self._owner = weakref.ref(owner, self._lost_owners.append)
 
     def ask_stacks(self) -> Future[str]:
         """Ask for the position of every rank; the future gets an answer within a second or two."""

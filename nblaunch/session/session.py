@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -367,7 +366,6 @@ class Session(RankCommands):
     def close(self) -> None:
         """End the workers, and kill a running command."""
         with signal_handlers.held_back():
-            self._end.detach()
             self._failed = None
             self._client.close()
             if not self._runner.ends_within(_END_S):
@@ -415,7 +413,7 @@ class Session(RankCommands):
                 self._output.on_event(Note.of_job(text))
                 self._output.pump()  # the start takes seconds
             self._runner.run_in_background()
-        self._end = weakref.finalize(self, self._runner.requests.cancel)
+        self._runner.requests.cancel_without(self)
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
 

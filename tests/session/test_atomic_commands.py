@@ -27,6 +27,9 @@ COMMANDS: dict[str, Callable[[Session], object]] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("first_store")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str) -> None:
     with Session(2, backend="cpu") as session:
@@ -38,6 +41,33 @@ def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str
             assert type(error) is KeyboardInterrupt, (place, error)
             assert session.execute("2") == {0: 2, 1: 2}, place
         assert number > 100, "few lines have run"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_session_is_garbage_collected_leaves_no_worker() -> None:
+    """Python discards what a handler raises in a finalizer."""
+    for number in range(1, 100):
+        sessions = [Session(2, backend="cpu")]
+        workers = [psutil.Process(pid) for pid in sessions[0].pids.values()]
+        place, _ = with_signal_at_line(number, signal.SIGINT, sessions.clear, folder="")
+        _, alive = psutil.wait_procs(workers, 10)
+        assert not alive, place
+        if not place:
+            break
+
+
+def test_an_interrupt_at_any_line_of_close_ends_the_workers() -> None:
+    Session(2, backend="cpu").close()
+    before = psutil.Process().children(recursive=True)
+    for number in range(1, 10_000, STRIDE // 2):
+        session = Session(2, backend="cpu")
+        place, error = with_signal_at_line(number, signal.SIGINT, session.close)
+        if not place:
+            break
+        assert type(error) is KeyboardInterrupt, (place, error)
+        session.close()  # does nothing more
+        assert psutil.Process().children(recursive=True) == before, place
+    assert number > 50, "few lines have run"
 
 
 def test_an_interrupt_at_any_line_of_the_start_leaves_no_worker() -> None:
