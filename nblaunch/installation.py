@@ -3,7 +3,8 @@
 Most modules are imported when they are first needed. After such an update a process would import modules of the new
 version beside old ones, and send messages of the old version to new interpreters. Therefore:
 
-* :func:`refuse_mix` is asked before each import of a module of nblaunch, and before each start of a fresh interpreter.
+* :func:`check_import` is asked before each import of a module of nblaunch, :func:`check_new_process` before each start
+  of a fresh interpreter. They refuse what would mix two versions.
 * The process of a detached job must go on, whatever is installed meanwhile: :func:`keep_modules`.
 """
 
@@ -44,11 +45,24 @@ _same_version = {_first_stamp}
 """Stamps of the files that were installed so far and have the version that this process runs."""
 
 
-def refuse_mix() -> None:
-    """Raise an error if the files of the version that this process runs are installed no longer.
+_keeps_modules = False
+
+
+def check_import() -> None:
+    """Refuse to import a module of another version.
 
     Raises:
-        LaunchError: another version is installed, or none.
+        LaunchError: another version than this process runs is installed, or none.
+    """
+    if not _keeps_modules:
+        check_new_process()
+
+
+def check_new_process() -> None:
+    """Refuse to start a fresh interpreter, which would run another version.
+
+    Raises:
+        LaunchError: another version than this process runs is installed, or none.
     """
     if _first_stamp is None or (stamp := _stamp(_INIT)) in _same_version:
         return
@@ -72,7 +86,9 @@ def keep_modules() -> None:
 
     It reads all source files, which takes some milliseconds, and keeps them in memory: about 3 MB.
     """
+    global _keeps_modules
     sys.meta_path.insert(0, _KeptModules())
+    _keeps_modules = True
 
 
 class _KeptModules:

@@ -87,7 +87,7 @@ class _Finder:
         if fullname.startswith("nblaunch."):
             if system_refusal() is not None:
                 raise LaunchError(system_refusal())  # instead of an error about a missing Python module
-            installation.refuse_mix()
+            installation.check_import()
         if fullname in HOMES:
             # Modules are packages, because Python then calls the finders for missing submodules, which raise the
             # explanation.

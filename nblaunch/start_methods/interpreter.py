@@ -114,7 +114,7 @@ def start_program(
         OSError: the system refused to start the process.
         LaunchError: another version of nblaunch was installed meanwhile, which the process would run.
     """
-    installation.refuse_mix()
+    installation.check_new_process()
     message_fd = _written("nblaunch-message", message)
     try:
         # Imports skip entries of other types, such as pathlib.Path, and their repr() would break the program.

@@ -20,6 +20,8 @@ from nblaunch import notebook_launcher
 
 def begin(gate):
     from nblaunch import Accelerator
+    from nblaunch.utils import set_seed
+    set_seed(0)
     accelerator = Accelerator()
     print("begun", flush=True)
     open(f"{gate}{accelerator.process_index}").close()    # waits for the test
