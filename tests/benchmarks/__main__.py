@@ -22,6 +22,7 @@ TITLES = {
     "launch_cost": "Launch cost",
     "first_steps": "From the call to the first steps",
     "script_launch": "Launching scripts",
+    "nodes_launch": "Launches on several nodes",
     "memory": "Memory",
     "fsdp_memory": "Memory of sharded models",
     "output": "Output",

@@ -1,0 +1,140 @@
+"""Cold launches on two nodes with two ranks each, beside plain Ray actors and Ray's TorchTrainer.
+
+    python -m tests.benchmarks nodes_launch [--rounds 10]
+
+A Ray cluster of two nodes runs on this machine, without its dashboard. In each round every launcher starts four ranks
+that form a gloo group and reduce a tensor, and returns when their values are there and what it started has ended. The
+first round does not count. The peers' process is connected to the cluster beforehand; nblaunch connects in each launch.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from tests.benchmarks import bench
+from tests.benchmarks.bench import Row, at_most
+from tests.engines.ray_cluster import cluster
+
+NUM_NODES, RANKS_PER_NODE = 2, 2
+NUM_RANKS = NUM_NODES * RANKS_PER_NODE
+MAX_TIMES_RAW, MAX_TIMES_TRAINER = 0.9, 0.25
+_CONNECTION = "import os, logging, ray; ray.init(os.environ['RAY_ADDRESS'], logging_level=logging.ERROR, log_to_driver=False)"
+
+
+def measure(rounds: int = 10) -> Iterator[Row]:
+    with cluster() as address, ExitStack() as kernels:
+        environment = {"RAY_ADDRESS": address}
+        ours = kernels.enter_context(bench.kernel("import torch", environment))
+        peers = kernels.enter_context(bench.kernel(f"import torch\n{_CONNECTION}", environment))
+        launchers: dict[str, Callable[[], float]] = {
+            'engine="ray"': lambda: bench.call(ours, in_kernel_launch, "ray"),
+            'engine="processes"': lambda: bench.call(ours, in_kernel_launch, "processes"),
+            "Ray actors": lambda: bench.call(peers, in_kernel_actors),
+            "TorchTrainer": lambda: bench.call(peers, in_kernel_trainer),
+        }
+        times: dict[str, list[float]] = {name: [] for name in launchers}
+        for number in range(rounds + 1):
+            for name, launch in launchers.items():
+                seconds = launch()
+                if number:
+                    times[name].append(seconds)
+    for name, seconds_of in times.items():
+        all_of = ", ".join(f"{seconds:.2f}" for seconds in seconds_of)
+        yield Row(f"{name}: median of {rounds}", f"{statistics.median(seconds_of):.2f} s ({all_of})")
+    median = {name: statistics.median(seconds_of) for name, seconds_of in times.items()}
+    ours_s = median['engine="ray"']
+    yield at_most('engine="ray": times Ray actors', ours_s / median["Ray actors"], MAX_TIMES_RAW)
+    yield at_most('engine="ray": times TorchTrainer', ours_s / median["TorchTrainer"], MAX_TIMES_TRAINER)
+
+
+def in_kernel_launch(engine: str) -> float:
+    from nblaunch import notebook_launcher
+
+    began_s = time.perf_counter()
+    values = notebook_launcher(
+        _join_and_reduce,
+        engine=engine,
+        num_nodes=NUM_NODES,
+        num_processes=NUM_RANKS,
+        return_all=True,
+        dashboard="none",
+    )
+    seconds = time.perf_counter() - began_s
+    assert values == [NUM_RANKS] * NUM_RANKS, values
+    return seconds
+
+
+def in_kernel_actors() -> float:
+    """What one writes by hand with Ray: a placement group, an actor per rank, and a group that these form."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    class Rank:
+        def place(self) -> tuple[str, int]:
+            import socket
+
+            with socket.create_server(("", 0)) as listener:
+                return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+        def run(self, variables: dict[str, str]) -> float:
+            os.environ.update(variables)
+            return _join_and_reduce()
+
+    began_s = time.perf_counter()
+    group = placement_group([{"CPU": RANKS_PER_NODE}] * NUM_NODES, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    made: Any = ray.remote(Rank)
+    ranks = [
+        made.options(
+            num_cpus=1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=rank // RANKS_PER_NODE
+            ),
+        ).remote()
+        for rank in range(NUM_RANKS)
+    ]
+    address, port = ray.get(ranks[0].place.remote())
+    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+    values = ray.get([one.run.remote({**common, "RANK": str(rank)}) for rank, one in enumerate(ranks)])
+    for one in ranks:
+        ray.kill(one)
+    remove_placement_group(group)
+    seconds = time.perf_counter() - began_s
+    assert values == [NUM_RANKS] * NUM_RANKS, values
+    return seconds
+
+
+def in_kernel_trainer() -> float:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def loop() -> None:
+        assert _join_and_reduce() == NUM_RANKS
+
+    with tempfile.TemporaryDirectory(prefix="nblaunch-bench-") as folder:
+        began_s = time.perf_counter()
+        TorchTrainer(
+            loop,
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=NUM_RANKS, placement_strategy="SPREAD"),
+            run_config=RunConfig(storage_path=folder),
+        ).fit()
+        return time.perf_counter() - began_s
+
+
+def _join_and_reduce() -> float:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return float(ones)
