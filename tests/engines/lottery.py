@@ -107,11 +107,19 @@ def draw_kill(victim, delay_s, **settings):
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw: what was done, what is wrong about its end (empty if nothing), and the seconds that it took."""
+    """One draw.
+
+    Args:
+        what: what was done.
+        wrong: what is wrong about its end; empty if nothing is.
+        seconds: that it took.
+        left_s: seconds until no process was left after it.
+    """
 
     what: str
     wrong: str
     seconds: float
+    left_s: float = 0.0
 
 
 class Lottery:
@@ -150,7 +158,9 @@ class Lottery:
         there = self._error_of(kernel, what, who, f"engine={self.engine!r}")
         here = self._local[what, who]
         wrong = "" if there == here and here[0] != "nothing" else f"\n{there}\ninstead of\n{here}"
-        return Draw(f"{what} in rank {who}", wrong or self._what_is_left(kernel), time.monotonic() - began_s)
+        seconds = time.monotonic() - began_s
+        left, left_s = self._what_is_left(kernel)
+        return Draw(f"{what} in rank {who}", wrong or left, seconds, left_s)
 
     def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
         value = kernel.run(f"error_of({what!r}, {who}, {settings})", timeout_s=180).value
@@ -165,11 +175,12 @@ class Lottery:
         detach = ", detach=True" if victim == "job process" else ""
         call = f"draw_kill({victim!r}, {delay_s}, engine={self.engine!r}{detach})"
         name, text, seconds = kernel.run(call, timeout_s=240).value
-        wrong = self._judge(victim, name, text) or self._what_is_left(kernel)
+        left, left_s = self._what_is_left(kernel)
+        wrong = self._judge(victim, name, text) or left
         if not wrong and self._random.random() < 0.25:
             again = kernel.run(f"launch(rank, return_all=True, engine={self.engine!r})", timeout_s=180).value
             wrong = "" if again == [0, 1, 2, 3] else f"the next launch returned {again}"
-        return Draw(f"{victim} killed {delay_s:.2f} s after the call", wrong, seconds)
+        return Draw(f"{victim} killed {delay_s:.2f} s after the call", wrong, seconds, left_s)
 
     def _judge(self, victim: str, name: str, text: str) -> str:
         wanted = {
@@ -191,22 +202,22 @@ class Lottery:
             cell = kernel.submit(f"launch(work, engine={self.engine!r})")
             time.sleep(delay_s)
             kernel.kill()
-            began_s = time.monotonic()
-            wrong = self._what_is_left(kernel)
+            wrong, left_s = self._what_is_left(kernel)
             del cell
-        return Draw(f"kernel killed {delay_s:.2f} s after the call", wrong, time.monotonic() - began_s)
+        return Draw(f"kernel killed {delay_s:.2f} s after the call", wrong, left_s, left_s)
 
-    def _what_is_left(self, kernel: Kernel) -> str:
+    def _what_is_left(self, kernel: Kernel) -> tuple[str, float]:
+        """Return what was left after some seconds, empty if nothing was, and the seconds until nothing was."""
+        began_s = time.monotonic()
         try:
             kernel.wait_for_no_processes(LEFT_S)
         except AssertionError as error:
-            return str(error)
-        deadline = time.monotonic() + LEFT_S
+            return str(error), LEFT_S
         while left := _node_processes():
-            if time.monotonic() > deadline:
-                return f"left: {left}"
+            if time.monotonic() - began_s > LEFT_S:
+                return f"left: {left}", LEFT_S
             time.sleep(0.05)
-        return ""
+        return "", time.monotonic() - began_s
 
 
 def _node_processes() -> list[str]:
@@ -241,6 +252,7 @@ def main() -> None:
             print(
                 f"{kind or 'failed'}: {len(times)}, median {statistics.median(times):.1f} s, at most {max(times):.1f} s"
             )
+    print(f"nothing was left after {max((draw.left_s for draw in draws), default=0.0):.2f} s at most")
     bad = sum(bool(draw.wrong) for draw in draws)
     print(f"{len(draws) - bad} of {len(draws)} ended well")
     sys.exit(bad > 0)
@@ -261,7 +273,8 @@ def _draw(lottery: Lottery, options: argparse.Namespace) -> Iterator[Draw]:
 
 
 def _shown(draw: Draw) -> Draw:
-    print(f"{draw.seconds:6.1f} s  {draw.what}: {draw.wrong or 'good'}", flush=True)
+    left = f"nothing left after {draw.left_s:.2f} s"
+    print(f"{draw.seconds:6.1f} s  {draw.what}: {draw.wrong or f'good, {left}'}", flush=True)
     return draw
 
 
