@@ -111,9 +111,17 @@ def _by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int,
     """Return group -> rank -> number -> collective."""
     groups: dict[Group, dict[int, dict[int, Call]]] = {}
     for rank, rank_calls in calls.items():
+        last: Group | None = None
+        by_number: dict[int, Call] = {}
         for call in rank_calls.calls:
-            if call.is_collective and call.site.group is not None:
-                groups.setdefault(call.site.group, {}).setdefault(rank, {})[call.number] = call
+            if not call.is_collective or call.site.group is None:
+                continue
+            if (
+                call.site.group is not last
+            ):  # there are 255 calls per rank, and hashing a group of 512 ranks is slow
+                last = call.site.group
+                by_number = groups.setdefault(last, {}).setdefault(rank, {})
+            by_number[call.number] = call
     return groups
 
 

@@ -85,9 +85,11 @@ class Channel:
         """Whether the send queue is so long that large parts should wait."""
         return self._backlog >= _FULL_BYTES
 
-    def send(self, message: Any) -> None:
-        """Append a message to the send queue."""
-        body = _NUMBER.pack(self._num_sent) + dump_plain(message)
+    def send(self, *messages: Any) -> None:
+        """Append messages under one seal to the send queue; without messages, do nothing."""
+        if not messages:
+            return
+        body = _NUMBER.pack(self._num_sent) + dump_plain(messages)
         self._num_sent += 1
         self.send_raw(signing.digest(self.key, self._side, body) + body)
 
@@ -158,7 +160,7 @@ class Channel:
         Raises:
             ChannelError: a message lacks the seal of this job.
         """
-        return [self._load(body) for body in self.receive_raw()]
+        return [message for body in self.receive_raw() for message in self._load(body)]
 
     def receive_raw(self, limit: int | None = None) -> list[bytes]:
         """Return the bytes of up to ``limit`` messages that have arrived."""
@@ -223,7 +225,7 @@ class Channel:
             poller.register(self.writing_fd, select.POLLOUT)
         poller.poll(1000 * timeout_s)
 
-    def _load(self, sealed: bytes) -> Any:
+    def _load(self, sealed: bytes) -> tuple[Any, ...]:
         body = sealed[signing.SIGNATURE_BYTES :]
         try:
             signing.check(sealed[: signing.SIGNATURE_BYTES], self.key, self._other_side, body)
@@ -233,4 +235,5 @@ class Channel:
         if number != self._num_received:
             raise ChannelError(f"message {number} arrived where {self._num_received} was due")
         self._num_received += 1
-        return pickle.loads(memoryview(body)[_NUMBER.size :])
+        messages: tuple[Any, ...] = pickle.loads(memoryview(body)[_NUMBER.size :])
+        return messages

@@ -10,12 +10,13 @@ cover the last calls, and calls with round numbers, because nodes send marks at 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import CallMarks
 from nblaunch.engines.stacks import NodesStacks
 from nblaunch.wire.board import Board, SlotReading
-from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
+from nblaunch.wire.collective_calls import NUM_CALLS, Call, RankCalls
 
 _NUM_LAST = 8
 """Number of last calls of each group that are marked."""
@@ -58,7 +59,39 @@ class NodeCalls:
 
     def read(self) -> dict[int, RankCalls]:
         """Return rank -> its last calls."""
-        return {rank: self._board.calls(rank).read() for rank in self._ranks}
+        return sharing({rank: self._board.calls(rank).read() for rank in self._ranks})
+
+
+def sharing(calls: Mapping[int, RankCalls]) -> dict[int, RankCalls]:
+    """Return the calls with one object for equal calls of several ranks, so that they are sent once.
+
+    Each rank keeps the time of its last call only: nothing asks for the times of others.
+
+    Args:
+        calls: rank -> its last calls.
+    """
+    by_serial: dict[int, Call] = {}
+    return {rank: _with_known(rank_calls, by_serial) for rank, rank_calls in calls.items()}
+
+
+def _with_known(rank_calls: RankCalls, by_serial: dict[int, Call]) -> RankCalls:
+    last = rank_calls.last
+    calls = []
+    for call in rank_calls.calls:
+        earlier = by_serial.setdefault(call.serial, call)
+        calls.append(earlier if call is not last and _are_equal(call, earlier) else call)
+    return replace(rank_calls, calls=tuple(calls))
+
+
+def _are_equal(call: Call, other: Call) -> bool:
+    return (call.number, call.chain, call.size, call.shape, call.value, call.site) == (
+        other.number,
+        other.chain,
+        other.size,
+        other.shape,
+        other.value,
+        other.site,
+    )
 
 
 def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:

@@ -153,10 +153,10 @@ class NodeLink:
             return calls
         return {
             rank: replace(
-                rank_calls,
-                calls=tuple(replace(call, time_s=call.time_s - ahead_s) for call in rank_calls.calls),
+                rank_calls, calls=(*rank_calls.calls[:-1], replace(last, time_s=last.time_s - ahead_s))
             )
             for rank, rank_calls in calls.items()
+            if (last := rank_calls.last) is not None
         }
 
     # --- its place -----------------------------------------------------------------------------------------------

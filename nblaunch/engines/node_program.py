@@ -31,7 +31,7 @@ from nblaunch.diagnosis.report import AttemptReport, Evidence
 from nblaunch.diagnosis.root_cause import RootCause
 from nblaunch.engines import shipping
 from nblaunch.engines.channel import Channel
-from nblaunch.engines.collectives import NodeCalls
+from nblaunch.engines.collectives import NodeCalls, sharing
 from nblaunch.engines.messages import (
     AskClock,
     AttemptOver,
@@ -222,7 +222,7 @@ class NodeProgram:
                 evidence=_evidence(report),
                 last_readings=tuple(reading for reading in report.last_readings if reading.rank in own_ranks),
                 hang=report.hang,
-                calls=report.calls,
+                calls=sharing(report.calls),
             )
         )
         self._channel.send_now()

@@ -4,7 +4,8 @@
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
 For this node's supervisor it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
-files, no faster than the channel accepts them.
+files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends what is not
+urgent, so the coordinator's work does not grow.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
+_MESSAGES_PER_S = 128
+"""So many heartbeats, or parts of logs, all nodes together send in a second at most."""
+
 _LOG_BYTES = 256 << 10
 """Number of bytes of logs that are sent at each of ten checks per second."""
 
@@ -115,6 +119,8 @@ class Uplink:
         self._queries: list[tuple[int, LocalStacks]] = []
         self._num_heartbeats = 0
         self._next_heartbeat_s = 0.0
+        self._next_logs_s = 0.0
+        self._pace_s = 0.0
         self.must_end = False
         self.outboxes: dict[int, int] = {}
         self.calls: NodeCalls | None = None
@@ -123,6 +129,7 @@ class Uplink:
         """Prepare for the ranks of ``attempt`` before they start."""
         self._attempt = attempt
         self._logs = {rank: _Log(attempt.log.log_path(rank, attempt.number)) for rank in attempt.ranks}
+        self._pace_s = attempt.topology.num_nodes / _MESSAGES_PER_S
 
     # --- Peers: from the coordinator
     # ----------------------------------------------------------------------------------
@@ -155,9 +162,8 @@ class Uplink:
         elif isinstance(message, AskStacks):
             self._ask_stacks(message)
         elif isinstance(message, AskLogs):
-            self._send_events()
-            self._send_logs(_KEPT_BYTES * max(1, len(self._logs)))
-            self._channel.send(LogsSent(message.number))
+            parts = self._new_logs(_KEPT_BYTES * max(1, len(self._logs)))
+            self._channel.send(*self._take_events(), *parts, LogsSent(message.number))
         elif isinstance(message, AskClock):
             self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
 
@@ -213,41 +219,44 @@ class Uplink:
             self._pids[event.rank] = event.pid
         if isinstance(event, Exited):
             self._gone.add(event.rank)
-        if isinstance(event, (Exited, Failed)) and event.rank in self._logs:
-            self._send_log(event.rank, _KEPT_BYTES)  # its last output precedes its end
         self._events.append(event)
         if isinstance(event, _URGENT):
-            self._send_events()
+            is_end = isinstance(event, (Exited, Failed)) and event.rank in self._logs
+            last_lines = self._new_log(event.rank, _KEPT_BYTES) if is_end else []
+            self._channel.send(*last_lines, *self._take_events())
 
-    def _send_events(self) -> None:
-        if self._events:
-            self._channel.send(Happened(tuple(self._events)))
-            self._events = []
+    def _take_events(self) -> list[Happened]:
+        events, self._events = tuple(self._events), []
+        return [Happened(events)] if events else []
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]
     ) -> list[SlotReading]:
         """Send the state of this node's ranks if it is due; return their readings."""
         assert self._attempt is not None, "ranks run"
-        self._send_events()
         self._readings = [reading for reading in readings if reading.rank in self._attempt.ranks]
-        if time.monotonic() >= self._next_heartbeat_s:
-            self._send_heartbeat(RUNNING)
-        if not self._channel.is_full:
-            self._send_logs(_LOG_BYTES)
+        news: list[object] = [*self._take_events()]
+        now_s = time.monotonic()
+        if now_s >= self._next_heartbeat_s:
+            news += self._heartbeat(RUNNING)
+        if now_s >= self._next_logs_s and not self._channel.is_full:
+            self._next_logs_s = now_s + self._pace_s
+            news += self._new_logs(_LOG_BYTES)
         for number, query in list(self._queries):
             query.poll()
             if query.is_done:
                 self._queries.remove((number, query))
                 calls = {} if self.calls is None else self.calls.read()
-                self._channel.send(Stacks(number, query.checks(), calls))
+                news.append(Stacks(number, query.checks(), calls))
+        self._channel.send(*news)
         self._channel.flush()
         return self._readings
 
-    def _send_heartbeat(self, state: str) -> None:
-        self._next_heartbeat_s = time.monotonic() + _HEARTBEAT_S
+    def _heartbeat(self, state: str) -> list[object]:
+        """Return the state of this node's ranks, with what else is sent as often."""
+        self._next_heartbeat_s = time.monotonic() + max(_HEARTBEAT_S, self._pace_s)
         if self._channel.is_full and state == RUNNING:
-            return  # queued bytes are a sign of life
+            return []  # queued bytes are a sign of life
         assert self._attempt is not None, "ranks run"
         summary = Summary(
             -1,
@@ -259,13 +268,14 @@ class Uplink:
             host_memory=tuple(self._host_memory.values()),
             stop=StopState(self._requests.wants_stop),
         )
+        sent: list[object] = []
         if self.calls is not None and (marks := self.calls.new_marks()) is not None:
-            self._channel.send(marks)
+            sent.append(marks)
         if self._device_use:
-            self._channel.send(DevicesUsed(self._device_use))
+            sent.append(DevicesUsed(self._device_use))
             self._device_use = {}
         self._num_heartbeats += 1
-        self._channel.send(
+        sent.append(
             Heartbeat(
                 id=self._id,
                 count=self._num_heartbeats,
@@ -276,19 +286,22 @@ class Uplink:
                 summary=summary,
             )
         )
+        return sent
 
-    def _send_logs(self, max_bytes: int) -> None:
-        """Send the ranks' output, up to ``max_bytes`` in total, each rank in turn."""
+    def _new_logs(self, max_bytes: int) -> list[LogPart]:
+        """Return the ranks' new output, up to ``max_bytes`` in total, each rank in turn."""
+        parts: list[LogPart] = []
         for rank in sorted(self._logs, key=lambda rank: self._logs[rank].sent_s):
-            if max_bytes <= 0:
-                return
-            max_bytes -= self._send_log(rank, max_bytes)
+            if max_bytes > 0:
+                new = self._new_log(rank, max_bytes)
+                parts += new
+                max_bytes -= sum(len(part.data) for part in new)
+        return parts
 
-    def _send_log(self, rank: int, max_bytes: int) -> int:
+    def _new_log(self, rank: int, max_bytes: int) -> list[LogPart]:
+        """Return what a rank has printed, ``max_bytes`` at most; none if that is nothing."""
         data, left_out = self._logs[rank].read(max_bytes)
-        if data:
-            self._channel.send(LogPart(rank, data, left_out=left_out))
-        return len(data)
+        return [LogPart(rank, data, left_out=left_out)] if data else []
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -309,21 +322,22 @@ class Uplink:
                 self._channel.send_now(_HEARTBEAT_S)
                 self.receive()
             if time.monotonic() >= self._next_heartbeat_s:
-                self._send_heartbeat(RUNNING)
+                self._channel.send(*self._heartbeat(RUNNING))
         return RankResult()
 
     def end(self, ranks_with_stacks: Sequence[int]) -> None:
         """Send the rest of the logs, the stacks of crashed ranks, and a last heartbeat."""
         assert self._attempt is not None, "ranks have run"
-        self._send_events()
+        self._channel.send(*self._take_events())
         for rank in self._logs:
-            while not self._channel.is_closed and self._send_log(rank, messages.PART_BYTES):
+            while not self._channel.is_closed and (parts := self._new_log(rank, messages.PART_BYTES)):
+                self._channel.send(*parts)
                 self._channel.send_now(_HEARTBEAT_S)
         for rank in ranks_with_stacks:
             path = self._attempt.log.stacks_path(rank, self._attempt.number)
             if data := _end_of(path, _STACKS_BYTES):
                 self._channel.send(LogPart(rank, data, is_stacks=True))
-        self._send_heartbeat(DONE)
+        self._channel.send(*self._heartbeat(DONE))
         for log in self._logs.values():
             log.close()
 

@@ -130,7 +130,7 @@ class Call:
         chain: digest of all collectives of the group up to this one.
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
-        time_s: ``monotonic()`` of the call.
+        time_s: ``monotonic()`` of the call. From another machine, only the time of a rank's last call is its own.
         value: learning rate of a step; 1.0 for a forward after which gradients are exchanged.
     """
 

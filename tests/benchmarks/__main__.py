@@ -29,6 +29,7 @@ TITLES = {
     "progress": "Progress",
     "dashboards": "Dashboards",
     "many_ranks": "Many ranks",
+    "many_nodes": "Many nodes",
     "repeat": "A hundred launches",
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",

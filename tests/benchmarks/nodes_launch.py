@@ -24,14 +24,15 @@ from tests.engines.ray_cluster import cluster
 NUM_NODES, RANKS_PER_NODE = 2, 2
 NUM_RANKS = NUM_NODES * RANKS_PER_NODE
 MAX_TIMES_RAW, MAX_TIMES_TRAINER = 0.9, 0.25
-_CONNECTION = "import os, logging, ray; ray.init(os.environ['RAY_ADDRESS'], logging_level=logging.ERROR, log_to_driver=False)"
+_CONNECTED = """import logging, os, ray, torch
+ray.init(os.environ["RAY_ADDRESS"], logging_level=logging.ERROR, log_to_driver=False)"""
 
 
 def measure(rounds: int = 10) -> Iterator[Row]:
     with cluster() as address, ExitStack() as kernels:
         environment = {"RAY_ADDRESS": address}
         ours = kernels.enter_context(bench.kernel("import torch", environment))
-        peers = kernels.enter_context(bench.kernel(f"import torch\n{_CONNECTION}", environment))
+        peers = kernels.enter_context(bench.kernel(_CONNECTED, environment))
         launchers: dict[str, Callable[[], float]] = {
             'engine="ray"': lambda: bench.call(ours, in_kernel_launch, "ray"),
             'engine="processes"': lambda: bench.call(ours, in_kernel_launch, "processes"),
