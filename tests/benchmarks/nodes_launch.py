@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def measure(rounds: int = 10) -> Iterator[Row]:
         for number in range(rounds + 1):
             for name, launch in launchers.items():
                 seconds = launch()
+                print(f"round {number}, {name}: {seconds:.2f} s", file=sys.stderr)
                 if number:
                     times[name].append(seconds)
     for name, seconds_of in times.items():

@@ -40,7 +40,9 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": CORES, "object_store_memory": _STORE_BYTES}
-    made = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
+    # By default Ray's workers wait for all else that this machine does.
+    head = {**settings, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+    made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**settings)
     print("ADDRESS", made.address, flush=True)
     sys.stdin.read()
