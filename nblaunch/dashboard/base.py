@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
@@ -180,8 +180,25 @@ class Pace:
         self._next_s = now_s + max(pause_s, num_bytes / RATE_BYTES_S)
 
 
+_LOOK_S_PER_RANK = 0.001
+"""Seconds between two foldings of readings for each rank: at most ten a second, and two with 512 ranks."""
+
+_EVENTS_PER_RANK = 16
+"""Number of events for each rank that wait to be folded together."""
+
+
+class _Unread(NamedTuple):
+    """Readings that are not folded yet, ``at_s`` seconds after the start and after ``num_events`` waiting events."""
+
+    readings: Sequence[SlotReading]
+    at_s: float
+    num_events: int
+
+
 class ViewingDashboard(Dashboard):
     """A dashboard that keeps the view of a job; subclasses draw it.
+
+    It folds events together, and with many ranks not every reading: older readings say nothing that the last one lacks.
 
     Args:
         pace: times of updates.
@@ -190,36 +207,48 @@ class ViewingDashboard(Dashboard):
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._view = JobView()
-        # Not folded yet: folding them singly takes far longer with many ranks.
         self._events: list[Event] = []
+        self._unread: _Unread | None = None
+        self._next_look_s = 0.0
         self._is_closed = False
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart(event.ago_s)
+            self._next_look_s = 0.0
         self._events.append(event)
-        if len(self._events) >= len(self._view.ranks):
-            self._fold_events()
+        if len(self._events) >= _EVENTS_PER_RANK * len(self._view.ranks):
+            self._catch_up()
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        self._fold_events()
-        if self._is_closed or not self._view.is_started:
+        if self._is_closed:
             return
-        self._view = fold_readings(self._view, readings, self._view.started_s + self._pace.elapsed_s)
+        at_s = self._pace.elapsed_s
+        self._unread = _Unread(readings, at_s, len(self._events))
+        if at_s < self._next_look_s:
+            return
+        self._catch_up()
+        self._next_look_s = at_s + _LOOK_S_PER_RANK * len(self._view.ranks)
         # close() draws the final table soon after the job has ended.
-        if not self._view.is_over and self._pace.is_due():
+        if self._view.is_started and not self._view.is_over and self._pace.is_due():
             self._draw()
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._fold_events()
+        self._catch_up()
         self._draw_last(_as_cancelled(self._view))
 
-    def _fold_events(self) -> None:
-        self._view = fold(self._view, *self._events)
-        self._events.clear()
+    def _catch_up(self) -> None:
+        """Fold what has arrived, in its order."""
+        events, unread = self._events, self._unread
+        self._events, self._unread = [], None
+        num_before = len(events) if unread is None else unread.num_events
+        view = fold(self._view, *events[:num_before])
+        if unread is not None and view.is_started:
+            view = fold_readings(view, unread.readings, view.started_s + unread.at_s)
+        self._view = fold(view, *events[num_before:])
 
     @abc.abstractmethod
     def _draw(self) -> None:

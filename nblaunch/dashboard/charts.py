@@ -15,15 +15,14 @@ charts.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
-from statistics import median
 
 from nblaunch import formatting
-from nblaunch.dashboard.view import JobView, RankView
+from nblaunch.dashboard.view import JobView
 from nblaunch.formatting import single_line
 
 Point = tuple[float, float]
@@ -32,7 +31,8 @@ LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
 _SIZE = (256, 118)  # pixels; three of them side by side in the cell of a laptop
-_LARGE = (526, 196)  # as wide as two small ones
+_WIDE = (526, 118)  # as wide as two small ones
+_LARGE = (526, 196)
 _LEFT, _TOP = 46, 6  # edges of the curves, in pixels
 _RIGHT_GAP, _BOTTOM_GAP = 6, 18
 _GAP = 14
@@ -44,12 +44,14 @@ _LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a l
 
 
 def charts(view: JobView) -> list[str]:
-    """Return charts of the losses and of logged metrics, to be placed side by side; at the end, the first one is large.
+    """Return charts of the losses and of logged metrics, to be placed side by side.
+
+    The losses are twice as wide as others, and higher at the end.
 
     A metric that has not changed, such as a constant learning rate, has no chart.
     """
-    drawn = [rank for rank in view.ranks if len(rank.losses) > 1]
-    parts = [_losses(drawn, len(view.ranks), _LARGE if view.is_over else _SIZE)] if drawn else []
+    drawn = {rank.rank: losses for rank in view.ranks if len(losses := rank.losses) > 1}
+    parts = [_losses(drawn, len(view.ranks), _LARGE if view.is_over else _WIDE)] if drawn else []
     logged = [
         (single_line(name), points)
         for name, curve in view.curves.items()
@@ -58,18 +60,17 @@ def charts(view: JobView) -> list[str]:
     return [*parts, *(chart(name, points) for name, points in logged[: _MAX_CHARTS - len(parts)])]
 
 
-def _losses(drawn: Sequence[RankView], num_ranks: int, size: tuple[int, int]) -> str:
+def _losses(drawn: Mapping[int, Sequence[Point]], num_ranks: int, size: tuple[int, int]) -> str:
     """Return the chart of the losses: the mean of all ranks in front of the first ranks."""
+    lines = list(drawn.values())
     if num_ranks == 1:
-        return chart("loss", drawn[0].losses, first_step=0, size=size)
-    shown = drawn[:_MAX_LINES]
+        return chart("loss", lines[0], first_step=0, size=size)
+    shown = list(drawn)[:_MAX_LINES]
     return chart(
         "loss",
-        mean_of([rank.losses for rank in drawn]),
-        [rank.losses for rank in shown],
-        name_of_raw="each rank"
-        if len(shown) == len(drawn)
-        else formatting.ranks(rank.rank for rank in shown),
+        mean_of(lines),
+        lines[:_MAX_LINES],
+        name_of_raw="each rank" if len(shown) == len(drawn) else formatting.ranks(shown),
         first_step=0,
         size=size,
     )
@@ -118,15 +119,20 @@ def chart(
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
     """Return the mean of lines of at least two points each; their distances may differ by a factor of 2, 4, 8..."""
     # The last point of a line is closer if its bin is incomplete; points are missing where the loss was NaN.
-    width = max(median(b[0] - a[0] for a, b in pairwise(line)) for line in lines) or 1.0
-    bins: dict[int, list[Point]] = {}
+    width = max(map(_spacing, lines)) or 1.0
+    bins: dict[int, tuple[float, float, int]] = {}
     for line in lines:
         for x, y in line:
-            bins.setdefault(ceil(x / width), []).append((x, y))
-    return [
-        (max(x for x, _ in points), sum(y for _, y in points) / len(points))
-        for _, points in sorted(bins.items())
-    ]
+            number = ceil(x / width)
+            last_x, total, count = bins.get(number, (x, 0.0, 0))
+            bins[number] = (x if x > last_x else last_x, total + y, count + 1)
+    return [(x, total / count) for _, (x, total, count) in sorted(bins.items())]
+
+
+def _spacing(line: Sequence[Point]) -> float:
+    """Return the usual distance of two points."""
+    distances = sorted([b[0] - a[0] for a, b in pairwise(line)])
+    return distances[len(distances) // 2]
 
 
 def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]:

@@ -6,7 +6,7 @@ Events report the start, end, output and metrics of ranks. Readings contain step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from nblaunch import events
@@ -181,7 +181,10 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGIN
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:
-    """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing."""
+    """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing.
+
+    Cheap where ranks print a lot: of output that arrives together, only the last of each rank is read.
+    """
     for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _RANK_FOLDS):
         view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
     return view
@@ -196,10 +199,32 @@ def _fold_others(view: JobView, group: Iterable[Event]) -> JobView:
 
 def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
     ranks = list(view.ranks)  # copied once: a copy of hundreds of ranks takes as long as the rest of an event
-    for event in group:
+    for event in _merged(group):
         if 0 <= event.rank < len(ranks):
             ranks[event.rank] = _RANK_FOLDS[type(event)](ranks, ranks[event.rank], event)
     return replace(view, ranks=ranks)
+
+
+def _merged(group: Iterable[Event]) -> list[Event]:
+    """Return events of ranks with at most one of the lines that a rank has printed, and without redrawn bars."""
+    kept: list[Event] = []
+    printed: dict[int, list[events.LogLines]] = {}
+    redrawn: set[int] = set()
+    for event in reversed(list(group)):
+        if isinstance(event, events.LogLines):
+            if event.lines:
+                printed.setdefault(event.rank, []).append(event)
+            continue
+        if isinstance(event, events.StatusLine):
+            if event.rank in redrawn:
+                continue
+            if event.text.isprintable() and event.text.strip():
+                redrawn.add(event.rank)
+        kept.append(event)
+    for rank, of_rank in printed.items():
+        lines = chain.from_iterable(event.lines for event in reversed(of_rank))
+        kept.append(events.LogLines(rank, of_rank[0].time_s, tuple(lines)))
+    return kept[::-1]
 
 
 def _with_rank(view: JobView, rank: RankView) -> JobView:

@@ -52,7 +52,8 @@ class LastLines:
         """Add the text of an event if a rank printed or displayed it."""
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
-                self._add_line(event, single_line(line))
+                # Most lines are never read: ranks that print a lot replace them before the next update.
+                self._add_line(event, line if len(line) <= _LINE_LENGTH else single_line(line))
         elif isinstance(event, Displayed) and not event.update:
             self._add_line(event, _display_line(event))
         elif isinstance(event, Note) and event.rank >= 0:
@@ -65,11 +66,11 @@ class LastLines:
 
     def of_all(self) -> list[tuple[int, str]]:
         """Return ``(rank, line)`` of all ranks, oldest first by the clocks of the workers."""
-        return [(rank, line) for _, _, rank, line in sorted(self._all)]
+        return [(rank, single_line(line)) for _, _, rank, line in sorted(self._all)]
 
     def of_rank(self, rank: int) -> list[str]:
         """Return the last lines of a rank, oldest first."""
-        return list(self._by_rank.get(rank, ()))
+        return [single_line(line) for line in self._by_rank.get(rank, ())]
 
     def _add_line(self, event: Event, line: str) -> None:
         self._num_added += 1

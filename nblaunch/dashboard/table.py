@@ -79,12 +79,15 @@ class Row:
     is_stuck: bool = False
 
 
-def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], tuple[Row, ...], str]:
+def rows_of(
+    view: JobView, notices: Sequence[Notice], left_s: float | None
+) -> tuple[tuple[str, ...], tuple[Row, ...], str]:
     """Return the rows of a job.
 
     Args:
         view: the job, with the rates of the moment (``notices.as_of_now``).
         notices: notices of the job.
+        left_s: seconds until its end (``JobView.left_s``, which takes long with many ranks).
 
     Returns:
         The names of the columns between state and detail; the rows (the whole job, unless it has a single rank, then
@@ -100,7 +103,7 @@ def rows_of(view: JobView, notices: Sequence[Notice]) -> tuple[tuple[str, ...], 
     num_marked = sum(
         not view.ranks[rank].state.is_final for rank in shown if marks.get(rank, "stalled") != "stalled"
     )
-    whole = [_whole(view, statuses, num_marked, columns)] if len(view.ranks) > 1 else []
+    whole = [_whole(view, statuses, num_marked, columns, left_s)] if len(view.ranks) > 1 else []
     ranks = [_row(view, view.ranks[rank], statuses[rank], marks, columns) for rank in shown]
     rows = (*whole, *ranks)
     if view.is_over:  # no later text needs an empty column
@@ -249,7 +252,13 @@ def _detail(rank: RankView) -> str:
 # --- the whole job ---------------------------------------------------------------------------------------------------
 
 
-def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, columns: Sequence[str]) -> Row:
+def _whole(
+    view: JobView,
+    statuses: Sequence[_RankStatus],
+    num_marked: int,
+    columns: Sequence[str],
+    left_s: float | None,
+) -> Row:
     """Return the row of all ranks: the progress of the slowest, and the throughput and memory of all together."""
     ranks = view.ranks
     last = furthest_behind(view)
@@ -264,7 +273,7 @@ def _whole(view: JobView, statuses: Sequence[_RankStatus], num_marked: int, colu
         "step": _steps(last),
         "steps/s": _rate(median(rates) if rates else 0.0 if is_still else None),
         "samples/s": _rate(sum(samples_per_s) if samples_per_s else None),
-        "ETA": _eta(view.left_s),
+        "ETA": _eta(left_s),
         "loss": loss(sum(losses) / len(losses)) if losses else "",
         "peak memory": _size(view.host_peak_bytes),
         "peak device": _size(sum(rank.device_peak_bytes or 0 for rank in ranks)),
@@ -411,14 +420,15 @@ def tabulate(view: JobView) -> Table:
     if still is not None:  # the headline already has the notices without details
         shown = tuple(notice for notice in shown if notice.kind != "stalled" or notice.lines)
     view = as_of_now(view)
-    columns, rows, collapsed = rows_of(view, shown)
+    left_s = view.left_s
+    columns, rows, collapsed = rows_of(view, shown, left_s)
     return Table(
         columns=columns,
         rows=rows,
         collapsed=collapsed,
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
-        progress=progress(view),
+        progress=_progress(view, left_s),
         standstill=still,
         setting=_setting(view),
         fallback=single_line(view.start.fallback),
@@ -460,7 +470,7 @@ def headline(view: JobView) -> str:
     return f"{first}running for {whole_duration(int(view.elapsed_s))}"
 
 
-def progress(view: JobView) -> str:
+def _progress(view: JobView, left_s: float | None) -> str:
     """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
 
     If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. Empty for
@@ -481,7 +491,7 @@ def progress(view: JobView) -> str:
         ""
         if fraction is None
         else f"{int(100 * fraction)} %" + " of the epoch" * (last.epoch > 0 and not is_known),
-        "" if view.left_s is None or not trains else f"{whole_duration(view.left_s)} left",
+        "" if left_s is None or not trains else f"{whole_duration(left_s)} left",
         f"loss {loss(sum(losses) / len(losses))}" if losses else "",
         f"{rate(sum(rates))} samples/s" if rates else "",
     ]

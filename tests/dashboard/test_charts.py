@@ -126,3 +126,10 @@ def test_values_whose_sums_are_infinite_are_left_out() -> None:
     losses, huge = charts(view_of(logged, view))
     assert re.search(r"loss: 0\S* to 2", losses)
     assert "huge: 1 to 2" in huge
+
+
+def test_the_chart_of_the_losses_is_the_widest() -> None:
+    metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(4)]
+    html = charts(view_of(metrics, trained(2)))
+    losses, accuracy = (int(re.search(r'<svg width="(\d+)"', one)[1]) for one in html)  # type: ignore[index]
+    assert losses > 2 * accuracy
