@@ -229,6 +229,11 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
+        # JupyterLab writes "model not found" there if a page is reloaded when the kernel has died.
+        self._hiding_errors = (
+            f"<style>.jp-OutputArea:has(.{self._lasting}) .jp-OutputArea-output.jupyter-widgets:not(:has(*))"
+            "{display:none}</style>"
+        )
         # ipywidgets 8 marks a panel whose kernel has died.
         self._hiding = (
             f"<style>.{name}.{_DEAD}{{display:none}}"
@@ -259,7 +264,7 @@ class Panel:
         table = tabulate(view)
         shown = html.render_html(view, table=table, is_last_known=True)
         return {
-            "text/html": f'<div class="{self._lasting}">{shown}</div>',
+            "text/html": f'<div class="{self._lasting}">{self._hiding_errors}{shown}</div>',
             "text/plain": f"{render_text(view, table=table)}\n{html.last_known(view)}",
         }
 

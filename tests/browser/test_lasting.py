@@ -113,4 +113,7 @@ def test_a_kernel_that_is_restarted_leaves_what_was_last_known(page: Page) -> No
     page.save()
     page.reload()
     page.wait_for_text(DYING, "last known at")
+    error = page.output(DYING).get_by_text("model not found")
+    page.wait_until(lambda: error.count() == 1, "JupyterLab's error about the widgets")
+    assert not error.is_visible()
     assert photograph(page, DYING, "kernel_restarted_reloaded") > 5
