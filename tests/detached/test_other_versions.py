@@ -12,13 +12,13 @@ import pytest
 
 from tests.detached.other_versions import Installation
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 RESULT = """
 import nblaunch
 job = nblaunch.attach({!r}, dashboard="none")
 try:
-    print(job.result(60))
+    print(job.result(180))
 except Exception as error:
     print(type(error).__name__, error)
 print("attempt", job.attempt)
