@@ -49,6 +49,7 @@ class ProcessContext:
         key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
         is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context
             comes from the environment.
+        is_watched: whether another process reads the slot and events; False if the context comes from the environment.
         num_commands: number of session commands that this process has started.
         reports: what this process writes to the board (``training/board_reports.py``); None before its first use;
             opaque here.
@@ -76,6 +77,7 @@ class ProcessContext:
     debug_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
+    is_watched: bool = True
     num_commands: int = 0
     reports: Any = field(default=None, compare=False, repr=False)
     training: Any = None
@@ -95,6 +97,7 @@ def current() -> ProcessContext:
         made = ProcessContext(
             topology=Topology.from_env(env.snapshot()),
             backend=backends.choose("cpu" if env.read("ACCELERATE_USE_CPU") else "auto"),
+            is_watched=False,
         )
         install(made)
         return made

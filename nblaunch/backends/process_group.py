@@ -42,7 +42,7 @@ _connections: dict[int, tuple[int, int]] = {}
 
 _abandoned: list[Any] = []
 
-_kept: set[Any] = set()
+kept: set[Any] = set()
 """The groups that this process was in at its last step."""
 
 
@@ -146,17 +146,17 @@ def keep_groups() -> None:
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     groups = c10d and c10d._world.pg_map
-    if groups and not groups.keys() <= _kept:  # most steps end here
-        _kept.clear()
-        _kept.update(groups)
+    if groups and not groups.keys() <= kept:  # most steps end here
+        kept.clear()
+        kept.update(groups)
 
 
 def drop_destroyed_groups() -> None:
     """Release the groups that the user's code has destroyed; called after it has returned."""
-    if not _kept <= _groups():
+    if not kept <= _groups():
         # This releases the lock for a group's threads; before torch 2.8, destroying a group does not.
         time.sleep(_SETTLE_S)
-    _kept.clear()
+    kept.clear()
 
 
 def _groups() -> Set[Any]:
@@ -170,7 +170,7 @@ def leave() -> None:
     if is_joined():
         time.sleep(_SETTLE_S)  # see drop_destroyed_groups
         sys.modules["torch.distributed"].destroy_process_group()
-        _kept.clear()
+        kept.clear()
 
 
 def break_off() -> None:
@@ -224,8 +224,8 @@ def forget_inherited() -> None:
     does not copy, so its objects stay alive, unused, until the process ends.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    _abandoned.extend(_kept)
-    _kept.clear()
+    _abandoned.extend(kept)
+    kept.clear()
     if not _groups():
         return
     # torch has no public way to forget a group without ending it.

@@ -27,7 +27,7 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, places_around, rounds_left
 from nblaunch.weights.sharded import is_sharded
-from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
+from nblaunch.wire.board import MAX_BINS, UPDATES, LossCurve, Slot
 from nblaunch.wire.spans import SpanKind
 
 
@@ -72,6 +72,7 @@ class LoopStack:
     ``epoch`` is the number of the current or last epoch, from 1, also shown with loops that do not train.
     ``last_training`` is the training loop that began last. ``plan`` is the information of the framework whose training
     runs, or None. ``running`` is the innermost loop that runs, or None.
+    ``shown`` is the loop on the board, or None after its end.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -82,11 +83,9 @@ class LoopStack:
         self._num_epochs = 0
         self._num_loops = 0
         self._slot = slot
-        self._advance_to = slot.advance_to
-        self._samples = 0
         self._stack: list[Loop] = []
         self.running: Loop | None = None
-        self._shown: Loop | None = None
+        self.shown: Loop | None = None
         self._outside = WorkerState.RUNNING
 
     def begin(
@@ -119,12 +118,12 @@ class LoopStack:
 
     def advance(self, loop: Loop, samples: int = 0) -> None:
         """Count the next batch of ``loop``. Called at every step."""
-        loop.step = step = loop.step + 1
-        self._samples = total = self._samples + samples
-        if self._shown is loop:
-            self._advance_to(step, total)
+        loop.step += 1
+        if self.shown is loop:
+            self._slot.advance(samples)
         elif self.running is loop:
             self._show(loop)
+            self._slot.count_samples(samples)
             if not loop.is_over_epochs:
                 self._slot.count_step()
         elif loop not in self._stack:  # another command continues to read it
@@ -133,10 +132,11 @@ class LoopStack:
             self._stack.append(loop)
             self.running = loop
             self._show(loop)
+            self._slot.count_samples(samples)
 
     def begin_anew(self) -> None:
         """Forget all loops of an earlier command, which tracebacks or variables keep alive unfinished."""
-        self._stack, self.running, self._shown, self.plan = [], None, None, None
+        self._stack, self.running, self.shown, self.plan = [], None, None, None
         self.num_commands += 1
 
     @property
@@ -146,9 +146,9 @@ class LoopStack:
 
     def move_to(self, loop: Loop, step: int) -> None:
         """Set the number of completed steps of ``loop``."""
-        if self._shown is loop:
+        if self.shown is loop:
             loop.step = step
-            self._advance_to(step, self._samples)
+            self._slot.advance_to(step)
 
     def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int] = (0, 0)) -> None:
         """Store a framework's plan of its training; None at its end.
@@ -174,20 +174,20 @@ class LoopStack:
         self.running = self._stack[-1] if self._stack else None
         if loop.state is WorkerState.EVALUATING and self._slot.spans is not None:
             self._slot.spans.put(SpanKind.EVALUATION, loop.began_s, monotonic(), value=loop.step)
-        is_shown = self._shown is loop
+        is_shown = self.shown is loop
         if loop.state is WorkerState.TRAINING and is_epoch:
             self._slot.end_training(loop.step, loop.total, loop.epoch)
         elif loop.state is WorkerState.TRAINING and is_shown:
             shown, self.last_training, self.epoch, self._num_epochs = loop.before
             self._slot.start_loop(*shown)
         if is_shown:
-            self._shown = None
+            self.shown = None
             # The finished loop stays on the board until another one moves; only the activity of the worker changes.
             self._slot.set_state(self._outside if self.running is None else self.running.state)
         return True
 
     def _show(self, loop: Loop) -> None:
-        self._shown = loop
+        self.shown = loop
         is_training = loop.state is WorkerState.TRAINING
         epoch, num_epochs = (loop.epoch, loop.num_epochs) if is_training else (self.epoch, self._num_epochs)
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
@@ -216,12 +216,15 @@ _BUSY_INTERVAL_S = 0.005
 
 
 class BusyTime:
-    """Measures busy time and sums it on the board, at most 200 times a second."""
+    """Measures busy time and sums it on the board, at most 200 times a second.
+
+    The caller sets ``is_in_backward`` when a backward pass begins, in which the rank may wait for others.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._spans = slot.spans
-        self._since = self._began_s = 0.0
+        self._since = 0.0
         self._sum_s, self._num_steps, self._next_s = (
             0.0,
             0,
@@ -229,23 +232,23 @@ class BusyTime:
         )  # not yet on the board; time of the next write
         self.is_in_backward = False
 
-    def begin_backward(self) -> None:
-        """Add the busy time of the step; from now on the rank may wait for others."""
-        self.is_in_backward = True
-        self._began_s = now_s = monotonic()
-        if self._since:
-            self._sum_s += now_s - self._since
+    def end_backward(self, began_s: float) -> float:
+        """Add the busy time before a backward pass that ends now, and start measuring again. Return the time.
+
+        Args:
+            began_s: ``monotonic()`` when the pass began.
+        """
+        self.is_in_backward = False
+        since_s = self._since
+        self._since = now_s = monotonic()
+        if self._spans is not None:
+            self._spans.put(SpanKind.BACKWARD, began_s, now_s)
+        if since_s:
+            self._sum_s += began_s - since_s
             self._num_steps += 1
             if now_s >= self._next_s:
                 self._next_s = now_s + _BUSY_INTERVAL_S
                 self._show()
-
-    def end_backward(self) -> float:
-        """Start measuring, because the rank no longer waits for others; return the time."""
-        self.is_in_backward = False
-        self._since = now_s = monotonic()
-        if self._spans is not None:
-            self._spans.put(SpanKind.BACKWARD, self._began_s, now_s)
         return now_s
 
     def pause(self) -> None:
@@ -285,21 +288,13 @@ class _Bin:
     total: float = 0.0
     num_read: int = 0
 
-    def add(self, loss: torch.Tensor) -> torch.Tensor | float:
-        """Add a loss with a single operation; return it as a number or, if it is on a device, without its graph."""
-        value: Any
-        if loss.is_cpu:
-            value = loss.item()  # at once, as the caller may change it
-            self.sum += value
-        else:
-            value = loss.data  # ``detach`` would be a second operation
-            if not isinstance(self.sum, torch.Tensor):
-                self.sum = torch.tensor(self.sum, dtype=torch.float32).to(loss.device)
-            is_addable = (
-                loss.dim() == 0 and loss.device == self.sum.device
-            )  # losses may lie on several devices
-            self.sum += value if is_addable else value.reshape(()).to(self.sum.device)
-        self.count += 1
+    def add_on_device(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add a loss on a device with a single operation; return it without its graph."""
+        value = loss.data  # ``detach`` would be a second operation
+        if not isinstance(self.sum, torch.Tensor):
+            self.sum = torch.tensor(self.sum, dtype=torch.float32).to(loss.device)
+        is_addable = loss.dim() == 0 and loss.device == self.sum.device  # losses may lie on several devices
+        self.sum += value if is_addable else value.reshape(()).to(self.sum.device)
         return value
 
     def absorb(self, other: _Bin) -> _Bin:
@@ -325,7 +320,8 @@ class LossReport:
     fixed optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step has ended
     if any optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
-    It also shows the memory of the rank's device, at most once a second and at the end.
+    It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all losses;
+    without a launcher, it is all that is kept of them.
 
     Args:
         slot: slot of this rank.
@@ -338,7 +334,7 @@ class LossReport:
         self.backend = backend
         self._report_nan = report_nan
         self._next_s = self._next_memory_s = 0.0
-        self._num_noted = 0
+        self.num_noted = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -347,7 +343,7 @@ class LossReport:
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1
-        self._num_steps = 0  # begun
+        self._num_steps = self._num_binned = 0  # begun; those that have a bin
         self._num_updates = -1  # at the beginning of the last step
         self._epoch_total, self._epoch_count = 0.0, 0  # losses that were read since the last epoch
         self._is_epoch_known = True
@@ -360,16 +356,26 @@ class LossReport:
             now_s: the time; None if the loss has no value before the step ends, in which case :meth:`show_due` shows
                 it.
         """
-        self._num_noted += 1
+        self.num_noted += 1
         if loss.numel() != 1 or not loss.is_floating_point():
             return
         if type(loss) is not torch.Tensor and is_sharded(loss):
             loss = loss.to_local()  # type: ignore[attr-defined]
-        num_updates = self._slot.num_updates
+        num_updates = self._slot.words[UPDATES]
         if num_updates != self._num_updates:
             self._num_updates = num_updates
-            self._begin_step()
-        self._latest = latest = self._bins[-1].add(loss)
+            if self._num_steps == self._num_binned:
+                self._begin_bin()
+            self._num_steps += 1
+        losses = self._bins[-1]
+        latest: Any
+        if loss.is_cpu:
+            latest = loss.item()  # at once, as the caller may change it
+            losses.sum += latest
+        else:
+            latest = losses.add_on_device(loss)
+        losses.count += 1
+        self._latest = latest
         self._recent.append((num_updates, latest))
         if now_s is not None and now_s >= self._next_s:
             self.show_due()
@@ -381,7 +387,7 @@ class LossReport:
     @property
     def num_trained(self) -> int:
         """Number of losses and optimizer steps; it grows if there was training."""
-        return self._num_noted + self._slot.num_updates
+        return self.num_noted + self._slot.num_updates
 
     def show_due(self) -> None:
         """Show the losses unless they were shown a moment ago."""
@@ -399,8 +405,8 @@ class LossReport:
         # If the device has failed, the user must see the error of their own call.
         with suppress(RuntimeError):
             self._read()
-            means = tuple(bin_.total / bin_.num_read if bin_.num_read else math.nan for bin_ in self._bins)
-            self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, means))
+            means = (losses.total / losses.num_read if losses.num_read else math.nan for losses in self._bins)
+            self._slot.set_losses(LossCurve(self._num_steps, self._steps_per_bin, tuple(means)))
             number = _number(latest)
             self._slot.set_loss(number)
             self._look_for_nan(number)
@@ -445,30 +451,29 @@ class LossReport:
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 
-    def _begin_step(self) -> None:
-        """Begin an optimizer step, and a new bin if the last one is complete."""
-        if self._num_steps == len(self._bins) * self._steps_per_bin:
-            if len(self._bins) == MAX_BINS:
-                self._merge()
-            self._bins.append(_Bin())
-        self._num_steps += 1
+    def _begin_bin(self) -> None:
+        """Begin a new bin, because the last one is complete."""
+        if len(self._bins) == MAX_BINS:
+            self._merge()
+        self._bins.append(_Bin())
+        self._num_binned = len(self._bins) * self._steps_per_bin
 
     def _merge(self) -> None:
         """Merge the bins in pairs."""
         with suppress(RuntimeError):  # as in flush
             self._read()
         pairs = zip(self._bins[::2], self._bins[1::2], strict=True)
-        self._bins = [left.absorb(right) for left, right in pairs]
+        self._bins = [first.absorb(second) for first, second in pairs]
         self._steps_per_bin *= 2
 
     def _read(self) -> None:
         """Read the losses that were summed since the last call."""
-        for bin_ in self._bins:
-            if bin_.count > bin_.num_read:
-                total = _number(bin_.sum)
-                self._epoch_total += total - bin_.total
-                self._epoch_count += bin_.count - bin_.num_read
-                bin_.total, bin_.num_read = total, bin_.count
+        for losses in self._bins:
+            if losses.count > losses.num_read:
+                total = _number(losses.sum)
+                self._epoch_total += total - losses.total
+                self._epoch_count += losses.count - losses.num_read
+                losses.total, losses.num_read = total, losses.count
 
 
 def _number(value: torch.Tensor | float) -> float:

@@ -24,6 +24,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import monotonic
@@ -42,6 +43,7 @@ _PLACE_S = (
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # one batch in this many is measured
 _LOSS = "_nblaunch_loss"
+_REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = (
     "torch.",
     "tqdm.",
@@ -70,7 +72,8 @@ def _watch_loaders(module: Any) -> None:
             batch = read(self)
         except StopIteration:
             try:
-                plain_loops().end(self)
+                if not hasattr(self, _REPORTED):
+                    plain_loops().end(self)
             except Exception as error:
                 give_up(error)
             raise
@@ -79,7 +82,8 @@ def _watch_loaders(module: Any) -> None:
             if spans is not None:
                 size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
                 spans.put(SpanKind.DATA, began_s, ended_s, self._num_workers, size)
-            plain_loops().note_batch(self, batch)
+            if not hasattr(self, _REPORTED):
+                plain_loops().note_batch(self, batch)
         except Exception as error:
             give_up(error)
         return batch
@@ -87,11 +91,21 @@ def _watch_loaders(module: Any) -> None:
     iterator.__next__ = read_and_note
 
 
+def leave_out(iterator: Any) -> None:
+    """Do not count what is read from an iterator of torch's loader: the caller reports it."""
+    with suppress(AttributeError):
+        setattr(iterator, _REPORTED, True)
+
+
 def _watch_backward(module: Any) -> None:
     compute = module.backward
 
     @functools.wraps(compute)
     def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        plain = _made[-1] if _made else plain_loops()
+        if plain.reports.busy_time.is_in_backward and not plain._readings:  # an Accelerator reports it
+            compute(tensors, *args, **kwargs)
+            return
         plain, loss = plain_loops(), None
         try:
             is_noted = plain.begin_backward()
@@ -126,13 +140,29 @@ def _watch_scaler(module: Any) -> None:
 def _watch_optimizers(module: Any) -> None:
     import torch
 
+    shows_closures = False
+
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal shows_closures
         if torch.compiler.is_dynamo_compiling():
             return
+        if _made:
+            plain = _made[-1]
+            running = plain.reports.loops.running
+            if (
+                running is not None
+                and running is not plain._rounds
+                and not plain._readings
+                and not plain._held
+            ):
+                return  # a prepared loader reports its steps itself
         try:
             plain_loops().note_step(sys._getframe(2))
         except Exception as error:
             give_up(error)
+        if (len(args) > 1 or kwargs) and not shows_closures:
+            shows_closures = True
+            module.register_optimizer_step_post_hook(end)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -145,7 +175,6 @@ def _watch_optimizers(module: Any) -> None:
             give_up(error)
 
     module.register_optimizer_step_pre_hook(begin)
-    module.register_optimizer_step_post_hook(end)
 
 
 @dataclass(eq=False)
@@ -200,6 +229,7 @@ class PlainLoops:
     _num_reads: int = 0
     _held: list[Any] = field(default_factory=list)
     _is_in_backward: bool = False
+    _began_s: float = 0.0  # when the backward pass began
     _rounds: Any = None  # the loop over rounds, if no loader is read
     _next_look_s: float = 0.0
     _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
@@ -212,7 +242,7 @@ class PlainLoops:
     @property
     def last_iterator(self) -> Any:
         """The iterator of the loader whose batch was read last; None if none is read."""
-        reading = max(self._readings, key=lambda reading: reading.read_at, default=None)
+        reading = max(self._readings, key=attrgetter("read_at"), default=None)
         return reading.iterator() if reading is not None and reading.read_at else None
 
     # --- batches -----------------------------------------------------------------------------------------------------
@@ -252,7 +282,7 @@ class PlainLoops:
                 self._end(reading)  # it was left, or begins again
             elif iterated is iterator:
                 return reading
-        for reading in [r for r in self._readings if r.num_read == r.length]:
+        for reading in [reading for reading in self._readings if reading.num_read == reading.length]:
             self._end(reading)  # some libraries never request a batch after the last
         try:
             length = len(iterator)
@@ -268,11 +298,8 @@ class PlainLoops:
         import torch
 
         plan = self.reports.loops.plan
-        return (
-            plan is not None
-            and torch.is_grad_enabled()
-            and not any(reading.trains for reading in self._readings)
-        )
+        trains = any(reading.trains for reading in self._readings)
+        return plan is not None and torch.is_grad_enabled() and not trains
 
     def _end(self, reading: _Reading) -> None:
         self._readings.remove(reading)
@@ -322,14 +349,14 @@ class PlainLoops:
             self._begin_training()
         if busy_time.is_in_backward:
             return False
-        self._is_in_backward = True
-        busy_time.begin_backward()
+        self._is_in_backward = busy_time.is_in_backward = True
+        self._began_s = monotonic()
         return True
 
     def end_backward(self) -> None:
         """End a backward pass."""
         self._is_in_backward = False
-        self.reports.busy_time.end_backward()
+        self.reports.busy_time.end_backward(self._began_s)
 
     def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
         """Return the loss on which ``backward`` is called, and its divisor; None if it is not a number."""
@@ -395,24 +422,20 @@ class PlainLoops:
         running = loops.running
         is_round = not self._readings and (running is None or running is self._rounds)
         if is_round and threading.get_ident() == self._thread:
-            self._count_round(self._rounds if running is not None else None, frame)
+            now_s = monotonic()
+            if running is not None and now_s < self._next_look_s and not 0 <= running.total <= running.step:
+                loops.advance(running)
+            else:
+                self._next_look_s = now_s + _PLACE_S
+                self._show_rounds(running, places_around(frame, is_inside=True))
         num_trained = len(self._held)
         if num_trained:
             self.show_losses()
         if self._readings:
-            for reading in [r for r in self._readings if r.num_late]:
+            for reading in [reading for reading in self._readings if reading.num_late]:
                 reading.num_late -= num_trained
                 if reading.num_late <= 0:
                     self._end(reading)
-
-    def _count_round(self, loop: Any, frame: FrameType | None) -> None:
-        now_s = monotonic()
-        is_at_end = loop is not None and 0 <= loop.total <= loop.step
-        if loop is not None and now_s < self._next_look_s and not is_at_end:
-            self.reports.loops.advance(loop)
-            return
-        self._next_look_s = now_s + _PLACE_S
-        self._show_rounds(loop, places_around(frame, is_inside=True))
 
     def count_step(self) -> None:
         """Count a step of an optimizer that does not belong to torch and has no hooks."""

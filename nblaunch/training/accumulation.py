@@ -69,8 +69,8 @@ class LoaderStack:
 
     def entered(self) -> list[Any]:
         """Return all loaders being read, outermost first."""
-        found = (reference() for _, reference in self._entries)
-        return [loader for loader in found if loader is not None]
+        loaders = (reference() for _, reference in self._entries)
+        return [loader for loader in loaders if loader is not None]
 
 
 class Window:
@@ -136,7 +136,8 @@ class AccumulationState:
         self.are_gradients_reduced = False
         self.has_named_short_window = False
         self.current = Window()
-        self._windows = [self.current]
+        self.windows = [self.current]
+        """All windows. If there is only one, nobody needs :meth:`window_for`."""
         self._entered: Window | None = None
         self._of_optimizers: weakref.WeakKeyDictionary[Any, list[Window]] = weakref.WeakKeyDictionary()
         self._is_joining = False
@@ -150,7 +151,7 @@ class AccumulationState:
 
     @step.setter
     def step(self, step: int) -> None:
-        for window in self._windows:
+        for window in self.windows:
             window.step = step
 
     @property
@@ -170,6 +171,11 @@ class AccumulationState:
     @num_steps.setter
     def num_steps(self, num_steps: int) -> None:
         self.plugin = dataclasses.replace(self.plugin, num_steps=num_steps)  # don't change the user's plugin
+
+    @property
+    def open_window(self) -> Window | None:
+        """A window that has gradients which no optimizer step has used yet; None if all windows have ended."""
+        return next((window for window in self.windows if window.size and not window.sync_gradients), None)
 
     def is_of(self, loaders: LoaderStack) -> bool:
         """Return whether this state belongs to the process that reads these loaders."""
@@ -213,27 +219,27 @@ class AccumulationState:
         """
         if self.current.is_of(modules):
             return self.current
-        self._windows = [window for window in self._windows if window.modules or window is self.current]
-        for window in self._windows:
+        self.windows = [window for window in self.windows if window.modules or window is self.current]
+        for window in self.windows:
             if window.is_of(modules):
                 return window
         related = [
             window
-            for window in self._windows
-            if any(module is one for module in modules for one in window.modules)
+            for window in self.windows
+            if any(module is accumulated for module in modules for accumulated in window.modules)
         ]
         for window in related:
             if not window.sync_gradients:
                 raise RuntimeError(_changed(window, modules))
         self._of_optimizers.clear()
-        self._windows = [window for window in self._windows if not any(window is one for one in related)]
-        nameless = next((window for window in self._windows if not window.modules), None)
+        self.windows = [window for window in self.windows if window not in related]
+        nameless = next((window for window in self.windows if not window.modules), None)
         if nameless is not None and self._entered is None:
             nameless.take_over(modules)  # its counts may come from a checkpoint
             return nameless
         made = related[0] if len(related) == 1 else Window()
         made.take_over(modules)
-        self._windows.append(made)
+        self.windows.append(made)
         return made
 
     def window_for(self, optimizer: Any) -> Window:
@@ -245,11 +251,11 @@ class AccumulationState:
         Raises:
             RuntimeError: the optimizer has parameters of several models whose windows end at different micro-steps.
         """
-        if len(self._windows) == 1:
+        if len(self.windows) == 1:
             return self.current
         windows = self._of_optimizers.get(optimizer)
         if windows is None:
-            windows = [window for window in self._windows if optimizer.has_any(window.parameters)]
+            windows = [window for window in self.windows if optimizer.has_any(window.parameters)]
             self._of_optimizers[optimizer] = windows
         if len({window.sync_gradients for window in windows}) > 1:
             names = " and ".join(_named(window.modules) for window in windows)
@@ -280,11 +286,11 @@ class AccumulationState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of all windows, for a rank that has taken fewer micro-steps."""
-        return {"windows": [(one.step, one.size, one.sync_gradients) for one in self._windows]}
+        return {"windows": [(window.step, window.size, window.sync_gradients) for window in self.windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the counts of all windows to another rank's, except windows that have not begun here."""
-        for window, (step, size, sync_gradients) in zip(self._windows, state["windows"], strict=False):
+        for window, (step, size, sync_gradients) in zip(self.windows, state["windows"], strict=False):
             window.step, window.size, window.sync_gradients = step, size, sync_gradients
 
     @contextmanager

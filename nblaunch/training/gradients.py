@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
+from time import monotonic
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
+from nblaunch.wire.board import UPDATES
 
 
 def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) -> None:
@@ -33,15 +35,19 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
     shared, divisor = preparer.shared, preparer.accumulation.plugin.num_steps
     if not shared.has_checked_models:
         shared.check_models()
-    if shared.process.slot.num_updates >= shared.watch.due_at:
+    if shared.process.slot.words[UPDATES] >= shared.watch.due_at:
         shared.watch.before_backward(preparer, loss)
-    shared.busy_time.begin_backward()
-    if "learning_rate" in options and _lomo_optimizers(preparer):
+    shared.busy_time.is_in_backward = shared.is_shown
+    began_s = monotonic()
+    if options and "learning_rate" in options and _lomo_optimizers(preparer):
         lomo_backward(preparer, loss / divisor, options["learning_rate"])
     else:
         preparer.strategy.backward(loss, divisor, preparer.precision, options)
-    ended_s = shared.busy_time.end_backward()
-    shared.losses.note(loss, None if shared.process.backend.is_lazy else ended_s)
+    if shared.is_shown:
+        ended_s = shared.busy_time.end_backward(began_s)
+        shared.losses.note(loss, None if shared.process.backend.is_lazy else ended_s)
+    else:
+        shared.losses.num_noted += 1
 
 
 def lomo_backward(preparer: Preparer, loss: torch.Tensor, learning_rate: float) -> None:
@@ -50,18 +56,18 @@ def lomo_backward(preparer: Preparer, loss: torch.Tensor, learning_rate: float) 
         raise ValueError(
             "lomo_backward needs a learning rate: LOMO optimizers step while they compute gradients"
         )
-    found = _lomo_optimizers(preparer)
-    if not found:
+    optimizers = _lomo_optimizers(preparer)
+    if not optimizers:
         raise ValueError(
             "lomo_backward needs a LOMO optimizer, but none was prepared: pass lomo_optim.Lomo(model) or "
             "lomo_optim.AdaLomo(model) to accelerator.prepare()"
         )
-    for optimizer in found:
+    for optimizer in optimizers:
         optimizer.optimizer.fused_backward(loss, learning_rate)
 
 
 def _lomo_optimizers(preparer: Preparer) -> list[Any]:
-    return [one for one in preparer.optimizers if one.steps_in_backward]
+    return [optimizer for optimizer in preparer.optimizers if optimizer.steps_in_backward]
 
 
 class MicroStep(ContextDecorator):
@@ -134,8 +140,8 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
 
 def unscale(preparer: Preparer, optimizer: Any) -> None:
     """Unscale fp16 gradients; see ``Accelerator.unscale_gradients``."""
-    for one in preparer.optimizers if optimizer is None else nested.leaves(optimizer):
-        preparer.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+    for given in preparer.optimizers if optimizer is None else nested.leaves(optimizer):
+        preparer.precision.unscale(given.optimizer if isinstance(given, AcceleratedOptimizer) else given)
 
 
 def clip_grad_norm(preparer: Preparer, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -113,7 +113,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             set_to_none: drop gradients instead of filling them with zeros. None: True, if the optimizer has the
                 argument.
         """
-        if not self._accumulation.window_for(self).sync_gradients:
+        accumulation = self._accumulation
+        window = accumulation.current if len(accumulation.windows) == 1 else accumulation.window_for(self)
+        if not window.sync_gradients:
             return
         self._is_reduced = False
         optimizer = self.optimizer
@@ -127,7 +129,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
         accumulation, backend = self._accumulation, self._backend
-        if not accumulation.window_for(self).sync_gradients:
+        window = accumulation.current if len(accumulation.windows) == 1 else accumulation.window_for(self)
+        if not window.sync_gradients:
             return
         if backend.reduces_gradients_at_step or accumulation.plugin.divide_by_actual:
             self.reduce_gradients()

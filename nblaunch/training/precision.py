@@ -223,7 +223,9 @@ class Fp16Precision(Precision):
 
     def _waiting(self) -> bool:
         """Return whether an optimizer may still step in this round."""
-        return any(one not in self._done and _has_gradients(one) for one in list(self._optimizers))
+        return any(
+            optimizer not in self._done and _has_gradients(optimizer) for optimizer in list(self._optimizers)
+        )
 
     def _end_round(self) -> None:
         if self._done:
@@ -242,7 +244,7 @@ class Fp16Precision(Precision):
         A step hook would not work: it needs ``Optimizer.__init__``, which optimizers around another one may not call.
         """
         attributes, step = vars(optimizer), optimizer.step
-        own = attributes.get("step")  # a scheduler may have set it
+        replaced = attributes.get("step")  # a scheduler may have set it
 
         @functools.wraps(step)  # the scaler inspects the signature
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -253,10 +255,10 @@ class Fp16Precision(Precision):
         try:
             yield
         finally:
-            if own is None:
+            if replaced is None:
                 del attributes["step"]
             else:
-                attributes["step"] = own
+                attributes["step"] = replaced
 
 
 _MIXED = (
@@ -279,7 +281,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return numbers that change whenever a gradient changes."""
     with torch.no_grad():  # otherwise each access to a shard creates a new tensor
         held = [dtensor.local(gradient) for gradient in _gradients(optimizer)]
-    return [(id(one), one._version) for one in held]
+    return [(id(gradient), gradient._version) for gradient in held]
 
 
 class AutocastForward:

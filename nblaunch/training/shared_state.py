@@ -42,6 +42,7 @@ class SharedState:
         losses: reports losses and the device's memory on the board.
         busy_time: reports the time per step without waiting for other ranks.
         watch: runs the checks for errors that raise no exception.
+        is_shown: whether another process reads what this one reports on the board.
         models: prepared models; their mode distinguishes training from evaluation.
         precision: the latest Accelerator's precision; None before there is one.
         plugin: the latest Accelerator's strategy plugin; None before there is one.
@@ -61,6 +62,7 @@ class SharedState:
     losses: LossReport
     busy_time: BusyTime
     watch: Watch
+    is_shown: bool
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     precision: Precision | None = None
     plugin: StrategyPlugin | None = None
@@ -178,6 +180,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
             reports.losses,
             reports.busy_time,
             watch,
+            here.is_watched,
             init=init,
         )
     shared: SharedState = here.training

@@ -70,17 +70,17 @@ _FIRST_MEAN = 40
 _WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
-# Words of a slot. Integers unless marked; a double is stored in the same 8 bytes through another view.
+# Words of a slot; those without an underscore are read through ``Slot.words`` at every step. Integers unless marked; a double is stored in the same 8 bytes through another view.
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS, _STEPS_DONE = 7, 15
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
 _LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
-_BUSY_STEPS, _UPDATES, _PROGRESS_SIGNS = 19, 20, 21
+_BUSY_STEPS, UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
 _KEEPS_WEIGHTS = 31
-_BOUNDARY_CHECKS, _BOUNDARY_REPLY, _BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
+BOUNDARY_CHECKS, _BOUNDARY_REPLY, BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
@@ -166,9 +166,9 @@ class StepBoundaries:
     It has the same fields as a :class:`Slot` has for checks of ``accelerator.should_stop``.
     """
 
-    num_checks = _Word(_BOUNDARY_CHECKS)
+    num_checks = _Word(BOUNDARY_CHECKS)
     stop_reply = _Word(_BOUNDARY_REPLY)
-    stop_proposal = _Word(_BOUNDARY_PROPOSAL)
+    stop_proposal = _Word(BOUNDARY_PROPOSAL)
     stop_decision = _Word(_BOUNDARY_DECISION)
 
     def __init__(self, ints: memoryview) -> None:
@@ -177,8 +177,8 @@ class StepBoundaries:
     def begin_check(self) -> tuple[int, int]:
         """Count a check; return its number, and the check at which the launcher proposes to stop, or 0."""
         ints = self._ints
-        ints[_BOUNDARY_CHECKS] = number = ints[_BOUNDARY_CHECKS] + 1
-        return number, ints[_BOUNDARY_PROPOSAL]
+        ints[BOUNDARY_CHECKS] = number = ints[BOUNDARY_CHECKS] + 1
+        return number, ints[BOUNDARY_PROPOSAL]
 
     def begin_anew(self) -> None:
         """Count from 0 again, in the worker, because ranks of a session need not have run the same code before."""
@@ -194,7 +194,7 @@ class Slot:
 
     epoch = _Word(_EPOCH)
     """Number of the current or last epoch, from 1; 0 before the first."""
-    num_updates = _Word(_UPDATES)
+    num_updates = _Word(UPDATES)
     """Steps of any optimizer."""
     num_progress_signs = _Word(_PROGRESS_SIGNS)
     """Other signs of progress: collectives, bars that advanced, the begin of a session's command."""
@@ -225,6 +225,8 @@ class Slot:
         """Memory for the rank's time spans; None if no process reads them."""
         self.spans: SpanWriter | None = None
         """Records the rank's time spans; None before :meth:`record_spans`."""
+        self.words: memoryview
+        """The integers of the slot, for code that runs at every step, in which a call of a method would be slow."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
@@ -239,7 +241,7 @@ class Slot:
             self.spans.detach()
 
     def _write_to(self, memory: memoryview) -> None:
-        self._ints = memory.cast("q")
+        self._ints = self.words = memory.cast("q")
         self._doubles = memory.cast("d")
         self.boundaries = StepBoundaries(self._ints)
         self._ints[_TOTAL] = -1
@@ -307,21 +309,28 @@ class Slot:
         ints = self._ints
         ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 
-    def advance_to(self, step: int, samples: int) -> None:
-        """Set the number of batches that this loop has handed to the user, and of samples since the start."""
+    def advance(self, samples: int = 0) -> None:
+        """Count a batch, of so many samples, that the displayed loop hands to the user. Called at every step."""
+        ints = self._ints
+        ints[_STEP] += 1
+        ints[_STEPS_DONE] += 1
+        ints[_SAMPLES] += samples
+        self._doubles[_STEP_TIME] = monotonic()
+
+    def advance_to(self, step: int) -> None:
+        """Set the number of batches that the displayed loop has handed to the user."""
         ints = self._ints
         ints[_STEPS_DONE] += step - ints[_STEP]
         ints[_STEP] = step
-        ints[_SAMPLES] = samples
         self._doubles[_STEP_TIME] = monotonic()
-
-    def count_update(self) -> None:
-        """Count a step of an optimizer."""
-        self._ints[_UPDATES] += 1
 
     def count_step(self) -> None:
         """Count the step with which an outer loop was resumed."""
         self._ints[_STEPS_DONE] += 1
+
+    def count_samples(self, samples: int) -> None:
+        """Count samples of a loop that was not displayed when it handed them to the user."""
+        self._ints[_SAMPLES] += samples
 
     def set_loss(self, loss: float) -> None:
         """Set the last loss; it may be infinite or nan."""
@@ -385,7 +394,7 @@ class Slot:
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
             busy_time_s=self._doubles[_BUSY_TIME],
             busy_steps=ints[_BUSY_STEPS],
-            num_updates=ints[_UPDATES],
+            num_updates=ints[UPDATES],
             num_progress_signs=ints[_PROGRESS_SIGNS],
             num_checks=ints[_CHECKS],
             num_epochs=ints[_NUM_EPOCHS],

@@ -5,8 +5,8 @@
     DistributedDataParallel             the constructor, which compares ranks, and forward passes
     torch.autograd.backward, steps      start collectives from C++
 
-Nothing is recorded, and the other hooks are not installed, before the first process group. Compiled code has no
-hooks.
+Nothing is recorded, and the other hooks are not installed, before the first process group with several ranks. Compiled
+code has no hooks.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
-    """Call ``watch`` before the first process group is created. A function without a group needs no other hook."""
+    """Call ``watch`` before the first process group with several ranks. Without one, no other hook is needed."""
     cls = c10d.ProcessGroup
     make = cls.__init__
     held = vars(cls)["__init__"]  # torch binds this to objects, unlike the value of the attribute
 
     @wraps(make)
     def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
-        if vars(cls)["__init__"] is watch_and_make:
+        is_alone = bool(args) and type(args[-1]) is int and args[-1] == 1  # its size
+        if vars(cls)["__init__"] is watch_and_make and not is_alone:
             cls.__init__ = held
             watch()
         make(pg, *args, **kwargs)

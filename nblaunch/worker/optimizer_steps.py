@@ -25,7 +25,7 @@ from typing import Any
 
 from nblaunch.backends import process_group
 from nblaunch.wire import stop_agreement
-from nblaunch.wire.board import Slot
+from nblaunch.wire.board import BOUNDARY_CHECKS, BOUNDARY_PROPOSAL, UPDATES, Slot
 from nblaunch.wire.spans import SpanKind
 
 HOLD_S = 1.0
@@ -62,7 +62,9 @@ class OptimizerSteps:
                 self._active is not None and self._is_nested(optimizer)
             ):
                 return
-            number, proposal = slot.boundaries.begin_check()
+            words = slot.words
+            words[BOUNDARY_CHECKS] = number = words[BOUNDARY_CHECKS] + 1
+            proposal = words[BOUNDARY_PROPOSAL]
             if proposal and stop_agreement.holds(slot.boundaries, number, proposal):
                 self._stop_here()
             self._active = optimizer
@@ -71,8 +73,10 @@ class OptimizerSteps:
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():  # a compiled step must not access foreign memory
                 return
-            slot.count_update()
-            process_group.keep_groups()
+            slot.words[UPDATES] += 1
+            groups = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_pg_map", None)
+            if groups is None or not groups.keys() <= process_group.kept:
+                process_group.keep_groups()
             if self._active is optimizer:
                 if slot.spans is not None:
                     slot.spans.put(SpanKind.OPTIMIZER, self._began_s, time.monotonic())

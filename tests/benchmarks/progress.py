@@ -7,6 +7,7 @@ what ``prepare`` adds to a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 from tests.benchmarks.bench import Row, alternate, at_most, call, kernel
@@ -46,15 +47,14 @@ def _measure() -> dict[str, float]:
     plain = DataLoader(_Ready(dataset), batch_size=1, collate_fn=_first)
 
     def advance() -> None:
-        for step in range(NUM_STEPS):
-            slot.advance_to(step, 32 * step)
+        for _ in range(NUM_STEPS):
+            slot.advance(32)
 
     busy = BusyTime(slot)
 
     def measure_busy() -> None:
         for _ in range(NUM_STEPS):
-            busy.begin_backward()
-            busy.end_backward()
+            busy.end_backward(monotonic())
 
     def nothing() -> None:
         for _ in range(NUM_STEPS):

@@ -70,7 +70,7 @@ from nblaunch.wire import stop_agreement
 def train():
     slot = context.current().slot
     slot.stop_proposal = 1                   # undecided, and due at the first check
-    slot.advance_to(7, 70)
+    slot.advance(70)
     slot.set_loss(0.5)
     slot.built_bytes += 1
     before = slot.read(0)
@@ -79,7 +79,7 @@ def train():
         accelerator = nblaunch.Accelerator(cpu=True)
         assert context.current().slot is slot and context.is_worker()
         assert not stop_agreement.should_stop(slot)
-        slot.advance_to(9, 90); slot.set_loss(2.0); slot.built_bytes += 5; slot.begin_check()
+        slot.advance(20); slot.set_loss(2.0); slot.built_bytes += 5; slot.begin_check()
         try:
             signal.raise_signal(signal.SIGINT)
             raise AssertionError("no interrupt")

@@ -56,16 +56,16 @@ def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mo
     busy = BusyTime(slot)
     for forward_s, backward_s in ((1.0, 5.0), (2.0, 5.0), (3.0, 5.0)):
         now[0] += forward_s
-        busy.begin_backward()
+        began_s = now[0]
         now[0] += backward_s
-        busy.end_backward()
+        busy.end_backward(began_s)
     assert (slot.read(0).busy_time_s, slot.read(0).busy_steps) == (
         5.0,
         2,
     )  # before the first, there is no backward
     busy.pause()
     now[0] += 60
-    busy.begin_backward()
+    busy.end_backward(now[0])
     assert slot.read(0).busy_steps == 2
 
 

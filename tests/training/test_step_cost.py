@@ -18,7 +18,7 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
-from nblaunch import Accelerator
+from nblaunch import Accelerator, backends, context
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.spec import LaunchSpec
@@ -26,8 +26,8 @@ from nblaunch.spec import LaunchSpec
 SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
 # Calls of Python functions that a step may add, in a process without a launcher.
-MAX_CALLS = {"fixed batch": 16, "accumulate": 27, "loader": 20, "loader, accumulate": 31}
-MAX_CALLS_OF_HOOKS = 33  # and that the hooks of a worker may add
+MAX_CALLS = {"fixed batch": 8, "accumulate": 18, "loader": 9, "loader, accumulate": 20}
+MAX_CALLS_IN_WORKER = {"loader": 24, "loader, accumulate": 35}
 Lap = Callable[[], object]
 
 
@@ -142,6 +142,12 @@ def _nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_CHECKS", "off")
 
 
+@pytest.fixture
+def without_launcher() -> None:
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_watched=False))
+
+
+@pytest.mark.usefixtures("without_launcher")
 def test_a_step_adds_few_calls_of_python_functions() -> None:
     added = _added_calls()
     assert {name: calls for name, calls in added.items() if calls > MAX_CALLS[name]} == {}
@@ -152,13 +158,22 @@ def test_the_hooks_of_a_worker_add_few_more(nothing_left_behind: None) -> None:
     spec = LaunchSpec(_added_calls, (), 1, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [])
     runner.run()
-    limits = {name: MAX_CALLS[name] + MAX_CALLS_OF_HOOKS for name in ("loader", "loader, accumulate")}
     added = runner.result()
-    assert {name: added[name] for name, limit in limits.items() if added[name] > limit} == {}
+    assert {name: added[name] for name, limit in MAX_CALLS_IN_WORKER.items() if added[name] > limit} == {}
 
 
 def test_a_step_adds_one_operation_that_reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nblaunch.progress.board_reports._LOSS_INTERVAL_S", 1e9)
+    assert _added_operations() == [["aten._local_scalar_dense.default"] * SHORT] * 4
+
+
+@pytest.mark.usefixtures("without_launcher")
+def test_a_step_without_a_launcher_adds_no_operation() -> None:
+    assert _added_operations() == [[]] * 4
+
+
+def _added_operations() -> list[list[str]]:
+    """Return what an epoch adds to a plain one: fixed batch and loader, without accumulation and with it."""
 
     def names(loop: Callable[..., Lap], *kind: bool) -> list[str]:
         lap = loop(SHORT, *kind)
@@ -167,12 +182,13 @@ def test_a_step_adds_one_operation_that_reads_the_loss(monkeypatch: pytest.Monke
             lap()
         return operations.names
 
+    epochs = []
     for has_loader in (False, True):
         for accumulates in (False, True):
-            added = names(_accelerated, has_loader, accumulates)
+            epochs.append(names(_accelerated, has_loader, accumulates))
             for name in names(_plain, has_loader):
-                added.remove(name)
-            assert added == ["aten._local_scalar_dense.default"] * SHORT
+                epochs[-1].remove(name)
+    return epochs
 
 
 def test_a_step_on_a_device_adds_one_operation_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

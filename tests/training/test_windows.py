@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,7 +123,24 @@ def _train_by_turns() -> list[float]:
     return _weights(modules)
 
 
-def test_models_of_alternate_batches_have_separate_windows() -> None:
+def test_a_checkpoint_in_the_middle_of_any_models_window_is_warned_of(tmp_path: Path) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    often, seldom = (accelerator.prepare(torch.nn.Linear(1, 1)) for _ in range(2))
+    for number in range(1, 5):
+        for model in (seldom, often) if number % 2 == 0 else (often,):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+        if number == 2:
+            with pytest.warns(
+                UserWarning, match=r"micro-step 1 of 2, of the Linear\): accumulated gradients"
+            ):
+                accelerator.save_state(str(tmp_path / "early"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_state(str(tmp_path / "late"))
+
+
+def test_a_model_of_every_other_batch_has_windows_of_its_own_batches() -> None:
     modules = [_model(1), _model(2)]
     batches = list(_rows(12).split(2))
     for module, sign, own in ((modules[0], 1, batches), (modules[1], 2, batches[1::2])):

@@ -18,7 +18,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
         slot = board.slot(1)
         slot.start_loop(total=10, epoch=2, state=WorkerState.TRAINING, step=4, number=3, num_epochs=6)
         slot.end_training(4, 10, 2)
-        slot.advance_to(5, samples=32)
+        slot.advance(32)
         slot.set_loss(0.25)
         slot.set_losses(LossCurve(3, 2, (0.5, 0.25)))
         slot.note_interrupt()
@@ -45,7 +45,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
 def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
     board = Board.create(2)
     other = Board(2, os.dup(board.fd))
-    other.slot(1).advance_to(1, samples=0)
+    other.slot(1).advance()
     assert board.read()[1].step == 1
     other.close()
     board.close()
@@ -63,7 +63,7 @@ def test_closing_leaves_no_descriptor_also_while_the_board_is_referred_to() -> N
 
 def test_a_process_without_launcher_writes_the_same_way() -> None:
     slot = private_slot()
-    slot.advance_to(1, samples=3)
+    slot.advance(3)
     assert slot.read(0).samples == 3
 
 

@@ -287,12 +287,14 @@ class Saver:
 
     def _warn_of_open_window(self) -> None:
         accumulation = self._live.preparer.accumulation
-        micro_steps = accumulation.step % accumulation.num_steps
-        if not accumulation.sync_gradients and micro_steps:
+        window = accumulation.open_window
+        if window is not None:
+            where = f"micro-step {window.size} of {accumulation.num_steps}"
+            if window.modules:
+                where += f", of the {', '.join(type(model).__name__ for model in window.modules)}"
             warn(
-                f"save_state in the middle of gradient accumulation (micro-step {micro_steps} of "
-                f"{accumulation.num_steps}): accumulated gradients are not saved. Save where "
-                "accelerator.sync_gradients is True to continue training exactly."
+                f"save_state in the middle of gradient accumulation ({where}): accumulated gradients are not saved. "
+                "Save where accelerator.sync_gradients is True to continue training exactly."
             )
 
 

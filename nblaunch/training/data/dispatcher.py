@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nblaunch.progress.board_reports import Loop
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
 from nblaunch.training.data.loader import PreparedLoader
@@ -111,30 +110,32 @@ class DataLoaderDispatcher(PreparedLoader):
         """Whether no other rank gets a part. The loader then yields batches of any content as it reads them."""
         return operations.world_size() == 1 and self.slice_fn is None
 
-    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
-        return super()._hand_out(shared, loop) if self._is_alone else self._dispatch(shared, loop)
+    def _hand_out(self) -> Iterator[Any]:
+        return super()._hand_out() if self._is_alone else self._dispatch()
 
-    def _dispatch(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
+    def _dispatch(self) -> Iterator[Any]:
         """Yield this rank's part of every round that rank 0 reads."""
         size = self.num_processes
         # Ranks that share a model get the same part.
         rank = operations.rank() * size // operations.world_size()
-        skipped = self._take_skip() * self.batches_per_round
         slice_fn = self.slice_fn or nested.slice_tensors
-        if not self._is_reader:
-            self._take_batches_to_drop()
-            shared.take_resuming()  # this rank creates no iterator, which would draw a random number
-        for whole, num_rows, is_last in self._send(shared, skipped) if self._is_reader else self._receive():
-            rows = nested.count_rows(whole) // size
-            part = slice_fn(
-                whole, slice(rank * rows, (rank + 1) * rows), process_index=rank, num_processes=size
-            )
-            if is_last:
-                self.remainder = num_rows
-                self.end_of_dataloader = True
-            shared.loops.advance(loop, rows if shared.counts_samples else 0)
-            self._begin_step(shared, loop, part)
-            yield part
+        with self._epoch() as (shared, loop):
+            skipped = self._take_skip() * self.batches_per_round
+            if not self._is_reader:
+                self._take_batches_to_drop()
+                shared.take_resuming()  # this rank creates no iterator, which would draw a random number
+            rounds = self._send(shared, skipped) if self._is_reader else self._receive()
+            for whole, num_rows, is_last in rounds:
+                rows = nested.count_rows(whole) // size
+                part = slice_fn(
+                    whole, slice(rank * rows, (rank + 1) * rows), process_index=rank, num_processes=size
+                )
+                if is_last:
+                    self.remainder = num_rows
+                    self.end_of_dataloader = True
+                shared.loops.advance(loop, rows if shared.counts_samples else 0)
+                self._begin_step(shared, loop, part)
+                yield part
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
 

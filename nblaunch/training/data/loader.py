@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.progress.board_reports import Loop, length_of
+from nblaunch.progress.plain_loops import leave_out
 from nblaunch.progress.reports import get_reports
 from nblaunch.training.collectives import nested, rng
 from nblaunch.training.data.adapter import (
@@ -131,21 +133,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        position = self.epochs.saved_position if self.use_stateful_dataloader else None
-        self.epochs.saved_position = None
-        if position is not None and position is not self._left_position:
-            rest = self.beginning_at(position)
-            for batch in rest:
-                self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
-                yield batch
+        return self._hand_out_rest() if self.use_stateful_dataloader else self._hand_out()
+
+    def _hand_out_rest(self) -> Iterator[Any]:
+        """Yield this rank's batches from the position in a loaded state; all batches if there is no such position."""
+        position, self.epochs.saved_position = self.epochs.saved_position, None
+        if position is None or position is self._left_position:
+            yield from self._hand_out()
             return
+        rest = self.beginning_at(position)
+        for batch in rest:
+            self.end_of_dataloader, self.remainder = rest.end_of_dataloader, rest.remainder
+            yield batch
+
+    @contextmanager
+    def _epoch(self) -> Iterator[tuple[SharedState, Loop]]:
+        """Begin an epoch or the rest of one, and end it with the block, which may leave it early."""
+        self.epochs.saved_position = None
         shared = get_shared_state()
         outer = self._loop, self.epochs.start, self.end_of_dataloader, self.remainder
         self._start_epoch()
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
         try:
-            yield from self._hand_out(shared, loop)
+            yield shared, loop
             shared.process.backend.end_loop()
             is_complete = True
             self.iteration += 1
@@ -182,42 +193,56 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         else:
             self._loop, (self.end_of_dataloader, self.remainder) = outer, ends
 
-    def _hand_out(self, shared: SharedState, loop: Loop) -> Iterator[Any]:
+    def _hand_out(self) -> Iterator[Any]:
         """Yield this rank's batches, and count steps on the board.
 
         This process reads each batch before it yields the previous one, so ``end_of_dataloader`` is always right.
         """
-        nothing = object()
-        batches, backend = self._read(shared, self._take_skip()), shared.process.backend
-        is_placed = self.device is None or self.device.type == "cpu"
-        if backend.prefetches_to_device:
-            batches, is_placed = map(self._to_device, batches), True
-        current = next(batches, nothing)
-        if current is nothing:
-            return
-        # Look these up once: with cheap samples, every tenth of a microsecond per step matters.
-        advance, count = shared.loops.advance, nested.count_rows if shared.counts_samples else _count_none
-        rows = count(current)
-        # A stream is not even: each worker process may end with a short batch. A custom collate_fn may return any
-        # number of rows.
-        is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
-        is_plain = is_placed and not self.use_stateful_dataloader and self._are_cut_by_torch and is_even
-        counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
-        if not is_plain:
-            current = self._take_in(current, is_placed)
-        for upcoming in batches:
-            advance(loop, rows)
-            if counts_steps:
-                self._begin_step(shared, loop, current)
-            yield current
-            current = upcoming
+        with self._epoch() as (shared, loop):
+            backend, batches = shared.process.backend, self._read(shared, self._take_skip())
+            is_placed = self.device is None or self.device.type == "cpu"
+            if backend.prefetches_to_device:
+                batches, is_placed = map(self._to_device, batches), True
+            nothing = object()
+            current = next(batches, nothing)
+            if current is nothing:
+                return
+            # Look these up once: with cheap samples, every tenth of a microsecond per step matters.
+            loops, is_shown, show = shared.loops, shared.is_shown, shared.process.slot.advance
+            count = nested.count_rows if is_shown and shared.counts_samples else _count_none
+            rows = count(current)
+            is_plain = is_placed and self._has_even_batches
+            counts_steps = backend.is_lazy or type(backend).begin_step is not Backend.begin_step
             if not is_plain:
                 current = self._take_in(current, is_placed)
-                rows = count(current)
-        self._finish_epoch(current)
-        advance(loop, count(current))
-        self._begin_step(shared, loop, current)
-        yield current
+            for upcoming in batches:
+                if loops.shown is not loop:
+                    loops.advance(loop, rows)
+                else:
+                    loop.step += 1
+                    if is_shown:
+                        show(rows)
+                if counts_steps:
+                    self._begin_step(shared, loop, current)
+                yield current
+                current = upcoming
+                if not is_plain:
+                    current = self._take_in(current, is_placed)
+                    rows = count(current)
+            self._finish_epoch(current)
+            loops.advance(loop, count(current))
+            self._begin_step(shared, loop, current)
+            yield current
+
+    @property
+    def _has_even_batches(self) -> bool:
+        """Whether all batches but the last have the same number of rows, so that their count is a position.
+
+        A stream is not even: each worker process may end with a short batch. A custom collate_fn may return any number
+        of rows.
+        """
+        is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
+        return is_even and not self.use_stateful_dataloader and self._are_cut_by_torch
 
     def _take_in(self, batch: Any, is_placed: bool) -> Any:
         """Place a batch, and record the position after it, before the next one is read."""
@@ -244,6 +269,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Creating an iterator draws a random number. In a resumed epoch, the original run has already drawn it.
         with torch.random.fork_rng(devices=[], enabled=shared.take_resuming() and global_now is None):
             batches: Iterator[Any] = iter(self.base_dataloader)
+        leave_out(batches)
         if num_skipped:
             batches = islice(batches, num_skipped, None)
         if global_now is not None:
