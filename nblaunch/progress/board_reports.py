@@ -320,8 +320,8 @@ class LossReport:
     fixed optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step has ended
     if any optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
-    It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all losses;
-    without a launcher, it is all that is kept of them.
+    It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all
+    losses; without a launcher, nothing else is kept of them.
 
     Args:
         slot: slot of this rank.

@@ -70,7 +70,8 @@ _FIRST_MEAN = 40
 _WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
-# Words of a slot; those without an underscore are read through ``Slot.words`` at every step. Integers unless marked; a double is stored in the same 8 bytes through another view.
+# Words of a slot; those without an underscore are read through ``Slot.words`` at every step.
+# Integers unless marked; a double is stored in the same 8 bytes through another view.
 _STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
 _HAS_LOSS, _STEPS_DONE = 7, 15
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
