@@ -137,7 +137,7 @@ class AccumulationState:
         self.has_named_short_window = False
         self.current = Window()
         self.windows = [self.current]
-        """All windows. If there is only one, nobody needs :meth:`window_for`."""
+        """All windows. If there is only one, :meth:`window_for` is not needed."""
         self._entered: Window | None = None
         self._of_optimizers: weakref.WeakKeyDictionary[Any, list[Window]] = weakref.WeakKeyDictionary()
         self._is_joining = False

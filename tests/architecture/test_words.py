@@ -117,20 +117,11 @@ VAGUE_NAMES = {"found", "one", "own", "known"}
 
 STILL_VAGUE = (
     "nblaunch/diagnosis/slow_steps.py",
-    "nblaunch/launcher/job.py",
-    "nblaunch/launcher/slow_watch.py",
-    "nblaunch/launcher/supervisor.py",
-    "nblaunch/session/server.py",
     "nblaunch/training/checks/gradients.py",
     "nblaunch/training/checks/hints.py",
     "nblaunch/training/checks/noise.py",
     "nblaunch/training/checks/replicas.py",
     "nblaunch/training/checks/schedules.py",
-    "nblaunch/worker/collective_hooks.py",
-    "nblaunch/worker/collective_recorder.py",
-    "nblaunch/worker/inheritance/files.py",
-    "nblaunch/worker/inheritance/positions.py",
-    "nblaunch/worker/open_files.py",
 )
 """Files that still have such names. Take entries out; add none."""
 
