@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from tests.engines.lottery import TOKEN, Lottery
+from tests.engines.lottery import BUSY_LEFT_S, TOKEN, Lottery
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -16,7 +16,7 @@ SPAN_S = 8.0
 @pytest.fixture
 def lottery(monkeypatch: pytest.MonkeyPatch, nothing_left_behind: None) -> Lottery:
     monkeypatch.setenv(TOKEN, secrets.token_hex(8))
-    return Lottery("processes", seed=secrets.randbits(32))
+    return Lottery("processes", seed=secrets.randbits(32), left_s=BUSY_LEFT_S)
 
 
 def test_kills_at_random_moments_are_named_and_leave_nothing(lottery: Lottery) -> None:
