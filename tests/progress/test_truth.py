@@ -6,6 +6,7 @@ Each function returns when its steps began, and their losses. Steps sleep, so th
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch import Accelerator, Session, notebook_launcher
+from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView, RankView
 from tests.progress.jobs import Views, run_job
 
@@ -248,12 +250,14 @@ class Seen:
     """What the dashboards knew of rank 0, and when."""
 
     readings: list[tuple[float, RankView, float | None]] = field(default_factory=list)
+    headlines: list[str] = field(default_factory=list)
 
     def note(self, view: JobView) -> None:
         rank = view.ranks[0]
         if rank.has_progress and not rank.has_returned and not rank.is_evaluating:
             # By the clock of the rank: this process may be kept waiting.
             self.readings.append((rank.reading.step_time_s, rank, view.left_s))
+            self.headlines.append(tabulate(view).progress)
 
 
 def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
@@ -261,9 +265,61 @@ def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
     assert len(seen.readings) > 10
     for now_s, rank, _ in seen.readings:
         shown = max(rank.epoch - first_epoch, 0) * LENGTH + rank.step
-        at_least = sum(at_s < now_s - 0.1 for at_s in times) - 2
-        at_most = sum(at_s < now_s + 0.1 for at_s in times) + 2
+        at_least, at_most = counted_at(now_s, times)
         assert at_least <= shown <= at_most, f"{shown} at {now_s - times[0]:.2f} s"
+
+
+def counted_at(now_s: float, times: list[float]) -> tuple[int, int]:
+    """Return the fewest and the most steps that may have begun at a time."""
+    return sum(at_s < now_s - 0.1 for at_s in times) - 2, sum(at_s < now_s + 0.1 for at_s in times) + 2
+
+
+_HEADLINE = re.compile(
+    r"epoch (?P<epoch>\d+) of (?P<num_epochs>\d+) · (?P<percent>\d+) %( · .* left)?( · loss (?P<loss>\S+))?( · .*)?"
+)
+
+
+def check_headlines(
+    seen: Seen,
+    times: list[float],
+    losses: list[float] | None = None,
+    *,
+    first_epoch: int = 1,
+    num_epochs: int = EPOCHS,
+    is_length_known: bool = True,
+) -> None:
+    """The headline's epoch, percentage of the job and loss are those of steps that were taken then.
+
+    Args:
+        seen: what was shown.
+        times: when steps began.
+        losses: of these steps; None where the loss is not of one rank's one model.
+        first_epoch: number of the epoch in which the loop began.
+        num_epochs: number of the last one that it plans.
+        is_length_known: how many steps an epoch has; otherwise only whole epochs count for the percentage.
+    """
+    shown = [
+        (now_s, match)
+        for (now_s, *_), text in zip(seen.readings, seen.headlines, strict=True)
+        if (match := _HEADLINE.fullmatch(text))
+    ]
+    assert len(shown) > len(seen.readings) / 2, seen.headlines
+    before = (first_epoch - 1) * LENGTH
+    for now_s, match in shown:
+        at_least, at_most = counted_at(now_s, times)
+        assert int(match["num_epochs"]) == num_epochs
+        assert (
+            (before + at_least - 1) // LENGTH + 1 <= int(match["epoch"]) <= (before + at_most) // LENGTH + 1
+        )
+        low, high = ((before + count) / (num_epochs * LENGTH) * 100 for count in (at_least, at_most))
+        slack = 1 if is_length_known else 1 + 100 / num_epochs
+        assert low - slack <= int(match["percent"]) <= high
+        if losses and match["loss"]:
+            # A rank reports its loss twice a second.
+            oldest, _ = counted_at(now_s - 1.0, times)
+            near = losses[max(oldest - 1, 0) : at_most + 1]
+            assert min(near) * 0.99 - 1e-4 <= float(match["loss"]) <= max(near) * 1.01 + 1e-4
+    assert losses is None or any(match["loss"] for _, match in shown)
 
 
 def later_steps(times: list[float], now_s: float) -> list[float]:
@@ -329,22 +385,33 @@ def test_what_is_shown_is_true(name: str) -> None:
     first_epoch = 5 if name == "resumed" else 1
     check_steps(seen, times, first_epoch)
     check_rate(seen, times)
+    has_one_loss = num_ranks == 1 and name != "GAN"  # the mean of two ranks or models is neither's
+    check_headlines(
+        seen,
+        times,
+        losses if has_one_loss else None,
+        first_epoch=first_epoch,
+        num_epochs=EPOCHS + first_epoch - 1,
+    )
     print(f"{name}: the time left is off by {check_time_left(seen, times):.0%}")
     rank = view.ranks[0]
     assert (rank.epoch, rank.num_epochs) == (EPOCHS + first_epoch - 1, EPOCHS + first_epoch - 1)
     assert (rank.step, rank.total) == (LENGTH, LENGTH)
     assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
     means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
-    if num_ranks == 1 and name != "GAN":  # its losses are those of two models
+    if has_one_loss:
         wanted = [sum(losses[at : at + LENGTH]) / LENGTH for at in range(0, len(losses), LENGTH)]
         assert means == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_stream_has_true_steps_and_no_time_left() -> None:
     seen = Seen()
-    _, ((times, _),) = run_job(iterable, ranks=1, note=seen.note)
+    view, ((times, losses),) = run_job(iterable, ranks=1, note=seen.note)
     check_steps(seen, times)
     check_rate(seen, times)
+    check_headlines(seen, times, losses, is_length_known=False)
+    assert (view.ranks[0].epoch, view.ranks[0].num_epochs) == (EPOCHS, EPOCHS)
+    assert view.ranks[0].loss == pytest.approx(losses[-1], rel=1e-4)
     assert {left_s for *_, left_s in seen.readings} == {None}
 
 
@@ -352,6 +419,8 @@ def test_a_loop_that_is_left_early_has_true_steps() -> None:
     seen = Seen()
     view, ((times, losses),) = run_job(stopped_early, ranks=1, note=seen.note)
     check_steps(seen, times)
+    check_rate(seen, times)
+    check_headlines(seen, times, losses, num_epochs=50)
     (rank,) = view.ranks
     assert (rank.epoch, rank.num_epochs, rank.step) == (EPOCHS, 50, LENGTH)
     assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
@@ -365,6 +434,8 @@ def test_a_function_of_a_session_has_true_steps(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr("nblaunch.dashboard.choose", lambda *args, views=views, **options: [views])
             times, losses = notebook_launcher(plain, session=session)
             check_steps(seen, times)
+            check_rate(seen, times)
+            check_headlines(seen, times, losses)
             check_time_left(seen, times)
             (rank,) = views.view.ranks
             assert (rank.epoch, rank.num_epochs, rank.step) == (EPOCHS, EPOCHS, LENGTH)
