@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from nblaunch import attached_debugger, backends
+from nblaunch import attached_debugger, backends, early_imports
 from nblaunch.backends.base import Backend
 from nblaunch.errors import LaunchError
 from nblaunch.host import heap, proc
@@ -56,6 +56,7 @@ def fork_workers(
     pids: dict[int, int] = {}
     output.flush_before_fork()
     _prepare(backends.find(assignments[0].backend))
+    early_imports.finish()
     is_paused = pause_pools()
     kernel_threads.remember()
     parent_pid = os.getpid()

@@ -26,13 +26,13 @@ device (``stays_in_place``).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -47,7 +47,9 @@ from nblaunch.weights.sharded import is_sharded
 
 def is_compiled_module(module: Any) -> bool:
     """Return whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
-    return isinstance(module, OptimizedModule)
+    # Nothing has been compiled before the compiler was imported, which takes a second.
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return wrapper is not None and isinstance(module, wrapper)
 
 
 def uncompiled(model: Any) -> Any:
@@ -57,6 +59,8 @@ def uncompiled(model: Any) -> Any:
 
 def compiled_like(compiled: Any, module: torch.nn.Module) -> Any:
     """Return ``module`` compiled with the settings of ``compiled``. Compilation happens at the first call."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
     return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)
 
 

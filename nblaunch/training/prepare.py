@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nblaunch import early_imports
 from nblaunch.training import models, precision
 from nblaunch.training.accumulation import AccumulationState
 from nblaunch.training.data.loader import PreparedLoader
@@ -32,6 +33,9 @@ from nblaunch.training.shared_state import SharedState
 from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
 from nblaunch.weights.state_dicts import give_own_memory
+
+# DDP's constructor and the first step of an optimizer import the compiler. sympy takes a quarter of the time.
+early_imports.plan("sympy", "torch._dynamo")
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)

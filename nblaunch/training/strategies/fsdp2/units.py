@@ -247,10 +247,15 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 def return_no_views(module: nn.Module) -> None:
     """Make ``module`` return no views. Call this before ``fully_shard``: its hooks must run after this one."""
-    module.register_forward_hook(_without_views, with_kwargs=True)
+    module.register_forward_hook(_without_views_uncompiled(), with_kwargs=True)
 
 
-@torch.compiler.disable  # as for torch's own hooks, which get the result of this one
+@functools.cache
+def _without_views_uncompiled() -> Any:
+    """Return a hook that is never compiled, like torch's own hooks, which get the result of this one."""
+    return torch.compiler.disable(_without_views)  # imports the compiler
+
+
 def _without_views(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
 ) -> Any | None:

@@ -1,0 +1,94 @@
+"""Imports that workers will need, made in the kernel before it forks them: while it is idle, or in the launch.
+
+    plan("sympy", "torch._dynamo")      as nblaunch.training.prepare does when it is imported
+    finish()                            before each fork
+
+torch imports its compiler at the first step of an optimizer, which takes more than a second. Each worker of each launch
+would do it again. The cell that imports nblaunch does not wait for it: the kernel imports between cells, in its main
+thread, one module at a time. No other thread imports, so other imports never see half a module, and no fork finds a
+lock taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from nblaunch.user_code import ipython_shell
+
+_IDLE_S = 0.1
+"""Seconds after the running cell in which the kernel sends its reply and may begin the next cell."""
+
+_planned: list[str] = []
+_lock = threading.RLock()
+_kernel_pid = os.getpid()
+
+
+def plan(*modules: str) -> None:
+    """Import modules while this kernel is idle, in this order; outside of a kernel, at the next :func:`finish`."""
+    _planned.extend(modules)
+    # A worker has the kernel's shell, whose event loop is not its own.
+    loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
+    if loop is not None and os.getpid() == _kernel_pid:
+        loop.add_callback(_wait_for_reply, loop)
+
+
+def finish() -> None:
+    """Import what is planned and not imported yet; wait if another thread does.
+
+    A module that can't be imported is left to the code that needs it, whose error then says why.
+    """
+    with _lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they would appear in a cell that does not import the module
+        while _planned:
+            _import(_planned.pop(0))
+
+
+def _import(module: str) -> None:
+    try:
+        # Also if it is in sys.modules: a thread of the user's may be importing it, and this waits for the thread.
+        importlib.import_module(module)
+    except Exception:
+        return
+
+
+def _wait_for_reply(loop: Any) -> None:
+    """Begin when the loop is free again: the first callback may come before the cell's reply."""
+    loop.call_later(_IDLE_S, _import_next, loop)
+
+
+def _import_next(loop: Any) -> None:
+    """Import one module, so that a cell that is sent meanwhile need not wait for all of them."""
+    with _lock, _interrupts_deferred(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if _planned:
+            _import(_planned.pop(0))
+    if _planned:
+        loop.call_later(_IDLE_S, _import_next, loop)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Deliver an interrupt of a cell that awaits after the block: it would leave half a module."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+        if received:
+            signal.raise_signal(signal.SIGINT)

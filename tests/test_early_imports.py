@@ -1,0 +1,106 @@
+"""Imports that workers need: made between cells or in the launch, never in the cell that imports nblaunch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.slow
+
+IMPORT = "from nblaunch import Accelerator, notebook_launcher"
+TIMEOUT_S = 60
+
+FOLLOW = f"""
+import os, signal, sys, threading
+from pathlib import Path
+from nblaunch.packages import when_imported
+
+folder = Path({{folder!r}})
+
+def write(name):
+    def change(module):
+        (folder / name).write_text(threading.current_thread().name)
+    return change
+
+when_imported("torch._dynamo", write("compiler"))
+{IMPORT}
+"torch._dynamo" in sys.modules
+"""
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    """A kernel in a new interpreter: other tests' kernels have imported the compiler from the beginning."""
+    with Kernel.start(is_new=True) as kernel:
+        yield kernel
+
+
+def test_the_importing_cell_leaves_the_compiler_to_the_idle_kernel(kernel: Kernel, tmp_path: Path) -> None:
+    assert kernel.run(FOLLOW.format(folder=str(tmp_path))).value is False
+    kernel.wait_until((tmp_path / "compiler").exists, TIMEOUT_S, "the import of torch's compiler")
+    # No other thread may hold a lock of an import while the kernel forks.
+    assert (tmp_path / "compiler").read_text() == "MainThread"
+    assert kernel.run("'torch._dynamo' in sys.modules").value is True
+
+
+def test_a_launch_that_comes_first_imports_before_it_forks(kernel: Kernel) -> None:
+    found = kernel.run(
+        f"import sys\n{IMPORT}\n"
+        "def loaded(): return 'torch._dynamo' in sys.modules\n"
+        "(loaded(), notebook_launcher(loaded, num_processes=2, return_all=True, dashboard='none'), loaded())"
+    ).value
+    assert found == (False, [True, True], True)
+
+
+def test_an_interrupt_of_a_waiting_cell_leaves_no_half_module(kernel: Kernel, tmp_path: Path) -> None:
+    """The event loop imports while the cell awaits, and the interrupt comes in the middle."""
+    interrupt = 'when_imported("sympy.core", lambda module: os.kill(os.getpid(), signal.SIGINT))'
+    awaits = (
+        FOLLOW.format(folder=str(tmp_path))
+        + f"\n{interrupt}\nimport asyncio\nawait asyncio.sleep({TIMEOUT_S})"
+    )
+    cell = kernel.submit(awaits).wait()
+    assert cell.raised.name in ("CancelledError", "KeyboardInterrupt")  # as ipykernel does it
+    assert kernel.run("sys.modules['sympy'].Symbol('x').name").value == "x"
+    kernel.wait_until((tmp_path / "compiler").exists, TIMEOUT_S, "the import of torch's compiler")
+    assert kernel.run("import torch; torch._dynamo.is_compiling()").value is False
+
+
+def test_a_launch_waits_for_a_thread_that_imports_the_compiler(kernel: Kernel) -> None:
+    """A fork in the middle would leave the lock of the import taken in the workers."""
+    found = kernel.run(
+        "import importlib, sys, threading\n"
+        f"{IMPORT}\n"
+        "from nblaunch.packages import when_imported\n"
+        "has_begun = threading.Event()\n"
+        "when_imported('sympy.core', lambda module: has_begun.set())\n"
+        "thread = threading.Thread(target=importlib.import_module, args=('torch._dynamo',))\n"
+        "thread.start()\n"
+        "has_begun.wait()\n"
+        "def imports():\n"
+        "    import torch._dynamo\n"
+        "    return torch._dynamo.is_compiling()\n"
+        "value = notebook_launcher(imports, num_processes=2, return_all=True, dashboard='none')\n"
+        "thread.join()\n"
+        "value"
+    ).value
+    assert found == [False, False]
+
+
+def test_a_module_that_can_not_be_imported_is_left_to_its_user(kernel: Kernel) -> None:
+    (name,) = kernel.run(
+        f"{IMPORT}\nfrom nblaunch import early_imports\nearly_imports.plan('nblaunch_has_no_such_module')\n"
+        "[notebook_launcher(lambda: __name__, num_processes=2, dashboard='none')]"
+    ).value
+    assert name == "__main__"
+
+
+def test_a_script_imports_no_compiler_with_the_accelerator() -> None:
+    code = f"import torch, sys\n{IMPORT}\nassert not {{'torch._dynamo', 'sympy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
