@@ -21,6 +21,15 @@ _GATHER_S = 1.0
 _GATHER_OF_WRITES_S = 5.0
 """The same, for a file that several ranks write."""
 
+OF_NODE = frozenset({"together"})
+"""How observations are judged on the node of their ranks: paths of two nodes may name two files."""
+
+OF_JOB = frozenset({"itself", "equal", "distinct", "first"})
+"""How observations are judged for all nodes together."""
+
+EVERYTHING = OF_NODE | OF_JOB
+"""How observations are judged if all ranks are of one machine."""
+
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
 _NEEDS_ALL = (*_COMPARED, "first")  # inconclusive before all ranks have sent their observations
@@ -34,11 +43,15 @@ class SilentErrors:
     Args:
         ranks: all ranks that may send observations.
         emit: receives a warning for each error.
+        scope: which observations; a node of several judges :data:`OF_NODE`, their coordinator :data:`OF_JOB`.
     """
 
-    def __init__(self, ranks: Sequence[int], emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], emit: Callable[[Event], None], scope: Collection[str] = EVERYTHING
+    ) -> None:
         self._emit = emit
         self._ranks = set(ranks)
+        self._scope = scope
         self._seen: dict[tuple[Any, ...], dict[int, Observation]] = {}
         self._since_s: dict[tuple[Any, ...], float] = {}
         self._reported: set[str] = set()
@@ -47,6 +60,8 @@ class SilentErrors:
     def receive(self, observation: Event) -> None:
         """Process an observation of a rank; ignore other events."""
         if not isinstance(observation, Observation) or observation.check in self._reported:
+            return
+        if observation.judged_by not in self._scope:
             return
         key = (observation.check, *_apart(observation))
         self._seen.setdefault(key, {}).setdefault(observation.rank, observation)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 from nblaunch import formatting
@@ -78,14 +78,25 @@ class Neighbour:
     Args:
         pid: process id.
         name: name of its program.
-        use: fraction of the processor that it uses, 0 to 1.
+        use: fraction of the processor that it uses, 0 to 1, together with ``num_more`` others.
         is_pinned: whether it or the rank may run only on this processor.
+        num_more: number of other pinned processes there.
     """
 
     pid: int
     name: str
     use: float
     is_pinned: bool = False
+    num_more: int = 0
+
+    def joined_by(self, other: Neighbour | None) -> Neighbour:
+        """Return what a rank shares its processor with: both if they can't go elsewhere, else the larger one."""
+        if other is None or self.is_pinned != other.is_pinned:
+            return self if other is None or self.is_pinned else other
+        larger = max(self, other, key=lambda neighbour: neighbour.use)
+        if not self.is_pinned:
+            return larger
+        return replace(larger, use=self.use + other.use, num_more=self.num_more + other.num_more + 1)
 
 
 @dataclass(frozen=True)
@@ -153,17 +164,17 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
         spans: spans of the rank.
     """
     counted = (
-        SpanKind.OPTIMIZER if any(one.kind == SpanKind.OPTIMIZER for one in spans) else SpanKind.BACKWARD
+        SpanKind.OPTIMIZER if any(span.kind == SpanKind.OPTIMIZER for span in spans) else SpanKind.BACKWARD
     )
-    ends = sorted(one.ended_s for one in spans if one.kind == counted)
+    ends = sorted(span.ended_s for span in spans if span.kind == counted)
     if len(ends) <= MIN_STEPS or ends[-1] - ends[0] < MIN_PERIOD_S:
         return None
-    inside = [one for one in spans if one.began_s >= ends[0] and one.ended_s <= ends[-1]]
+    inside = [span for span in spans if span.began_s >= ends[0] and span.ended_s <= ends[-1]]
     seconds: Counter[SpanKind] = Counter()
     counts: Counter[SpanKind] = Counter()
     evaluated_s = 0.0
     around: list[Span] = []
-    for span in sorted(inside, key=lambda one: (one.began_s, -one.ended_s)):
+    for span in sorted(inside, key=lambda span: (span.began_s, -span.ended_s)):
         kind, duration_s = SpanKind(span.kind), span.ended_s - span.began_s
         while around and around[-1].ended_s <= span.began_s:
             around.pop()
@@ -174,15 +185,15 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
             counts[kind] += 1
             evaluated_s += duration_s if kind is SpanKind.EVALUATION else 0.0
         around.append(span)
-    by_kind = {kind: [one for one in inside if one.kind == kind] for kind in SpanKind}
+    by_kind = {kind: [span for span in inside if span.kind == kind] for kind in SpanKind}
     data, collectives = by_kind[SpanKind.DATA], by_kind[SpanKind.COLLECTIVE]
-    names = Counter(one.detail for one in collectives if 0 <= one.detail < len(COLLECTIVES))
+    names = Counter(span.detail for span in collectives if 0 <= span.detail < len(COLLECTIVES))
     return StepTimes(
         len(ends) - 1, ends[-1] - ends[0], seconds, counts, evaluated_s,
         num_workers=data[-1].detail if data else 0,
-        elements=mean(sizes) if (sizes := [one.value for one in data if one.value]) else 0.0,
-        saved_bytes=sum(one.value for one in by_kind[SpanKind.SAVE]),
-        batches=sum(one.value for one in by_kind[SpanKind.EVALUATION]),
+        elements=mean(sizes) if (sizes := [span.value for span in data if span.value]) else 0.0,
+        saved_bytes=sum(span.value for span in by_kind[SpanKind.SAVE]),
+        batches=sum(span.value for span in by_kind[SpanKind.EVALUATION]),
         collective=COLLECTIVES[names.most_common(1)[0][0]] if names else "collective",
     )  # fmt: skip
 
@@ -199,7 +210,7 @@ def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
         uses: rank -> its processor time in that period.
         machine: machine of these ranks.
     """
-    if not times or any(own.period_s / own.num_steps < _MIN_STEP_S for own in times.values()):
+    if not times or any(spent.period_s / spent.num_steps < _MIN_STEP_S for spent in times.values()):
         return None
     # Causes that slow everything down come first, because they make data and batches look slow, too.
     for judge in (_threads, _shared_processor, _limits):
@@ -243,10 +254,18 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
         if use.wait_share >= _MIN_WAIT and use.neighbour is not None and use.neighbour.use >= _MIN_USE
     }  # fmt: skip
     others = [use.wait_share for rank, use in uses.items() if rank not in slow]
-    if not slow or not others or max(others) > min(use.wait_share for use in slow.values()) / 2:
-        return None
     neighbours = [use.neighbour for use in slow.values() if use.neighbour is not None]
-    named = ", ".join(dict.fromkeys(f"{one.name}, pid {one.pid}" for one in neighbours))
+    is_fixed = all(process.is_pinned for process in neighbours)
+    # On a busy machine other ranks wait, too. A neighbour that can't go away is to blame all the same.
+    share_of_others = 0.75 if is_fixed else 0.5
+    if not slow or not others:
+        return None
+    if max(others) > share_of_others * min(use.wait_share for use in slow.values()):
+        return None
+    named = ", ".join(dict.fromkeys(map(_process_name, neighbours)))
+    what = (
+        "another process" if sum(1 + process.num_more for process in neighbours) == 1 else "other processes"
+    )
     whose = (
         f"{formatting.ranks(slow)}'s core is"
         if len(slow) == 1
@@ -255,9 +274,14 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     share = _percent(median(use.wait_share for use in slow.values()))
     return Cause(
         "shared core", tuple(slow),
-        f"{whose} shared with another process ({named}): {_it(slow)} waits {share} of the time for the core",
-        is_fixed=all(one.is_pinned for one in neighbours),
+        f"{whose} shared with {what} ({named}): {_it(slow)} waits {share} of the time for the core",
+        is_fixed=is_fixed,
     )  # fmt: skip
+
+
+def _process_name(process: Neighbour) -> str:
+    more = f" and {process.num_more} more" if process.num_more else ""
+    return f"{process.name}, pid {process.pid}{more}"
 
 
 def _limits(uses: Uses, machine: Machine) -> Cause | None:
@@ -287,29 +311,29 @@ def _saves(times: Times, uses: Uses) -> Cause | None:
     slow = _ranks_with(times, SpanKind.SAVE, share=0.2, count=3)
     if not slow:
         return None
-    own = max((times[rank] for rank in slow), key=lambda one: one.share(SpanKind.SAVE))
-    number = own.counts[SpanKind.SAVE]
-    steps = max(round(own.num_steps / number), 1)
-    saved = own.saved_bytes / own.num_steps * steps
+    spent = max((times[rank] for rank in slow), key=lambda spent: spent.share(SpanKind.SAVE))
+    number = spent.counts[SpanKind.SAVE]
+    steps = max(round(spent.num_steps / number), 1)
+    saved = spent.saved_bytes / spent.num_steps * steps
     what = f"saves {formatting.size(saved)}" if saved else "saves"
     who = f"each step {what}" if steps == 1 else f"each {steps} steps, a rank {what}"
-    share = _percent(own.share(SpanKind.SAVE))
+    share = _percent(spent.share(SpanKind.SAVE))
     return Cause(
         "saves", _named(slow, times), f"{who}, {share} of the time {_on(slow, times)}: save less often"
     )
 
 
 def _evaluations(times: Times, uses: Uses) -> Cause | None:
-    shares = [own.evaluated_s / own.period_s for own in times.values()]
-    numbers = [own.counts.get(SpanKind.EVALUATION, 0) for own in times.values()]
+    shares = [spent.evaluated_s / spent.period_s for spent in times.values()]
+    numbers = [spent.counts.get(SpanKind.EVALUATION, 0) for spent in times.values()]
     if min(shares) < 0.5 or min(numbers) < 3:
         return None
-    own = next(iter(times.values()))
-    number = own.counts[SpanKind.EVALUATION]
+    spent = next(iter(times.values()))
+    number = spent.counts[SpanKind.EVALUATION]
     return Cause(
         "evaluations", (),
-        f"evaluation takes {_percent(median(shares))} of the time: {own.batches / number:.0f} batches after every "
-        f"{max(own.num_steps / number, 1):.0f} steps",
+        f"evaluation takes {_percent(median(shares))} of the time: {spent.batches / number:.0f} batches after every "
+        f"{max(spent.num_steps / number, 1):.0f} steps",
     )  # fmt: skip
 
 
@@ -327,7 +351,7 @@ def _garbage(times: Times, uses: Uses) -> Cause | None:
 
 def _data_of_some(times: Times, uses: Uses) -> Cause | None:
     slow = [rank for rank in _ranks_with(times, SpanKind.DATA, share=0.3) if _may_wait(uses.get(rank))]
-    others = [own.share(SpanKind.DATA) for rank, own in times.items() if rank not in slow]
+    others = [spent.share(SpanKind.DATA) for rank, spent in times.items() if rank not in slow]
     if not slow or not others or len(slow) > len(times) // 2:
         return None
     share, usual = median(times[rank].share(SpanKind.DATA) for rank in slow), median(others)
@@ -341,7 +365,7 @@ def _data_of_some(times: Times, uses: Uses) -> Cause | None:
 
 
 def _long_batches(times: Times, uses: Uses) -> Cause | None:
-    sizes = {rank: own.elements for rank, own in times.items()}
+    sizes = {rank: spent.elements for rank, spent in times.items()}
     if len(sizes) < 2 or not all(sizes.values()):
         return None
     slow = [
@@ -367,21 +391,21 @@ def _data_of_all(times: Times, uses: Uses) -> Cause | None:
     slow = [rank for rank in _ranks_with(times, SpanKind.DATA, share=0.35) if _may_wait(uses.get(rank))]
     if len(slow) < len(times):
         return None
-    share = _percent(median(own.share(SpanKind.DATA) for own in times.values()))
-    own = next(iter(times.values()))
-    return Cause("data", (), f"{share} of each step waits for data {_on(slow, times)} ({_workers(own)})")
+    share = _percent(median(spent.share(SpanKind.DATA) for spent in times.values()))
+    spent = next(iter(times.values()))
+    return Cause("data", (), f"{share} of each step waits for data {_on(slow, times)} ({_workers(spent)})")
 
 
 def _collectives(times: Times, uses: Uses) -> Cause | None:
     slow = _ranks_with(times, SpanKind.COLLECTIVE, share=0.3)
-    own = next(iter(times.values()))
-    number = own.counts.get(SpanKind.COLLECTIVE, 0) / own.num_steps
+    spent = next(iter(times.values()))
+    number = spent.counts.get(SpanKind.COLLECTIVE, 0) / spent.num_steps
     if len(slow) < len(times) or number < 8:
         return None
-    share = _percent(median(one.share(SpanKind.COLLECTIVE) for one in times.values()))
+    share = _percent(median(spent.share(SpanKind.COLLECTIVE) for spent in times.values()))
     return Cause(
         "collectives", (),
-        f"{share} of each step waits in {number:.0f} collectives, most of them {own.collective}: exchange several "
+        f"{share} of each step waits in {number:.0f} collectives, most of them {spent.collective}: exchange several "
         "values at once, or less often",
     )  # fmt: skip
 
@@ -390,7 +414,7 @@ def _optimizers(times: Times, uses: Uses) -> Cause | None:
     slow = _ranks_with(times, SpanKind.OPTIMIZER, share=0.5)
     if len(slow) < len(times):
         return None
-    share = _percent(median(own.share(SpanKind.OPTIMIZER) for own in times.values()))
+    share = _percent(median(spent.share(SpanKind.OPTIMIZER) for spent in times.values()))
     return Cause(
         "optimizer", (),
         f"{share} of each step is the optimizer's {_on(slow, times)}: fused=True, larger batches or gradient "
@@ -407,8 +431,10 @@ def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -
     """Return the ranks that spend at least a share of their time on a kind of span, and long enough to matter."""
     return [
         rank
-        for rank, own in times.items()
-        if own.share(kind) >= share and own.per_step_s(kind) >= _MIN_LOST_S and own.counts[kind] >= count
+        for rank, spent in times.items()
+        if spent.share(kind) >= share
+        and spent.per_step_s(kind) >= _MIN_LOST_S
+        and spent.counts[kind] >= count
     ]
 
 
@@ -417,9 +443,9 @@ def _may_wait(use: Processors | None) -> bool:
     return use is None or use.device_use is None or use.device_use < 0.5
 
 
-def _workers(own: StepTimes) -> str:
-    if own.num_workers:
-        return f"num_workers={own.num_workers} are too few"
+def _workers(spent: StepTimes) -> str:
+    if spent.num_workers:
+        return f"num_workers={spent.num_workers} are too few"
     return "num_workers=0: pass num_workers=2 or more to the DataLoader"
 
 

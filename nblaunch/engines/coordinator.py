@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from nblaunch import env, formatting
 from nblaunch.diagnosis.report import AttemptReport
+from nblaunch.diagnosis.silent_errors import OF_JOB, SilentErrors
 from nblaunch.engines.agreements import NodesAgreement
 from nblaunch.engines.collectives import AllCalls
 from nblaunch.engines.link import NodeLink
@@ -140,6 +141,7 @@ class Coordinator:
         self._sent_before_start: list[object] = []
         self._calls = AllCalls(self._ask_calls, self._readings)
         self._collectives = CollectiveWatch(self._calls, attempt, emit)
+        self._errors = SilentErrors(list(self._owner), emit, OF_JOB)
         self._hangs = HangWatch(attempt, self._readings, requests, emit, self._ask_ranks, self._calls.last)
 
     # --- from the start to the end -------------------------------------------------------------------------------
@@ -293,6 +295,7 @@ class Coordinator:
                 self._end_ranks()
         if event.rank >= 0:
             self._hangs.count(event.rank, event)
+        self._errors.receive(event)
         self._emit(event)
 
     def _handle_heartbeat(self, link: NodeLink, heartbeat: Heartbeat) -> None:
@@ -427,6 +430,7 @@ class Coordinator:
             active = self._active_pids()
             self._hangs.inspect(readings, active)
             self._collectives.compare(self._report, active, self._end_ranks)
+            self._errors.collect(active)
 
     def _readings(self) -> list[SlotReading]:
         return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
@@ -514,6 +518,7 @@ class Coordinator:
         report.last_readings = [ended.get(reading.rank, reading) for reading in self._readings()]
         self._emit_readings(report.last_readings)
         self._collectives.conclude(report)
+        self._errors.end()
         if self._interrupted_s is not None:
             self._collectives.describe_wait(report, self._interrupted_s)
 

@@ -92,8 +92,7 @@ class Attempt:
         store: listening socket of the workers' store, if it is already open.
         key: key for objects between ranks; b"" = a new key, on one machine.
         first_collected: rank that sends values that are the same on all ranks; None = the first of this machine.
-        compares_ranks: whether this launcher compares the collectives of its ranks; otherwise the coordinator
-            compares all ranks.
+        compares_ranks: whether this launcher compares its ranks; otherwise the coordinator compares all ranks.
     """
 
     spec: LaunchSpec

@@ -3,7 +3,7 @@
     spans ──────────────────────────┐
     /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
 
-A check takes at most a hundredth of the launcher's time. A brief cause, such as a neighbour that compiles, is not
+Checks take at most a hundredth of a processor. A brief cause, such as a neighbour that compiles, is not
 named. A note without text withdraws a cause that has ended.
 """
 
@@ -34,7 +34,7 @@ CHECK = "slow_steps"
 """Name of this check in ``NBLAUNCH_CHECKS``."""
 
 _LOOK_S = 1.5
-_MAX_SHARE = 0.01  # of the launcher's time
+_MAX_SHARE = 0.01  # of a processor
 _WINDOW_S = 10.0
 _MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # of a rank, the newest, that are analysed
 _ALL_SPANS = 20_000  # of all ranks
@@ -42,6 +42,7 @@ _NUM_LOOKS = 3  # in a row
 _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
+_MIN_USE = 0.05  # of a processor, by a neighbour that counts
 _SUSPICIOUS_WAIT = (
     0.2  # fraction of the time that a rank waits for a processor; above it, its neighbours are read
 )
@@ -93,8 +94,9 @@ class SlowWatch:
         now_s = self._clock()
         if now_s < self._next_s:
             return
+        began_s = time.thread_time()  # on a busy machine, a look takes longer and costs no more
         self._judge(now_s)
-        self._next_s = max(now_s + _LOOK_S, self._clock() + (self._clock() - now_s) / _MAX_SHARE)
+        self._next_s = max(now_s + _LOOK_S, self._clock() + (time.thread_time() - began_s) / _MAX_SHARE)
 
     def _judge(self, now_s: float) -> None:
         times = self._step_times(now_s)
@@ -180,7 +182,7 @@ class _Readings:
     def _neighbours(
         self, waiting: Mapping[int, int], pids_of_job: set[int], elapsed_s: float
     ) -> dict[int, Neighbour]:
-        """Return, for each waiting rank, the process that uses most of its processor."""
+        """Return, for each waiting rank, what it shares its processor with."""
         before, self._processes = self._processes, scheduling.processes() if waiting else {}
         neighbours: dict[int, Neighbour] = {}
         for rank, pid in waiting.items():
@@ -196,11 +198,11 @@ class _Readings:
                 ):
                     continue
                 use = (other.cpu_s - last.cpu_s) / elapsed_s
-                if use > (neighbours[rank].use if rank in neighbours else 0.0):
+                if use >= _MIN_USE:
                     limits = scheduling.allowed_processors(pid), scheduling.allowed_processors(other.pid)
-                    neighbours[rank] = Neighbour(
-                        other.pid, other.name, use, any(len(limit) == 1 for limit in limits)
-                    )
+                    is_pinned = any(len(limit) == 1 for limit in limits)
+                    neighbour = Neighbour(other.pid, other.name, use, is_pinned)
+                    neighbours[rank] = neighbour.joined_by(neighbours.get(rank))
         return neighbours
 
 

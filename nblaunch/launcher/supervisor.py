@@ -21,7 +21,7 @@ from functools import partial
 
 from nblaunch import formatting
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.diagnosis.silent_errors import SilentErrors
+from nblaunch.diagnosis.silent_errors import EVERYTHING, OF_NODE, SilentErrors
 from nblaunch.events import (
     EpochEnded,
     Event,
@@ -112,15 +112,15 @@ class Supervisor:
         self._boundary: Boundary | None = None
         self._termination: Termination | None = None
         self._escalation: Escalation | None = None
-        self._interrupts_seen = 0
-        self._killed_s: dict[int, float] = {}
+        self._interrupts_seen, self._killed_s = 0, dict[int, float]()
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
         self._memory_sampler = MemorySampler()
         self._collectives = collectives = CollectiveWatch(BoardCalls(running), attempt, emit)
         self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
         self._spans = SpanRecorder(running, SlowWatch(running, emit))
-        self._watchers = (UnreadQueues(running.board, emit), SilentErrors(attempt.ranks, emit), self._spans)
+        errors = SilentErrors(attempt.ranks, emit, EVERYTHING if attempt.compares_ranks else OF_NODE)
+        self._watchers = (UnreadQueues(running.board, emit), errors, self._spans)
 
     @property
     def _alive(self) -> set[int]:

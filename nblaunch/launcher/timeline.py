@@ -31,7 +31,7 @@ _VALUES = {SpanKind.DATA: "elements", SpanKind.SAVE: "bytes", SpanKind.EVALUATIO
 _INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
 """Spans that may lie within a forward pass."""
 
-_TICKS_A_SECOND = 10_000_000  # tenths of a microsecond
+_US_PER_S = 1_000_000  # the format counts in microseconds; whole ones keep the file small
 _COMPRESSION = 4
 _PID = 1  # the job's process in the file; its threads are the ranks
 
@@ -68,14 +68,14 @@ def _open(path: Path, *, is_compressed: bool) -> TextIO:
 
 
 _Slice = tuple[int, str, int, int, dict[str, Any]]
-"""Rank, name, begin and end in ticks, and other facts."""
+"""Rank, name, begin and end in microseconds, and other facts."""
 
 
 def _slices(spans: Iterable[tuple[int, bytes]]) -> Iterator[_Slice]:
     ended: dict[int, int] = {}  # rank -> end of the span before its next forward pass
     for rank, data in spans:
         for span in unpack(data):
-            began, end = int(span.began_s * _TICKS_A_SECOND), int(span.ended_s * _TICKS_A_SECOND)
+            began, end = int(span.began_s * _US_PER_S), int(span.ended_s * _US_PER_S)
             if span.kind == SpanKind.BACKWARD and ended.get(rank, began) < began:
                 yield rank, "forward", ended[rank], began, {}
             if span.kind not in _INSIDE:
@@ -99,7 +99,7 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) ->
     """Write the document; return its number of slices. Times count from the beginning of the first slice."""
     start, num_slices, ranks = first[2], 0, set()
     file.write('{"displayTimeUnit":"ms","otherData":')
-    json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _TICKS_A_SECOND}, file)
+    json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _US_PER_S}, file)
     file.write(',"traceEvents":[\n')
     json.dump(_metadata("process_name", 0, {"name": title}), file)
     for rank, name, began, ended, about in chain([first], others):
@@ -110,8 +110,8 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) ->
                 file.write(",\n" + json.dumps(_metadata(what, rank, about_rank)))
         args = f',"args":{json.dumps(about)}' if about else ""
         file.write(
-            f',\n{{"ph":"X","pid":{_PID},"tid":{rank},"name":"{name}","ts":{_microseconds(began - start)},'
-            f'"dur":{_microseconds(ended - began)}{args}}}'
+            f',\n{{"ph":"X","pid":{_PID},"tid":{rank},"name":"{name}","ts":{began - start},'
+            f'"dur":{ended - began}{args}}}'
         )
         num_slices += 1
     file.write("\n]}\n")
@@ -120,8 +120,3 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) ->
 
 def _metadata(name: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": _PID, "tid": rank, "name": name, "args": about}
-
-
-def _microseconds(ticks: int) -> str:
-    sign = "-" if ticks < 0 else ""  # another rank began before the first slice
-    return f"{sign}{abs(ticks) // 10}.{abs(ticks) % 10}"

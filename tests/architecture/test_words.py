@@ -115,29 +115,15 @@ def test_turns_that_are_not_used() -> None:
 # A name says what the value is: a match, a rank's calls, the pid. These say how the value came about.
 VAGUE_NAMES = {"found", "one", "own", "known"}
 
-STILL_VAGUE = (
-    "nblaunch/diagnosis/slow_steps.py",
-    "nblaunch/training/checks/gradients.py",
-    "nblaunch/training/checks/hints.py",
-    "nblaunch/training/checks/noise.py",
-    "nblaunch/training/checks/replicas.py",
-    "nblaunch/training/checks/schedules.py",
-)
-"""Files that still have such names. Take entries out; add none."""
-
 
 def test_names_that_are_not_used() -> None:
-    vague = {
-        path.relative_to(ROOT).as_posix(): names
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if (names := [f"{line} {name}" for line, name in _assigned(path) if name in VAGUE_NAMES])
-    }
     offenders = [
-        f"{file}:{name}" for file, names in vague.items() if file not in STILL_VAGUE for name in names
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, name in _assigned(path)
+        if name in VAGUE_NAMES
     ]
     assert not offenders, f"name the thing that the variable holds:{listing(offenders)}"
-    mended = [file for file in STILL_VAGUE if file not in vague]
-    assert not mended, f"take these out of STILL_VAGUE:{listing(mended)}"
 
 
 def _assigned(path: Path) -> Iterator[tuple[int, str]]:

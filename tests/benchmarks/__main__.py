@@ -34,6 +34,7 @@ TITLES = {
     "faults": "A hundred launches with faults",
     "step_overhead": "Step overhead",
     "mismatches": "Mismatched collectives",
+    "record_cost": "Cost of checks and recording",
     "slow_steps": "Causes of slow steps",
     "step_cost": "Cost of a step on the host",
     "gpu": "GPUs",

@@ -123,6 +123,7 @@ class Job:
         self.counter.number = number
         self.accelerator.backward(self.model(torch.zeros(1, 64)).sum())
         self.optimizer.step()
+        self.optimizer.zero_grad()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
+from tests.benchmarks.slow_steps import hogs
 from tests.diagnosis import slow_programs
 
 NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms a step
@@ -97,6 +99,12 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
         ),
         "shared core", (1,), "rank 1's core is shared with another process (python, pid 812)",
     ),
+    "shared core on a busy machine": (
+        lambda: judged(
+            CLEAN, CLEAN, uses=[Processors(0.35, 1, 6.0, 3.5), Processors(0.5, 1, 5.0, 5.0, HOG)]
+        ),
+        "shared core", (1,), "rank 1's core is shared with another process (python, pid 812)",
+    ),
     "threads": (
         lambda: judged(CLEAN, CLEAN, uses=[Processors(0.4, 8, 10.0, 60.0)] * 2),
         "threads", (), "8 threads per process on 2 cores",
@@ -126,6 +134,10 @@ NO_CAUSES: dict[str, Callable[[], Cause | None]] = {
     "one rank": lambda: judged(CLEAN),
     "all wait for processors": lambda: judged(CLEAN, CLEAN, uses=[BUSY, BUSY]),
     "all share theirs": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.5, 1, 5.0, 5.0, HOG)] * 2),
+    "a process that may go elsewhere, on a busy machine": lambda: judged(
+        CLEAN, CLEAN,
+        uses=[Processors(0.35, 1, 6.0, 3.5), Processors(0.5, 1, 5.0, 5.0, Neighbour(812, "python", 0.5))],
+    ),
     "one waits, for reasons unknown": lambda: judged(CLEAN, CLEAN, uses=[QUIET, BUSY]),
     "threads of gloo on a busy machine": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.6, 3, 3.0, 9.0)] * 2),
     "several threads that do not wait": lambda: judged(CLEAN, CLEAN, uses=[Processors(0.1, 4, 30.0, 2.0)] * 2),
@@ -252,6 +264,28 @@ def test_a_real_job_gets_the_cause(
     texts = notices_of(function, slow_programs.MAX_S, cause)
     # Where other programs run on the same cores, a notice about these may come first.
     assert [text for text in texts if cause in text], texts
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("first_store")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_core_that_others_take_is_named_in_a_real_job() -> None:
+    core = sorted(os.sched_getaffinity(0))[1]  # that of rank 1
+    with hogs([core] * 3) as pids:
+        texts = notices_of(slow_programs.shared_core, slow_programs.MAX_S, "rank 1's core is shared")
+    named = [text for text in texts if "rank 1's core is shared with other processes (python" in text]
+    assert named, texts
+    assert any(f"pid {pid} and 2 more)" in named[0] for pid in pids)
+
+
+def test_processes_that_can_not_go_elsewhere_count_together() -> None:
+    first, second = Neighbour(1, "a", 0.2, is_pinned=True), Neighbour(2, "b", 0.3, is_pinned=True)
+    both = first.joined_by(second)
+    assert (both.pid, both.num_more) == (2, 1)
+    assert both.use == pytest.approx(0.5)
+    roaming = Neighbour(3, "c", 0.9)
+    assert roaming.joined_by(both) == both == both.joined_by(roaming)
+    assert roaming.joined_by(Neighbour(4, "d", 0.1)) == roaming
 
 
 @pytest.mark.timeout(180)

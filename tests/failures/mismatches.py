@@ -691,6 +691,7 @@ OF_ACCELERATOR = (
     for x in batches(4 if rank() == 3 else 5):
         accelerator.backward(model(x).sum())  # <- others
         optimizer.step()
+        optimizer.zero_grad()
     accelerator.wait_for_everyone()  # <- fault
 """,
         (3,),
@@ -707,6 +708,7 @@ OF_ACCELERATOR = (
     for step, x in enumerate(data):
         accelerator.backward(model(x).sum())  # <- others
         optimizer.step()
+        optimizer.zero_grad()
         if rank() == 1 and step == 1:
             break
     accelerator.wait_for_everyone()  # <- fault

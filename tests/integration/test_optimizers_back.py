@@ -45,6 +45,7 @@ def _rates(
         rates.append(optimizer.param_groups[0]["lr"])
         accelerator.backward(model(torch.ones(2, 4)).mean())
         optimizer.step()
+        optimizer.zero_grad()
         scheduler.step()
     return rates
 

@@ -238,6 +238,7 @@ def mixed() -> None:
         for _batch in rows():
             accelerator.backward(model.loss())
             optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_an_accelerator_and_a_plain_loader_report_each_loss_once() -> None:
@@ -256,6 +257,7 @@ def prepared() -> None:
         for _batch in loader:
             accelerator.backward(model.loss())
             optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_prepared_loader_is_counted_once() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from nblaunch.progress.plain_loops import plain_loops
 from nblaunch.training.checks.check import Check, Prepared, Report
 
+_NUM_COMPARED = 3  # batches in a row
+_MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # of a batch, and of each tensor
 _NUM_EPOCHS = 3  # looking at a first batch, and a warm-up run, also count as epochs
 
 
@@ -26,25 +31,74 @@ def _sampler_of(iterator: Any) -> Any:
 
 
 class SameSamples(Check):
-    """Each rank reads all samples of a dataset, in the same order as the other ranks."""
+    """Each rank reads the same samples, in the same order as the other ranks.
+
+    Loaders that look alike may read different data, such as a file or a subset for each rank, so batches are compared;
+    and a loop may take a part of each batch, so losses are, too.
+    """
 
     name = "same_samples"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._digests: deque[int] = deque(maxlen=_NUM_COMPARED)
+        self._losses: deque[str] = deque(maxlen=_NUM_COMPARED)
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
-        if type(sampler) not in (SequentialSampler, RandomSampler) or prepared.shared.num_data_ranks == 1:
+        if not isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
             return
-        if not prepared.models or len(sampler) < 2:
+        if prepared.shared.num_data_ranks == 1 or not prepared.models or len(sampler) < 2:
             return
-        # A loader draws this number at the start of an epoch. If it is equal on all ranks, so is the order.
-        seed = iterator._base_seed if isinstance(sampler, RandomSampler) else 0
-        self.report(
-            f"each rank trains on the same {len(sampler):,} samples, in the same order",
-            "Pass the DataLoader to accelerator.prepare(), which gives each rank its share",
-            value=(type(sampler).__name__, len(sampler), seed),
-            judged_by="distinct",
-        )
+        self._losses.append(f"{float(loss.detach()):.4g}")  # devices round differently
+        if len(self._digests) == len(self._losses) == _NUM_COMPARED:
+            self.report(
+                f"each rank trains on the same {len(sampler):,} samples, in the same order",
+                "Pass the DataLoader to accelerator.prepare(), which gives each rank its share",
+                value=(type(sampler).__name__, len(sampler), *self._digests, *self._losses),
+                judged_by="distinct",
+            )
+        _digest_next_batch(iterator, self._digests)
+
+
+def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
+    """Add a digest of the batch that an iterator of torch's loader reads next to ``digests``."""
+    reference = weakref.ref(iterator)  # its end stops the processes of the loader
+
+    def read_and_digest() -> Any:
+        living: Any = reference()
+        living.__dict__.pop("_next_data", None)
+        batch = living._next_data()
+        with suppress(Exception):
+            if (digest := _digest(batch)) is not None:
+                digests.append(digest)
+        return batch
+
+    iterator._next_data = read_and_digest
+
+
+def _digest(batch: Any) -> int | None:
+    """Return a digest of a few numbers in a batch, the same in all processes; None if no two of them differ."""
+    tensors: list[torch.Tensor] = []
+    _collect_tensors(batch, tensors)
+    numbers: list[float] = []
+    for tensor in tensors[:_MAX_TENSORS]:
+        flat = tensor.detach().reshape(-1)
+        numbers += flat[:: max(1, len(flat) // _NUM_ELEMENTS)][:_NUM_ELEMENTS].double().tolist()
+    return hash(tuple(numbers)) if len(set(numbers)) > 1 else None
+
+
+def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
+    if isinstance(batch, torch.Tensor):
+        if batch.layout is torch.strided and not batch.is_complex():
+            tensors.append(batch)
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            _collect_tensors(part, tensors)
 
 
 class FixedOrder(Check):

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from nblaunch import formatting
 from nblaunch.training.checks.check import Check, Prepared, Report, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
+from nblaunch.training.models import bare_module
 
 _NUM_SAMPLED = 3  # parameters whose gradients are examined
+_NUM_ELEMENTS = 8  # of each of these gradients
 _NUM_UNCLEARED = 2  # steps in a row
 _NUM_EMPTY = 3  # steps in a row
+_MAX_NAMED = 4
 
 
 @dataclass(eq=False)
@@ -24,25 +28,32 @@ class _LastStep:
     """The state of an optimizer's gradients since its last step.
 
     Args:
-        sample: some parameters that had a gradient in the step, with these gradients.
-        is_cleared: whether the gradients were gone, or zero, before a backward pass.
+        sample: some parameters that had a gradient in the step, with these gradients and a few of their elements.
+        is_cleared: whether the gradients were gone, zero or changed by the loop before a backward pass.
         is_added_to: whether there was a backward pass.
     """
 
-    sample: list[tuple[torch.nn.Parameter, TensorWeakRef]]
+    sample: list[tuple[torch.nn.Parameter, TensorWeakRef, torch.Tensor]]
     is_cleared: bool = False
     is_added_to: bool = False
 
     def look(self) -> None:
         """Examine the gradients before a backward pass."""
-        self.is_added_to = True
         # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
-        self.is_cleared = self.is_cleared or not all(_has_gradient(parameter) for parameter, _ in self.sample)
+        self.is_cleared = self.is_cleared or not all(
+            _has_gradient(parameter) for parameter, *_ in self.sample
+        )
+        if not self.is_added_to:  # a loop may scale gradients down in place of clearing them
+            self.is_cleared = self.is_cleared or any(
+                not torch.equal(_first_elements(parameter), elements)
+                for parameter, _, elements in self.sample
+            )
+        self.is_added_to = True
 
     @property
     def is_replaced(self) -> bool:
         """Whether a backward pass that was not examined has replaced the gradients."""
-        return any(gradient() is not parameter.grad for parameter, gradient in self.sample)
+        return any(gradient() is not parameter.grad for parameter, gradient, _ in self.sample)
 
 
 class UnclearedGradients(Check):
@@ -65,7 +76,7 @@ class UnclearedGradients(Check):
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         last = self._last.get(optimizer)
         # An unprepared optimizer may have backward passes that are not examined.
-        is_prepared = any(one.optimizer is optimizer for one in prepared.optimizers)
+        is_prepared = any(wrapper.optimizer is optimizer for wrapper in prepared.optimizers)
         if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
                 f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum "
@@ -74,9 +85,9 @@ class UnclearedGradients(Check):
             )
         with_gradients = filter(_has_gradient, parameters_of(optimizer))
         sample = [
-            (one, TensorWeakRef(one.grad))
-            for one in islice(with_gradients, _NUM_SAMPLED)
-            if one.grad is not None
+            (parameter, TensorWeakRef(parameter.grad), _first_elements(parameter).clone())
+            for parameter in islice(with_gradients, _NUM_SAMPLED)
+            if parameter.grad is not None
         ]
         if sample:
             self._last[optimizer] = _LastStep(sample)
@@ -85,13 +96,20 @@ class UnclearedGradients(Check):
         return self._streaks.add(optimizer, not (last.is_cleared or last.is_replaced)) >= _NUM_UNCLEARED
 
 
+def _first_elements(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a view of a few elements of a parameter's gradient, which it has."""
+    assert parameter.grad is not None, "only parameters with gradients are sampled"
+    elements: torch.Tensor = dtensor.local(parameter.grad).detach().reshape(-1)[:_NUM_ELEMENTS]
+    return elements
+
+
 def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     """Return whether a parameter has a gradient that is not zero everywhere; waits for the device."""
     return parameter.grad is not None and bool(dtensor.local(parameter.grad).any())
 
 
 class ForeignParameters(Check):
-    """An optimizer steps without any gradients, because its parameters belong to no trained model."""
+    """An optimizer steps, and its parameters, or a replaced layer's, belong to no model that is trained."""
 
     name = "optimizer_without_gradients"
 
@@ -100,16 +118,49 @@ class ForeignParameters(Check):
         self.begin_window()
 
     def begin_window(self) -> None:
-        self._streaks = Streaks()
+        self._empty, self._partly_foreign = Streaks(), Streaks()
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        is_empty = all(parameter.grad is None for parameter in parameters_of(optimizer))
-        if self._streaks.add(optimizer, is_empty) == _NUM_EMPTY:
+        self._stepped.add(optimizer)
+        without = [parameter for parameter in parameters_of(optimizer) if parameter.grad is None]
+        is_empty = len(without) == len(parameters_of(optimizer))
+        if self._empty.add(optimizer, is_empty) == _NUM_EMPTY:
             self.report(
                 f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
-                "The optimizer was built from another model's parameters, or before the model or its layers were "
-                "replaced: build it from model.parameters() of the model that you train",
+                "Build it from model.parameters() of the model that you train, after layers were replaced. Call "
+                "zero_grad() after step() or before backward(), and do not detach the loss",
             )
+        left_out = [] if is_empty or not without else self._left_out(prepared, optimizer, without)
+        if self._partly_foreign.add(optimizer, bool(left_out)) == _NUM_EMPTY:
+            self.report(
+                f"{formatting.first(left_out, _MAX_NAMED)} of the trained model belong to no optimizer, and the "
+                f"{type(optimizer).__name__} has parameters of no model instead, which never get a gradient",
+                "Layers were replaced after the optimizer was built: build it from model.parameters() after that",
+            )
+
+    def _left_out(
+        self, prepared: Prepared, optimizer: torch.optim.Optimizer, without: Sequence[torch.nn.Parameter]
+    ) -> list[str]:
+        """Return the names of parameters that get gradients for nothing, if others are stepped in their place."""
+        named = {
+            id(parameter): (name, parameter)
+            for model in map(bare_module, prepared.models)
+            for name, parameter in model.named_parameters()
+        }
+        strays = [parameter for parameter in without if id(parameter) not in named]
+        if not strays:
+            return []
+        optimizers = {optimizer, *self._stepped, *(wrapper.optimizer for wrapper in prepared.optimizers)}
+        stepped = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
+        left_out = {
+            name: parameter
+            for key, (name, parameter) in named.items()
+            if key not in stepped and parameter.grad is not None
+        }
+        # A layer that takes another's place has the same kinds of parameters, weights and biases.
+        is_alike = sorted(map(torch.Tensor.dim, strays)) == sorted(map(torch.Tensor.dim, left_out.values()))
+        return list(left_out) if is_alike else []
 
 
 class LateClipping(Check):
@@ -131,7 +182,7 @@ class LateClipping(Check):
         self._stepped.add(optimizer)
 
     def before_clip(self, prepared: Prepared, optimizers: Sequence[Any]) -> None:
-        if optimizers and all(one.optimizer in self._stepped for one in optimizers):
+        if optimizers and all(wrapper.optimizer in self._stepped for wrapper in optimizers):
             self.report(
                 "gradients are clipped after optimizer.step() has used them, which has no effect",
                 "Clip between accelerator.backward(loss) and optimizer.step()",

@@ -59,7 +59,39 @@ class TrainModeEvaluation(Check):
                 )
 
 
+class EvalModeTraining(Check):
+    """A model is trained in evaluation mode: a loop has called ``eval()`` and never ``train()``."""
+
+    name = "training_in_eval_mode"
+    is_hint = True
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        self._count = 0
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        stepped = {id(parameter) for parameter in parameters_of(optimizer) if parameter.grad is not None}
+        for model in map(bare_module, prepared.models):
+            kinds = {
+                type(layer).__name__ for layer in model.modules() if not layer.training and _differs(layer)
+            }
+            is_stepped = any(id(parameter) in stepped for parameter in model.parameters())
+            if model.training or not kinds or not is_stepped:
+                continue
+            self._count += 1
+            if self._count == 2 * _NUM_STEPS:
+                self.report(
+                    f"the {type(model).__name__} is trained in evaluation mode, in which {', '.join(sorted(kinds))} "
+                    "computes something else",
+                    "Call model.train() before the training, and after each evaluation",
+                )
+
+
 def _differs(layer: torch.nn.Module) -> bool:
+    """Return whether a layer computes something else in evaluation mode."""
     return isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)
 
 
@@ -78,8 +110,8 @@ class UntrainedParameters(Check):
         self._without: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        trained = [one for one in parameters_of(optimizer) if one.requires_grad]
-        without = {id(one) for one in trained if one.grad is None}
+        trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        without = {id(parameter) for parameter in trained if parameter.grad is None}
         without = self._without[optimizer] = self._without.get(optimizer, without) & without
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._counts[optimizer] != 2 * _NUM_STEPS or not 0 < len(without) < len(trained):
@@ -87,8 +119,8 @@ class UntrainedParameters(Check):
         names = [
             name
             for model in map(bare_module, prepared.models)
-            for name, one in model.named_parameters()
-            if id(one) in without
+            for name, parameter in model.named_parameters()
+            if id(parameter) in without
         ]
         if names:
             self.report(

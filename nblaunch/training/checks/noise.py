@@ -142,12 +142,12 @@ def _digests(states: list[tuple[list[int], list[int]]]) -> list[int]:
 
 def _states(dataset: Any) -> list[int]:
     numpy: Any = sys.modules.get("numpy")
-    found = tuple(_state_of(one) for one in _generators_in(dataset))
+    states_of_own = tuple(map(_state_of, _generators_in(dataset)))
     return [
         hash(random.getstate()),
         0 if numpy is None else hash(str(numpy.random.get_state(legacy=False)["state"])),
         hash(torch.get_rng_state().numpy().tobytes()),
-        hash(found),
+        hash(states_of_own),
     ]
 
 
@@ -160,16 +160,16 @@ def _generators_in(dataset: Any) -> Iterator[Any]:
     objects: list[Any] = [dataset]
     seen: set[int] = set()
     while objects and len(seen) < _MAX_OBJECTS:
-        one = objects.pop()
-        if id(one) in seen:
+        part = objects.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, kinds):
-            yield one
-        elif isinstance(one, (list, tuple)):
-            objects += one[:_MAX_OBJECTS]
-        elif not isinstance(one, (type, torch.Tensor)):
-            objects += getattr(one, "__dict__", {}).values()
+        seen.add(id(part))
+        if isinstance(part, kinds):
+            yield part
+        elif isinstance(part, (list, tuple)):
+            objects += part[:_MAX_OBJECTS]
+        elif not isinstance(part, (type, torch.Tensor)):
+            objects += getattr(part, "__dict__", {}).values()
 
 
 def _state_of(generator: Any) -> str:

@@ -36,9 +36,10 @@ class DifferentReplicas(Check):
         for model in _replicated(prepared):
             if model in self.left_out:
                 continue
-            trained = [one for one in _averaged(model) if id(one) in owned]
+            trained = [parameter for parameter in _averaged(model) if id(parameter) in owned]
             if not trained:
                 continue
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             name = type(model.module).__name__
             # Report weights first: if these differ, gradients do, too.
             self.report(
@@ -52,7 +53,7 @@ class DifferentReplicas(Check):
                 f"the gradients of the {name} differ between ranks when the optimizer steps: nothing has averaged them",
                 "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
                 "no_sync() before the last backward pass of a step",
-                value=("gradients", *_elements([one.grad for one in trained if one.grad is not None])),
+                value=("gradients", *_elements(gradients)),
                 judged_by="equal",
             )
 
@@ -90,7 +91,8 @@ def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
 
 def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
     ignored = getattr(model, "parameters_to_ignore", ())
-    return [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
+    named = model.module.named_parameters()
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
 
 
 def _elements(tensors: Sequence[torch.Tensor]) -> list[float]:

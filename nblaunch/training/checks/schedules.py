@@ -51,9 +51,11 @@ class ScheduledMicroSteps(Check):
         if prepared.accumulation.num_steps == 1:
             return
         owned = {
-            id(one.scheduler.optimizer) for one in prepared.schedulers if hasattr(one.scheduler, "optimizer")
+            id(wrapper.scheduler.optimizer)
+            for wrapper in prepared.schedulers
+            if hasattr(wrapper.scheduler, "optimizer")
         }
-        optimizers = [one.optimizer for one in prepared.optimizers]
+        optimizers = [wrapper.optimizer for wrapper in prepared.optimizers]
         for optimizer in optimizers:
             is_loose = _has_scheduler(optimizer) and id(optimizer) not in owned
             before, now = self._rates.get(id(optimizer)), _rates(optimizer)

@@ -22,7 +22,12 @@ from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.data import FixedOrder, SameSamples
 from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
-from nblaunch.training.checks.hints import LossDividedTwice, TrainModeEvaluation, UntrainedParameters
+from nblaunch.training.checks.hints import (
+    EvalModeTraining,
+    LossDividedTwice,
+    TrainModeEvaluation,
+    UntrainedParameters,
+)
 from nblaunch.training.checks.noise import EqualNoise
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
 from nblaunch.training.checks.scaling import CollapsedScale
@@ -31,7 +36,8 @@ from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearning
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
     DifferentStatistics, CollapsedScale,
-    SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, UntrainedParameters,
+    SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
+    UntrainedParameters,
 )  # fmt: skip
 """All checks."""
 

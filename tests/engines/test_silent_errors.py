@@ -1,0 +1,43 @@
+"""Errors that raise nothing, in ranks of different nodes: compared over all nodes, and named once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import Kernel
+
+pytestmark = pytest.mark.timeout(180)
+
+TRAINING = """
+def train(is_prepared, path):
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    plain = nn.Linear(4, 1)
+    rows = torch.utils.data.TensorDataset(torch.randn(192, 4))
+    parts = plain, torch.optim.SGD(plain.parameters(), 0.01), torch.utils.data.DataLoader(rows, 8)
+    model, optimizer, loader = accelerator.prepare(*parts)
+    for (batch,) in loader:
+        accelerator.backward((model if is_prepared else plain)(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save([1], path)
+"""
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_ranks_of_two_nodes_are_compared_and_a_mistake_is_named_once(
+    notebook: Kernel, per_node: int, tmp_path: object
+) -> None:
+    notebook.run(TRAINING)
+    ranks = 2 * per_node
+    settings = f"num_processes={ranks}"
+    # Paths of two machines may name two files.
+    checks = {"replicas_differ"} if per_node == 1 else {"replicas_differ", "same_file"}
+    shown = " ".join(
+        notebook.submit(f"launch(train, False, '{tmp_path}/w.pt', {settings})").wait(120).shown.split()
+    )
+    for check in ("replicas_differ", "same_file"):
+        assert shown.count(f"NBLAUNCH_CHECKS=-{check} silences") == 2 * (check in checks), (
+            "a line, and the summary"
+        )
+    assert f"(ranks 0-{ranks - 1}, " in shown
