@@ -5,6 +5,7 @@ A hook changes a library right after its import.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import re
@@ -13,9 +14,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 Change = Callable[[ModuleType], None]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def is_installed(package: str) -> bool:
@@ -102,6 +105,21 @@ def observe_when_imported(name: str, change: Change) -> None:
             )
 
     when_imported(name, change_if_possible)
+
+
+def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorate a function that a worker puts in the place of ``original``: it gets the name and the signature.
+
+    ``functools.wraps`` also copies documentation and annotations. Reading those of a library's function writes to
+    memory that a worker shares with the kernel, so that each hook would copy several pages.
+    """
+    names = ("__module__", "__name__", "__qualname__")
+
+    def name(replacement: _Function) -> _Function:
+        functools.update_wrapper(replacement, original, assigned=names, updated=())
+        return replacement
+
+    return name
 
 
 class _Finder(importlib.abc.MetaPathFinder):

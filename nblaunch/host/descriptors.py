@@ -84,12 +84,17 @@ def check_room(count: int) -> None:
             os.close(fd)
 
 
+def is_high(fd: int) -> bool:
+    """Return whether code which closes all low numbers does not reach ``fd``."""
+    return fd >= _HIGH
+
+
 def high_copy(fd: int) -> int:
     """Return a copy of a descriptor with a number so high that code which closes all low numbers does not reach it.
 
-    Return ``fd`` itself if it is negative, or if the process may not have such a number.
+    Return ``fd`` itself if it is negative, has such a number, or if the process may not have such a number.
     """
-    if fd < 0:
+    if fd < 0 or is_high(fd):
         return fd
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH)

@@ -351,12 +351,13 @@ def _open_events(rank: int, connections: WorkerConnections, stack: ExitStack, wo
     descriptors.keep_from_children(reading)
     connections.receivers[rank] = EventReceiver(reading, f"rank {rank}")
     stack.callback(descriptors.close, reading)
+    writing = descriptors.moved_high(writing)
     worker_ends.callback(os.close, writing)
     return writing
 
 
 def _open_outbox(rank: int, stack: ExitStack) -> int:
-    fd = create_memory_file(f"nblaunch-outbox-{rank}")
+    fd = descriptors.moved_high(create_memory_file(f"nblaunch-outbox-{rank}"))
     stack.callback(os.close, fd)
     return fd
 

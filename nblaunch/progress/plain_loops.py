@@ -65,7 +65,7 @@ def _watch_loaders(module: Any) -> None:
     read = iterator.__next__
     spans = context.current().slot.spans
 
-    @functools.wraps(read)
+    @packages.replacement_of(read)
     def read_and_note(self: Any) -> Any:
         began_s = monotonic()
         try:
@@ -100,7 +100,7 @@ def leave_out(iterator: Any) -> None:
 def _watch_backward(module: Any) -> None:
     compute = module.backward
 
-    @functools.wraps(compute)
+    @packages.replacement_of(compute)
     def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
         plain = _made[-1] if _made else plain_loops()
         if plain.reports.busy_time.is_in_backward and not plain._readings:  # an Accelerator reports it

@@ -38,7 +38,7 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
-from nblaunch.worker.inheritance import kernel_threads
+from nblaunch.worker.inheritance import child_processes, kernel_threads
 from nblaunch.worker.inheritance.files import KernelFiles
 
 
@@ -59,6 +59,7 @@ def fork_workers(
     early_imports.finish()
     is_paused = pause_pools()
     kernel_threads.remember()
+    child_processes.remember()
     parent_pid = os.getpid()
     load_call = _with_random_state(load_call)
     # Before the forks, because every page that a worker writes to is copied.
@@ -82,6 +83,8 @@ def fork_workers(
 
 def _fork() -> int:
     """Fork without a warning; the child keeps this process's warning filters."""
+    if sys.version_info < (3, 12):  # which does not warn
+        return attached_debugger.fork()
     with warnings.catch_warnings():
         # Python warns about forking with threads; worker/ keeps workers from using anything of these threads.
         warnings.simplefilter("ignore", DeprecationWarning)

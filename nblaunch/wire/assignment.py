@@ -103,6 +103,8 @@ class Assignment:
 
     def with_high_descriptors(self) -> Assignment:
         """Copy the worker's descriptors to high numbers: a function may close all low ones (``os.closerange``)."""
+        if all(descriptors.is_high(fd) for fd in (*self.own_fds, self.board_fd)):
+            return self
         return replace(
             self,
             board_fd=descriptors.high_copy(self.board_fd),

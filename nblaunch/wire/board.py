@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from nblaunch.events import WorkerState
+from nblaunch.host import descriptors
 from nblaunch.wire import spans
 from nblaunch.wire.collective_calls import REGION_BYTES, CallReader
 from nblaunch.wire.spans import SpanReader, SpanWriter
@@ -457,7 +458,7 @@ class Board:
     @classmethod
     def create(cls, num_slots: int) -> Board:
         """Create a board in its own memory file."""
-        fd = create_memory_file("nblaunch-board")
+        fd = descriptors.moved_high(create_memory_file("nblaunch-board"))
         try:
             os.ftruncate(fd, _region_starts(num_slots)[-1])
             return cls(num_slots, fd)

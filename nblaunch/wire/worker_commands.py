@@ -114,7 +114,7 @@ def connect() -> tuple[CommandConnection, int]:
     """
     kernel_end, worker_end = socket.socketpair()
     descriptors.keep_from_children(kernel_end.fileno())
-    return CommandConnection(kernel_end.detach()), worker_end.detach()
+    return CommandConnection(kernel_end.detach()), descriptors.moved_high(worker_end.detach())
 
 
 @contextmanager

@@ -132,6 +132,7 @@ class _Worker:
         # Value and error are kept until the worker has finished, because freeing them may wait for other ranks.
         try:
             self._prepare()
+            open_files.leave_out_present_objects()
             process_control.unblock_signals()
             with self.interrupts, self.child_handler:
                 function, args = load_call()

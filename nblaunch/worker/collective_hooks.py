@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -47,15 +47,20 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
     """
     if slot.call_memory is None:
         return int
-    writer = CallWriter(slot.call_memory)
-    os.register_at_fork(after_in_child=writer.detach)
-    recorder = CollectiveRecorder(writer)
-    hooks = _Hooks(recorder)
-    watch = partial(_watch, hooks, slot.spans)
+    recorders: list[CollectiveRecorder] = []
+    watch = partial(_begin, slot, os.getpid(), recorders)
     packages.observe_when_imported(
         "torch.distributed.distributed_c10d", lambda module: _at_first_group(module, watch)
     )
-    return recorder.num_collectives
+    return lambda: sum(recorder.num_collectives() for recorder in recorders)
+
+
+def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
+    """Begin to record in ``slot`` of the process ``pid``; a process that it has forked records for itself."""
+    writer = CallWriter(slot.call_memory if os.getpid() == pid else None)
+    os.register_at_fork(after_in_child=writer.detach)
+    recorders.append(CollectiveRecorder(writer))
+    _watch(_Hooks(recorders[0]), slot.spans)
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
@@ -64,7 +69,7 @@ def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
     make = cls.__init__
     held = vars(cls)["__init__"]  # torch binds this to objects, unlike the value of the attribute
 
-    @wraps(make)
+    @packages.replacement_of(make)
     def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
         is_alone = bool(args) and type(args[-1]) is int and args[-1] == 1  # its size
         if vars(cls)["__init__"] is watch_and_make and not is_alone:
@@ -119,7 +124,7 @@ class _Hooks:
     def _recording(self, original: Callable[..., Any], describe: _Describe) -> Callable[..., Any]:
         group_of = self._recorder.group_of
 
-        @wraps(original)
+        @packages.replacement_of(original)
         def record_and_call(pg: Any, *args: Any, **kwargs: Any) -> Any:
             group = group_of(pg)
             if group is None:
@@ -140,7 +145,7 @@ class _Hooks:
         """Record how long Python code waits for collectives. Waits of torch in C++ have no spans."""
         wait, recorder = c10d.Work.wait, self._recorder
 
-        @wraps(wait)
+        @packages.replacement_of(wait)
         def wait_and_record(work: Any, *args: Any, **kwargs: Any) -> Any:
             began_s = monotonic()
             try:
@@ -299,7 +304,7 @@ class _Hooks:
             )  # fmt: skip
             return before
 
-        @wraps(original)
+        @packages.replacement_of(original)
         def record_and_call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or module._are_we_tracing():
                 return original(*args, **kwargs)
@@ -326,14 +331,14 @@ class _Hooks:
         signature = inspect.signature(construct)
         torch = sys.modules["torch"]
 
-        @wraps(construct)
+        @packages.replacement_of(construct)
         def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
             with suppress(Exception):  # invalid arguments, or an unusual module
                 self._record_model(signature.bind(ddp, *args, **kwargs).arguments)
             construct(ddp, *args, **kwargs)
             self._wrapped.append(weakref.ref(ddp, self._wrapped.remove))
 
-        @wraps(forward)
+        @packages.replacement_of(forward)
         def record_and_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 is_synchronised = ddp.require_backward_grad_sync and torch.is_grad_enabled()
@@ -375,7 +380,7 @@ class _Hooks:
         """Note that ranks may take different numbers of steps."""
         construct = module.Join.__init__
 
-        @wraps(construct)
+        @packages.replacement_of(construct)
         def note_and_construct(join: Any, *args: Any, **kwargs: Any) -> None:
             self._is_uneven = True
             construct(join, *args, **kwargs)
@@ -390,7 +395,7 @@ class _Hooks:
         recorder = self._recorder
         torch = sys.modules["torch"]
 
-        @wraps(backward)
+        @packages.replacement_of(backward)
         def record_and_run(*args: Any, **kwargs: Any) -> None:
             if recorder.is_active and not torch.compiler.is_compiling():
                 recorder.note(BACKWARD, next(self._backwards))

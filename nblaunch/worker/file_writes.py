@@ -47,16 +47,15 @@ class FileWrites:
         self._slot = slot
         self._emit = emit
         self._num_collectives = num_collectives
-        self._num_left = 0 if {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS") else _MAX_NOTED
-        os.register_at_fork(after_in_child=self.stop)
-
-    def stop(self) -> None:
-        """Stop reporting."""
-        self._num_left = 0
+        self._num_left = _MAX_NOTED
+        self._pid = os.getpid()
 
     def note(self, file: Any, frame: FrameType) -> None:
         """Report a file that is about to be written; see :data:`nblaunch.worker.saves.Begin`."""
-        if self._num_left <= 0 or not isinstance(file, (str, os.PathLike)):
+        if self._num_left <= 0 or not isinstance(file, (str, os.PathLike)) or os.getpid() != self._pid:
+            return
+        if self._num_left == _MAX_NOTED and {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
+            self._num_left = 0
             return
         users = _users_frame(frame)
         path = os.path.realpath(os.fspath(file))

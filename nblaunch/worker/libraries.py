@@ -16,7 +16,6 @@ A ``SummaryWriter`` writes its events in a thread. A fork does not copy threads,
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import string
 import threading
@@ -28,6 +27,10 @@ from nblaunch import packages
 from nblaunch.host import waits
 from nblaunch.wire.board import Slot
 from nblaunch.worker.optimizer_steps import steps
+
+_replaced: list[Any] = []
+"""What hooks have taken out of libraries. It is kept because freeing a function writes to all that its code refers to,
+and each page of the kernel's memory that a worker writes to is copied."""
 
 
 def count_progress(slot: Slot) -> None:
@@ -81,10 +84,11 @@ def _keep_to_one_line(std: Any) -> None:
     _renew_lock(std)
     os.register_at_fork(after_in_child=partial(_renew_lock, std))  # a thread of the worker may hold it
     std.tqdm._instances.clear()
+    _replaced.append(std.tqdm.moveto)
     std.tqdm.moveto = _stay
     run = std.TMonitor.run
 
-    @functools.wraps(run)
+    @packages.replacement_of(run)
     def run_named(self: Any) -> None:
         waits.name_this_thread(waits.BARS_THREAD)
         run(self)
@@ -93,6 +97,7 @@ def _keep_to_one_line(std: Any) -> None:
 
 
 def _renew_lock(std: Any) -> None:
+    _replaced.append(getattr(std.tqdm, "_lock", None))
     std.tqdm.set_lock(threading.RLock())
 
 
@@ -100,6 +105,7 @@ def _undo_widgets(notebook: Any) -> None:
     cls = notebook.tqdm_notebook
     for name in ("__init__", "__iter__", "update", "close", "reset", "clear", "display", "status_printer"):
         if name in vars(cls):
+            _replaced.append(vars(cls)[name])
             delattr(cls, name)
 
 

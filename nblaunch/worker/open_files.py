@@ -1,7 +1,7 @@
 """Files that the function leaves open. Python closes such files when a script exits, but ``os._exit`` does not.
 
-``inheritance/written_files.py`` handles files of the kernel. They are in the heap that is frozen for the fork, and
-the garbage collector does not list that heap.
+Files of the kernel are the business of ``inheritance/written_files.py``. They are in the heap that is frozen before the
+function begins, which the collector does not list.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _imported_in = os.getpid()
 _mark: list[None] = []
 """An object of the kernel, in the process that imported this module and in processes forked from it."""
+
+
+def leave_out_present_objects() -> None:
+    """Leave out all objects that exist now, before the function: the search for files takes time for each object."""
+    gc.freeze()
 
 
 def write_left_open() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -40,7 +40,7 @@ def watch(begin: Begin, end: End) -> None:
 def _watch_function(module: Any, *, name: str, place: int, begin: Begin, end: End) -> None:
     original: Callable[..., Any] = getattr(module, name)
 
-    @wraps(original)
+    @packages.replacement_of(original)
     def save_and_report(*args: Any, **kwargs: Any) -> Any:
         file = args[place] if 0 <= place < len(args) else kwargs.get("f", kwargs.get("filename"))
         begin(file, sys._getframe(1))

@@ -7,12 +7,13 @@ therefore reads the state of the kernel's programs from the system.
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from nblaunch import packages
 
 _MARK = "_nblaunch_started_in"
 """Attribute with the id of the process that started the program."""
@@ -24,17 +25,40 @@ _STATE, _EXIT_STATUS = 0, 49
 _ENDED = ("Z", "X")
 
 
-def watch() -> None:
-    """Have ``subprocess`` report the true state of the kernel's programs in this worker."""
+_is_watched = False
+_has_children = False
+"""Whether the process that forked this worker had children, which may be programs."""
+
+
+def remember() -> None:
+    """Note whether this process, which is about to fork, has children."""
+    global _has_children
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        _has_children = True
+    except ChildProcessError:
+        _has_children = False
+
+
+def watch(*, is_forked_here: bool = False) -> None:
+    """Have ``subprocess`` look at programs in this process as they are.
+
+    Args:
+        is_forked_here: whether a worker has forked this process, and may have programs of its own.
+    """
+    global _is_watched
+    if _is_watched or not (_has_children or is_forked_here):
+        return
+    _is_watched = True
     cls: Any = subprocess.Popen
     start, poll, try_wait = cls.__init__, cls._internal_poll, cls._try_wait
 
-    @functools.wraps(start)
+    @packages.replacement_of(start)
     def start_here(self: Any, *args: Any, **kwargs: Any) -> None:
         setattr(self, _MARK, os.getpid())
         start(self, *args, **kwargs)
 
-    @functools.wraps(poll)
+    @packages.replacement_of(poll)
     def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
         if self.returncode is not None or _is_own(self):
             result: int | None = poll(self, *args, **kwargs)
@@ -44,7 +68,7 @@ def watch() -> None:
             self._handle_exitstatus(status)
         return None if status is None else self.returncode
 
-    @functools.wraps(try_wait)
+    @packages.replacement_of(try_wait)
     def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
         if _is_own(self):
             result: tuple[int, int] = try_wait(self, wait_flags)

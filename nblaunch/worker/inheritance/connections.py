@@ -16,7 +16,6 @@ experiment trackers, run there.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import os
 import socket
@@ -26,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
+from nblaunch import packages
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
@@ -75,7 +75,7 @@ def _renew_in_library(module: Any, channels: Collection[Identity]) -> None:
     """Close the kernel's connection before a request, so that ``http.client`` connects again."""
     begin = module.HTTPConnection.putrequest
 
-    @functools.wraps(begin)
+    @packages.replacement_of(begin)
     def begin_here(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_kernels(self.sock, channels):
             self.close()
@@ -88,7 +88,7 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
     """Close the kernel's connection when the pool hands it out, before the pool prepares a proxy."""
     take = module.HTTPConnectionPool._get_conn
 
-    @functools.wraps(take)
+    @packages.replacement_of(take)
     def take_here(self: Any, *args: Any, **kwargs: Any) -> Any:
         connection = take(self, *args, **kwargs)
         if _is_kernels(connection.sock, channels):
@@ -102,7 +102,7 @@ def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
     """Treat the kernel's connection as expired, so that the pool, which ``httpx`` also uses, opens another."""
     has_expired = module.HTTPConnection.has_expired
 
-    @functools.wraps(has_expired)
+    @packages.replacement_of(has_expired)
     def has_expired_here(self: Any) -> Any:
         stream = getattr(self._connection, "_network_stream", None)
         used = None if stream is None else stream.get_extra_info("socket")

@@ -13,7 +13,7 @@ Processes of a data loader inherit the positions of their rank, and get their ow
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,12 +31,18 @@ _SHARED = (
 )
 
 
+def _standard_outputs() -> set[int]:
+    """Return the descriptors of this process's outputs, and of the copies that ipykernel keeps: cells write to none."""
+    fds = {1, 2, *(getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr))}
+    return {fd for fd in fds if isinstance(fd, int) and positions.is_open(fd)}
+
+
 @dataclass(frozen=True)
 class KernelFiles:
     """The open files of a process, for the workers that it forks.
 
     Args:
-        ours: nblaunch's own files.
+        ours: files of nblaunch, and those to which the process's outputs go.
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.
@@ -57,11 +63,13 @@ class KernelFiles:
             ours: nblaunch's descriptors, which are left alone.
             ranks: ranks that will be forked.
         """
-        left_out = positions.identities(ours)
+        left_out = positions.identities({*ours, *_standard_outputs()})
         files = positions.open_files(left_out)
         channels = positions.written_channels(left_out)
-        written = WrittenFiles.of_this_process(files, ranks, channels.keys())
-        if written.has_objects:  # flushing may have moved their positions
+        # C code writes to sockets without streams, and every kernel has some.
+        streams = [fd for fd in channels if not positions.is_socket(fd)]
+        written = WrittenFiles.of_this_process(files, ranks, streams)
+        if written.has_objects:  # which were written: they may stand elsewhere now
             files = positions.open_files(left_out)
         return cls(left_out, files, written, channels)
 
@@ -86,7 +94,7 @@ class KernelFiles:
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
-        @functools.wraps(loop)  # copies the name, by which a fresh process finds the original
+        @packages.replacement_of(loop)  # also its name, by which a fresh process finds the original
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
             positions.renew(positions.open_files(self.ours))
             loop(*args, **kwargs)

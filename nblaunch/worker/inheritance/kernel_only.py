@@ -27,6 +27,8 @@ from nblaunch.worker.inheritance import child_processes, kernel_threads, loaders
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
+"""What the kernel's was replaced by something of the worker's. It is kept because freeing it may write to files, and
+copies each page of the kernel's memory that holds a part of it."""
 
 
 def leave_kernel(kernel_streams: Iterable[Any]) -> None:
@@ -49,10 +51,18 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _leave_event_loop()
     pools.renew_at_use()
     loaders.renew_at_use()
+    os.register_at_fork(after_in_child=_renew_in_child)
     kernel_threads.watch()
     accelerate_states.reset_in_worker()
     libraries.renew_objects()
     process_group.forget_inherited()
+
+
+def _renew_in_child() -> None:
+    """Do the same in a process that the function has forked for what that process inherits from the worker."""
+    child_processes.watch(is_forked_here=True)
+    pools.renew_at_use()
+    loaders.renew_at_use()
 
 
 def _drop_exit_handlers() -> None:
@@ -71,6 +81,7 @@ def _drop_exit_handlers() -> None:
     if logging is not None:
         # A new list, because clearing the kernel's would write to each of its handlers.
         handlers: list[Any] = _empty_buffering_handlers(logging._handlerList)
+        _abandoned.extend((logging._handlerList, logging.shutdown.__defaults__))
         logging._handlerList = handlers
         logging.shutdown.__defaults__ = (handlers,)  # applies also to calls from the user's code
         atexit.register(logging.shutdown)
@@ -150,6 +161,7 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
     def flush(self: Any) -> None:
         (sys.stderr if self.name == "stderr" else sys.stdout).flush()
 
+    _abandoned.extend((iostream.OutStream.write, iostream.OutStream.flush))
     iostream.OutStream.write = write
     iostream.OutStream.flush = flush
 

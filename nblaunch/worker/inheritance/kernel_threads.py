@@ -10,7 +10,6 @@ The launcher detects workers that wait for such a thread in other ways (``diagno
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import queue
 import sys
@@ -18,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from nblaunch import context
+from nblaunch import context, packages
 from nblaunch.events import Note
 from nblaunch.user_code import is_user_file
 
@@ -48,7 +47,7 @@ def watch() -> None:
 def _watch_handlers(module: Any) -> None:
     handle = module.QueueHandler.handle
 
-    @functools.wraps(handle)
+    @packages.replacement_of(handle)
     def handle_here(self: Any, record: Any) -> Any:
         if vars(self).get(_MARK) != os.getpid():
             setattr(self, _MARK, os.getpid())
@@ -92,7 +91,7 @@ def _stop(listener: Any) -> None:
 def _watch_joins() -> None:
     join = threading.Thread.join
 
-    @functools.wraps(join)
+    @packages.replacement_of(join)
     def join_here(self: threading.Thread, timeout: float | None = None) -> None:
         if id(self) not in _reported and any(self is thread for thread in of_kernel):
             caller = sys._getframe(1)

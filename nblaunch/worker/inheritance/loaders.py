@@ -7,10 +7,12 @@ without processes continue in each rank from the kernel's position.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
+
+from nblaunch import packages
+from nblaunch.worker.inheritance import pools
 
 _ITERATORS = (
     ("torch.utils.data.dataloader", "DataLoader", "_MultiProcessingDataLoaderIter"),
@@ -26,11 +28,21 @@ _kept: list[Any] = []
 """The kernel's iterators, kept because freeing an iterator ends its processes."""
 
 
+_watched: set[str] = set()
+"""Modules whose loaders are watched in this process."""
+
+
 def renew_at_use() -> None:
-    """Restart inherited loaders at their first use, and reject iterators with the kernel's processes."""
+    """Have loaders that this process inherits read afresh, and iterators with the kernel's processes refused.
+
+    A process that is forked here inherits this process's loaders: it must call this function again.
+    """
+    if not pools.has_made_processes():
+        return
     for name, loader, iterator in _ITERATORS:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, iterator):
+        if module is not None and name not in _watched and hasattr(module, iterator):
+            _watched.add(name)
             _read_afresh(getattr(module, loader))
             _refuse(getattr(module, iterator))
 
@@ -43,7 +55,7 @@ def _is_kernels(iterator: Any) -> bool:
 def _read_afresh(cls: Any) -> None:
     iterate = cls.__iter__
 
-    @functools.wraps(iterate)
+    @packages.replacement_of(iterate)
     def iterate_here(self: Any) -> Any:
         iterator = vars(self).get("_iterator")
         if _is_kernels(iterator):
@@ -57,7 +69,7 @@ def _read_afresh(cls: Any) -> None:
 def _refuse(cls: Any) -> None:
     read, end = cls._next_data, cls._shutdown_workers
 
-    @functools.wraps(read)
+    @packages.replacement_of(read)
     def read_here(self: Any) -> Any:
         if _is_kernels(self) and not self._shutdown:
             raise RuntimeError(
@@ -66,7 +78,7 @@ def _refuse(cls: Any) -> None:
             )
         return read(self)
 
-    @functools.wraps(end)
+    @packages.replacement_of(end)
     def end_here(self: Any) -> None:
         if not _is_kernels(self):  # the kernel's processes share an event and would end
             end(self)

@@ -5,19 +5,21 @@ bookkeeping lists threads starts no new ones, so its first task would wait forev
 pool when a worker first uses it, with the same arguments, and in place because other objects may refer to it. The
 kernel's tasks stay in the kernel.
 
-nblaunch inspects only modules that the kernel has loaded, and changes only pools that are used. It never walks the
-heap.
+nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
+heap. Where a module's own records show that the kernel has no pool of a kind, a worker leaves the classes as they are,
+because each change copies pages of the kernel's memory.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from nblaunch import packages
 
 _MARK = "_nblaunch_made_in"
 """Attribute with the id of the process that created or recreated the pool."""
@@ -28,13 +30,51 @@ _changing = threading.RLock()
 """Held while a pool is recreated, because several threads of a worker may use it first at the same moment."""
 
 
+_watched: set[str] = set()
+"""Modules whose pools are watched in this process."""
+
+
 def renew_at_use() -> None:
-    """Recreate every inherited pool at its first use in this process or in a process forked from it."""
-    os.register_at_fork(after_in_child=_replace_lock)
-    for name, watch in _WATCHES:
+    """Have every pool that this process inherits made anew when it is first used here.
+
+    A process that is forked here inherits this process's pools: it must call this function again.
+    """
+    _replace_lock()
+    for name, watch, has_pools in _WATCHES:
         module = sys.modules.get(name)
-        if module is not None:
+        if module is not None and name not in _watched and has_pools(module):
+            _watched.add(name)
             watch(module)
+
+
+def has_made_processes(package: str = "multiprocessing") -> bool:
+    """Return whether this process, or one that it was forked from, has ever made a process object.
+
+    Args:
+        package: ``multiprocessing``, or a package with the same modules.
+    """
+    counter = getattr(sys.modules.get(f"{package}.process"), "_process_counter", None)
+    return repr(counter) != "count(1)"
+
+
+def _has_thread_executors(module: Any) -> bool:
+    """Return whether an executor may exist that has started threads."""
+    return bool(getattr(module, "_threads_queues", True))
+
+
+def _has_process_executors(module: Any) -> bool:
+    """Return whether an executor may exist: each has a queue for its tasks, which ``multiprocessing`` lists."""
+    queues, util = sys.modules.get("multiprocessing.queues"), sys.modules.get("multiprocessing.util")
+    listed = getattr(util, "_afterfork_registry", None)
+    if queues is None or listed is None:
+        return True
+    return any(isinstance(each, queues.Queue) for each in list(listed.values()))
+
+
+def _has_pools(module: Any) -> bool:
+    """Return whether a pool may exist. A pool of threads imports another module when it is made."""
+    package = module.__name__.rpartition(".")[0]
+    return has_made_processes(package) or f"{package}.dummy" in sys.modules
 
 
 def empty_like(kernels: Any) -> Any:
@@ -169,7 +209,7 @@ def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
     """Call ``act(instance)`` before each call of a method."""
     method = getattr(cls, name)
 
-    @functools.wraps(method)
+    @packages.replacement_of(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         act(self)
         return method(self, *args, **kwargs)
@@ -177,11 +217,12 @@ def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
     setattr(cls, name, call)
 
 
-_WATCHES: tuple[tuple[str, Callable[[Any], None]], ...] = (
-    ("concurrent.futures.thread", _watch_thread_executors),
-    ("concurrent.futures.process", _watch_process_executors),
-    ("multiprocessing.pool", _watch_pools),
-    ("multiprocess.pool", _watch_pools),
-    ("loky.process_executor", _watch_loky),
-    ("joblib.externals.loky.process_executor", _watch_loky),
+_WATCHES: tuple[tuple[str, Callable[[Any], None], Callable[[Any], bool]], ...] = (
+    ("concurrent.futures.thread", _watch_thread_executors, _has_thread_executors),
+    ("concurrent.futures.process", _watch_process_executors, _has_process_executors),
+    ("multiprocessing.pool", _watch_pools, _has_pools),
+    ("multiprocess.pool", _watch_pools, _has_pools),
+    ("loky.process_executor", _watch_loky, _has_process_executors),
+    ("joblib.externals.loky.process_executor", _watch_loky, _has_process_executors),
 )
+"""Module, what watches its pools, and whether it may have any."""

@@ -138,8 +138,25 @@ def written_channels(ours: Collection[Identity]) -> dict[int, Identity]:
     return channels
 
 
+def is_open(fd: int) -> bool:
+    """Return whether this process has a descriptor of this number."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def is_socket(fd: int) -> bool:
+    """Return whether ``fd`` is a socket."""
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:  # closed meanwhile
+        return False
+
+
 def inherited(ours: Collection[Identity]) -> Iterator[int]:
-    """Yield the descriptors that a forked process inherits, except standard ones and nblaunch's ``ours``."""
+    """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``ours``."""
     for fd in _numbers():
         if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
             with suppress(OSError):  # closed meanwhile

@@ -46,7 +46,7 @@ def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
     make = cls.__init__
     has_warned = False
 
-    @functools.wraps(make)
+    @packages.replacement_of(make)
     def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
         setattr(self, _MARK, os.getpid())
         make(self, *args, **kwargs)
@@ -64,7 +64,7 @@ def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
 
 
 def _reporting(method: Callable[..., Any], report: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @packages.replacement_of(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         report(self)
         return method(self, *args, **kwargs)

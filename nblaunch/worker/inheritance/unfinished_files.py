@@ -141,7 +141,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
     """
     make = cls.__init__
 
-    @functools.wraps(make)
+    @packages.replacement_of(make)
     def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
         _made_here.add(id(self))
         make(self, *args, **kwargs)
@@ -192,7 +192,7 @@ def _path(fd: int) -> str:
 def _refusing(
     method: Callable[..., Any], is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
 ) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @packages.replacement_of(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_kernels(self):
             _raise(what, name_of(self))
@@ -202,7 +202,7 @@ def _refusing(
 
 
 def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], bool]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @packages.replacement_of(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_kernels(self):
             return method(self, *args, **kwargs)

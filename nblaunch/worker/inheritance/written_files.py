@@ -53,9 +53,9 @@ class WrittenFiles:
     Args:
         files: descriptor -> file.
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
-        ranks: ranks that will be forked.
-        channels: descriptors of pipes, sockets and terminals that are open for writing.
-        plain: descriptors of files that are not SQLite databases, which processes may share.
+        ranks: ranks that are forked.
+        channels: descriptors of pipes and terminals that are open for writing.
+        plain: descriptors of files that are not databases of SQLite, which processes may share.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class WrittenFiles:
         return cls(written, writable, ranks, channels, plain)
 
     def drop_c_buffers(self) -> None:
-        """Drop a worker's copies of C buffers."""
-        fds = self._files.keys() - self._objects.keys()
+        """Drop a worker's copy of what C code has buffered."""
+        fds = set(self._plain) - self._objects.keys()
         _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
