@@ -82,9 +82,10 @@ def leave() -> None:
         _settrace()(None)
     if _is_of_debugger(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
         threading.settrace(None)
-    monitoring: Any = getattr(sys, "monitoring", None)
-    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
-        _free_monitoring(monitoring)
+    if sys.version_info >= (3, 12):
+        monitoring: Any = sys.monitoring
+        if monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+            _free_monitoring(monitoring)
     constants: Any = sys.modules.get("_pydevd_bundle.pydevd_constants")
     if constants is None or constants.get_global_debugger() is None:
         return
@@ -99,6 +100,8 @@ def leave() -> None:
 
 def _is_of_debugger(tracer: Any) -> bool:
     """Return whether a trace function belongs to a debugger, and not to a tool such as coverage."""
+    if tracer is None:
+        return False
     pdb: Any = sys.modules.get("bdb")
     if pdb is not None and isinstance(getattr(tracer, "__self__", None), pdb.Bdb):
         return True

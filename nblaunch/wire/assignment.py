@@ -103,7 +103,8 @@ class Assignment:
 
     def with_high_descriptors(self) -> Assignment:
         """Copy the worker's descriptors to high numbers: a function may close all low ones (``os.closerange``)."""
-        if all(descriptors.is_high(fd) for fd in (*self.own_fds, self.board_fd)):
+        fds = (self.board_fd, self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
+        if descriptors.is_high(min([fd for fd in fds if fd >= 0], default=0)):
             return self
         return replace(
             self,

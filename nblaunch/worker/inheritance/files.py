@@ -13,12 +13,14 @@ Processes of a data loader inherit the positions of their rank, and get their ow
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import formatting, packages
+from nblaunch.user_code import ipython_shell
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity, OpenFile
@@ -37,12 +39,25 @@ def _standard_outputs() -> set[int]:
     return {fd for fd in fds if isinstance(fd, int) and positions.is_open(fd)}
 
 
+def _history() -> frozenset[Identity]:
+    """Return the database of IPython's history: a thread of the kernel reads and writes it, and no worker."""
+    manager = getattr(ipython_shell(), "history_manager", None)
+    path = getattr(manager, "hist_file", None)
+    if not isinstance(path, (str, os.PathLike)):
+        return frozenset()
+    try:
+        status = os.stat(path)
+    except OSError:  # it is in memory
+        return frozenset()
+    return frozenset({(status.st_dev, status.st_ino)})
+
+
 @dataclass(frozen=True)
 class KernelFiles:
     """The open files of a process, for the workers that it forks.
 
     Args:
-        ours: files of nblaunch, and those to which the process's outputs go.
+        ours: files of nblaunch, of IPython's history, and those to which the process's outputs go.
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.
@@ -63,7 +78,7 @@ class KernelFiles:
             ours: nblaunch's descriptors, which are left alone.
             ranks: ranks that will be forked.
         """
-        left_out = positions.identities({*ours, *_standard_outputs()})
+        left_out = positions.identities({*ours, *_standard_outputs()}) | _history()
         files = positions.open_files(left_out)
         channels = positions.written_channels(left_out)
         # C code writes to sockets without streams, and every kernel has some.

@@ -26,6 +26,9 @@ _MARK = "_nblaunch_used_in"
 of_kernel: list[threading.Thread] = []
 """The threads that ran in the kernel at the fork, as seen in a forked worker."""
 
+_listeners: list[Any] = []
+"""Objects whose methods these threads run, if they are of the class ``QueueListener``."""
+
 _reported: set[int] = set()
 
 
@@ -33,13 +36,16 @@ def remember() -> None:
     """Record the threads of this process, which is about to fork."""
     of_kernel[:] = threading.enumerate()
     of_kernel.remove(threading.current_thread())
+    handlers: Any = sys.modules.get("logging.handlers")
+    if handlers is not None:
+        runners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in of_kernel)
+        _listeners[:] = [runner for runner in runners if isinstance(runner, handlers.QueueListener)]
 
 
 def watch() -> None:
-    """Restart log listeners in this worker when needed, and report joins of threads that do not run here."""
-    handlers = sys.modules.get("logging.handlers")
-    if handlers is not None:
-        _watch_handlers(handlers)
+    """Restart listeners of logs in this worker when they are needed, and report joins of threads that are not here."""
+    if _listeners:
+        _watch_handlers(sys.modules["logging.handlers"])
     if of_kernel:
         _watch_joins()
 
@@ -51,22 +57,21 @@ def _watch_handlers(module: Any) -> None:
     def handle_here(self: Any, record: Any) -> Any:
         if vars(self).get(_MARK) != os.getpid():
             setattr(self, _MARK, os.getpid())
-            _restart_listener(self.queue, module.QueueListener)
+            _restart_listener(self.queue)
         return handle(self, record)
 
     module.QueueHandler.handle = handle_here
 
 
-def _restart_listener(records: Any, cls: Any) -> None:
-    """Start a thread for the listener that reads a queue of the kernel, if there is one.
+def _restart_listener(records: Any) -> None:
+    """Start a thread here for the listener that takes records from a queue in the kernel, if there is one.
 
     Queues between processes still reach the kernel's listener.
     """
     if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
         return
-    for thread in of_kernel:
-        listener: Any = getattr(getattr(thread, "_target", None), "__self__", None)
-        if isinstance(listener, cls) and listener.queue is records and listener._thread is thread:
+    for listener in _listeners:
+        if listener.queue is records and listener._thread in of_kernel:
             _empty(records)
             listener._thread = None
             listener.start()
