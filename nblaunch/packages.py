@@ -110,8 +110,8 @@ def observe_when_imported(name: str, change: Change) -> None:
 def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Decorate a function that a worker puts in the place of ``original``: it gets the name and the signature.
 
-    ``functools.wraps`` also copies documentation and annotations. Reading those of a library's function writes to
-    memory that a worker shares with the kernel, so that each hook would copy several pages.
+    ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads writes to memory that a
+    worker shares with the kernel, so that every hook would copy several pages more.
     """
     names = ("__module__", "__name__", "__qualname__")
 
