@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ _has_children = False
 def remember() -> None:
     """Note whether this process, which is about to fork, has children."""
     global _has_children
+    if sys.platform == "darwin":  # has no waitid()
+        _has_children = True
+        return
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         _has_children = True
