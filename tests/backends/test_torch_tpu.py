@@ -61,7 +61,7 @@ def test_without_the_package_or_chips_it_is_no_choice(monkeypatch: pytest.Monkey
     assert "torch_tpu is not installed; on a TPU host: pip install torch-tpu" in BACKEND.unavailable_reason()
     install(monkeypatch, "torch_tpu", "libtpu")
     assert BACKEND.affinity() == 0
-    assert "no TPU chip on the PCI bus" in BACKEND.unavailable_reason()
+    assert "the PCI bus has no TPU chip" in BACKEND.unavailable_reason()
     assert BACKEND.overlooked() is None
     install(monkeypatch, "torch_tpu")
     assert "without libtpu" in BACKEND.unavailable_reason()

@@ -129,7 +129,7 @@ def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatc
     install(monkeypatch, "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert BACKEND.affinity() == 0
-    assert "no TPU chip on the PCI bus" in BACKEND.unavailable_reason()
+    assert "the PCI bus has no TPU chip" in BACKEND.unavailable_reason()
     monkeypatch.setenv("PJRT_DEVICE", "NEURON")
     assert BACKEND.affinity() == 0
     assert "PJRT_DEVICE=NEURON is not supported; valid are TPU and CPU" in BACKEND.unavailable_reason()
