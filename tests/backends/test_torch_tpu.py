@@ -81,7 +81,7 @@ def test_chips_that_no_vfio_group_passes_through_are_not_counted(monkeypatch: py
     whole(monkeypatch)
     host(monkeypatch, 8, passed=0)
     assert BACKEND.affinity() == 0
-    assert "this host has v5e, and 0 TPU chips there" in BACKEND.unavailable_reason()
+    assert "this host has v5e, and VFIO passes 0 TPU chips through" in BACKEND.unavailable_reason()
     whole(monkeypatch, 4, "v2 or v3")
     assert BACKEND.affinity() == 0
     assert "drives chips of the kinds v4, v5p" in BACKEND.unavailable_reason()
