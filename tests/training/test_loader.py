@@ -273,7 +273,7 @@ def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
             model.train()
             assert _board().state is WorkerState.TRAINING
     assert _board().state is WorkerState.RUNNING
-    assert _board().samples == 8
+    assert _board().samples == 9
     assert _board().trained == (3, 3, 1)
     for _ in train:
         assert (_board().epoch, _board().num_epochs) == (2, 0)
