@@ -108,7 +108,7 @@ def observe_when_imported(name: str, change: Change) -> None:
 
 
 def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorate a function that a worker puts in the place of ``original``: it gets the name and the signature.
+    """Return a decorator that gives the name and signature of ``original`` to its replacement in a worker.
 
     ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads writes to memory that a
     worker shares with the kernel, so that every hook would copy several pages more.

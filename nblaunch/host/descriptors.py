@@ -85,14 +85,14 @@ def check_room(count: int) -> None:
 
 
 def is_high(fd: int) -> bool:
-    """Return whether code which closes all low numbers does not reach ``fd``."""
+    """Return whether ``fd`` is so high that code which closes all low descriptors does not reach it."""
     return fd >= _HIGH
 
 
 def high_copy(fd: int) -> int:
     """Return a copy of a descriptor with a number so high that code which closes all low numbers does not reach it.
 
-    Return ``fd`` itself if it is negative, has such a number, or if the process may not have such a number.
+    Return ``fd`` itself if it is negative or already high, or if the process may not open high descriptors.
     """
     if fd < 0 or is_high(fd):
         return fd

@@ -225,11 +225,8 @@ class BusyTime:
         self._slot = slot
         self._spans = slot.spans
         self._since = 0.0
-        self._sum_s, self._num_steps, self._next_s = (
-            0.0,
-            0,
-            0.0,
-        )  # not yet on the board; time of the next write
+        self._sum_s, self._num_steps = 0.0, 0  # not yet on the board
+        self._next_s = 0.0  # time of the next write
         self.is_in_backward = False
 
     def end_backward(self, began_s: float) -> float:

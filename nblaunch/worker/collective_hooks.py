@@ -56,7 +56,7 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
 
 
 def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
-    """Begin to record in ``slot`` of the process ``pid``; a process that it has forked records for itself."""
+    """Start recording in ``slot`` if this is the worker ``pid``; a process that it has forked writes to no slot."""
     writer = CallWriter(slot.call_memory if os.getpid() == pid else None)
     os.register_at_fork(after_in_child=writer.detach)
     recorders.append(CollectiveRecorder(writer))

@@ -29,8 +29,8 @@ from nblaunch.wire.board import Slot
 from nblaunch.worker.optimizer_steps import steps
 
 _replaced: list[Any] = []
-"""What hooks have taken out of libraries. It is kept because freeing a function writes to all that its code refers to,
-and each page of the kernel's memory that a worker writes to is copied."""
+"""Functions that hooks have replaced. Freeing a function writes to every object that its code refers to, and would copy
+those pages of the kernel's memory."""
 
 
 def count_progress(slot: Slot) -> None:

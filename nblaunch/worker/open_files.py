@@ -26,7 +26,7 @@ _mark: list[None] = []
 
 
 def leave_out_present_objects() -> None:
-    """Leave out all objects that exist now, before the function: the search for files takes time for each object."""
+    """Exclude all present objects from the search for open files, which visits every object."""
     gc.freeze()
 
 

@@ -45,7 +45,7 @@ def remember() -> None:
 
 
 def watch(*, is_forked_here: bool = False) -> None:
-    """Have ``subprocess`` look at programs in this process as they are.
+    """Have ``subprocess`` report the true state of the kernel's programs in this process.
 
     Args:
         is_forked_here: whether a worker has forked this process, and may have programs of its own.

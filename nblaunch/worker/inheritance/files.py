@@ -34,13 +34,13 @@ _SHARED = (
 
 
 def _standard_outputs() -> set[int]:
-    """Return the descriptors of this process's outputs, and of the copies that ipykernel keeps: cells write to none."""
+    """Return this process's output descriptors, and ipykernel's copies of these, to which no cell writes directly."""
     fds = {1, 2, *(getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr))}
     return {fd for fd in fds if isinstance(fd, int) and positions.is_open(fd)}
 
 
 def _history() -> frozenset[Identity]:
-    """Return the database of IPython's history: a thread of the kernel reads and writes it, and no worker."""
+    """Return the identity of IPython's history database, which only a thread of the kernel uses."""
     manager = getattr(ipython_shell(), "history_manager", None)
     path = getattr(manager, "hist_file", None)
     if not isinstance(path, (str, os.PathLike)):
@@ -81,7 +81,7 @@ class KernelFiles:
         left_out = positions.identities({*ours, *_standard_outputs()}) | _history()
         files = positions.open_files(left_out)
         channels = positions.written_channels(left_out)
-        # C code writes to sockets without streams, and every kernel has some.
+        # Every kernel has sockets, and C code does not buffer what it writes to them.
         streams = [fd for fd in channels if not positions.is_socket(fd)]
         written = WrittenFiles.of_this_process(files, ranks, streams)
         if written.has_objects:  # which were written: they may stand elsewhere now

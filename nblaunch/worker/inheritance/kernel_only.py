@@ -27,8 +27,8 @@ from nblaunch.worker.inheritance import child_processes, kernel_threads, loaders
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
-"""What the kernel's was replaced by something of the worker's. It is kept because freeing it may write to files, and
-copies each page of the kernel's memory that holds a part of it."""
+"""Objects of the kernel that this worker has replaced. Freeing them could write to files, and would copy the pages of
+the kernel's memory that hold them."""
 
 
 def leave_kernel(kernel_streams: Iterable[Any]) -> None:
@@ -59,7 +59,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 
 def _renew_in_child() -> None:
-    """Do the same in a process that the function has forked for what that process inherits from the worker."""
+    """Renew what a process that the function has forked inherits from this worker."""
     child_processes.watch(is_forked_here=True)
     pools.renew_at_use()
     loaders.renew_at_use()

@@ -43,7 +43,7 @@ def remember() -> None:
 
 
 def watch() -> None:
-    """Restart listeners of logs in this worker when they are needed, and report joins of threads that are not here."""
+    """Restart log listeners in this worker when needed, and report joins of threads that do not run here."""
     if _listeners:
         _watch_handlers(sys.modules["logging.handlers"])
     if of_kernel:
@@ -64,7 +64,7 @@ def _watch_handlers(module: Any) -> None:
 
 
 def _restart_listener(records: Any) -> None:
-    """Start a thread here for the listener that takes records from a queue in the kernel, if there is one.
+    """Start a thread for the listener that reads a queue of the kernel, if there is one.
 
     Queues between processes still reach the kernel's listener.
     """

@@ -33,9 +33,9 @@ _watched: set[str] = set()
 
 
 def renew_at_use() -> None:
-    """Have loaders that this process inherits read afresh, and iterators with the kernel's processes refused.
+    """Restart inherited loaders at their first use, and reject iterators with the kernel's processes.
 
-    A process that is forked here inherits this process's loaders: it must call this function again.
+    A process that this one forks inherits loaders again and must call this function, too.
     """
     if not pools.has_made_processes():
         return

@@ -35,9 +35,9 @@ _watched: set[str] = set()
 
 
 def renew_at_use() -> None:
-    """Have every pool that this process inherits made anew when it is first used here.
+    """Recreate every inherited pool at its first use in this process.
 
-    A process that is forked here inherits this process's pools: it must call this function again.
+    A process that this one forks inherits pools again and must call this function, too.
     """
     _replace_lock()
     for name, watch, has_pools in _WATCHES:
@@ -48,7 +48,7 @@ def renew_at_use() -> None:
 
 
 def has_made_processes(package: str = "multiprocessing") -> bool:
-    """Return whether this process, or one that it was forked from, has ever made a process object.
+    """Return whether this process or one of its parents has ever created a process object.
 
     Args:
         package: ``multiprocessing``, or a package with the same modules.
@@ -63,7 +63,7 @@ def _has_thread_executors(module: Any) -> bool:
 
 
 def _has_process_executors(module: Any) -> bool:
-    """Return whether an executor may exist: each has a queue for its tasks, which ``multiprocessing`` lists."""
+    """Return whether an executor may exist: each has a queue of tasks that ``multiprocessing`` lists."""
     queues, util = sys.modules.get("multiprocessing.queues"), sys.modules.get("multiprocessing.util")
     listed = getattr(util, "_afterfork_registry", None)
     if queues is None or listed is None:
@@ -72,7 +72,7 @@ def _has_process_executors(module: Any) -> bool:
 
 
 def _has_pools(module: Any) -> bool:
-    """Return whether a pool may exist. A pool of threads imports another module when it is made."""
+    """Return whether a pool may exist: creating a ``ThreadPool`` imports another module."""
     package = module.__name__.rpartition(".")[0]
     return has_made_processes(package) or f"{package}.dummy" in sys.modules
 
@@ -225,4 +225,4 @@ _WATCHES: tuple[tuple[str, Callable[[Any], None], Callable[[Any], bool]], ...] =
     ("loky.process_executor", _watch_loky, _has_process_executors),
     ("joblib.externals.loky.process_executor", _watch_loky, _has_process_executors),
 )
-"""Module, what watches its pools, and whether it may have any."""
+"""Module, the function that watches its pools, and the function that returns whether it may have any."""

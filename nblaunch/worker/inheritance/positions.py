@@ -156,7 +156,7 @@ def is_socket(fd: int) -> bool:
 
 
 def inherited(ours: Collection[Identity]) -> Iterator[int]:
-    """Yield the descriptors that a forked process gets from this one, without standard ones and nblaunch's ``ours``."""
+    """Yield the descriptors that a forked process inherits, except standard ones and nblaunch's ``ours``."""
     for fd in _numbers():
         if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
             with suppress(OSError):  # closed meanwhile

@@ -94,7 +94,7 @@ class WrittenFiles:
         return cls(written, writable, ranks, channels, plain)
 
     def drop_c_buffers(self) -> None:
-        """Drop a worker's copy of what C code has buffered."""
+        """Drop a worker's copies of C buffers."""
         fds = set(self._plain) - self._objects.keys()
         _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
