@@ -80,9 +80,8 @@ class ExitStatus:
         return f"ended with its forkserver (pid {self.server_pid}): {text}" if self.server_pid else text
 
 
-_UNKNOWN_CODE = (
-    511  # not an exit code, which has 8 bits; its low 8 bits are set, so that no shell takes it for success
-)
+# Not an exit code, which has 8 bits. Its low 8 bits are set, so that no shell takes it for success.
+_UNKNOWN_CODE = 511
 
 UNKNOWN_EXIT = ExitStatus(_UNKNOWN_CODE)
 """The status of a process that other code has reaped, for example with ``waitpid(-1)``."""

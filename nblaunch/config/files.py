@@ -114,11 +114,8 @@ def _describe_yaml_error(error: Exception) -> str:
 
 
 def _is_null(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() in (
-        "",
-        "~",
-        "null",
-    )  # but "none" is a value of some settings
+    # "none" is not among them, because it is a value of some settings.
+    return isinstance(value, str) and value.lower() in ("", "~", "null")
 
 
 def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:

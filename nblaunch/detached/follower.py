@@ -192,9 +192,8 @@ class JobFollower(Job):
                 self._leave()
                 return
             has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._look_at_process()
-            events = (
-                self._reader.read_events()
-            )  # after that check: if the process has ended, these are all events
+            # Read after that check: if the process has ended, these are all events.
+            events = self._reader.read_events()
             if num_polls == 0:
                 events = self._dated(events, has_job_process)
             for event in events:

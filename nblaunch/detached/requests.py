@@ -75,9 +75,8 @@ class Endpoint:
         except BlockingIOError:  # the system's queue is full: the process is only busy or stopped
             return True
         except OSError as error:
-            return descriptors.have_run_out(
-                error
-            )  # this process has no descriptors, so the state of the other is unknown
+            # If this process has no descriptors left, the state of the other is unknown.
+            return descriptors.have_run_out(error)
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies."""

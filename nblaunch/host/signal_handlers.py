@@ -62,9 +62,8 @@ class held_back:
         if _outermost is not self:
             return
         try:
-            _outermost = (
-                None  # from here on handlers are called at once, including those that are not restored yet
-            )
+            # From here on, handlers are called at once, including those that are not restored yet.
+            _outermost = None
             _put_back()
         except BaseException:  # raised by a handler
             _put_back()

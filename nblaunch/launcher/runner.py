@@ -452,10 +452,8 @@ class _KeptWorkers(KeptFailure):
     def _release(self) -> None:
         """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
         self._timer.cancel()
-        supervisor, self._supervisor = (
-            self._supervisor,
-            None,
-        )  # the supervisor holds the function and its arguments
+        # The supervisor holds the function and its arguments, so drop the reference.
+        supervisor, self._supervisor = self._supervisor, None
         try:
             if supervisor is not None:
                 supervisor.end_kept()

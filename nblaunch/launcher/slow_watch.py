@@ -43,9 +43,8 @@ _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
 _MIN_USE = 0.05  # of a processor, by a neighbour that counts
-_SUSPICIOUS_WAIT = (
-    0.2  # fraction of the time that a rank waits for a processor; above it, its neighbours are read
-)
+_SUSPICIOUS_WAIT = 0.2
+"""Fraction of the time that a rank waits for a processor; above it, its neighbours are read."""
 
 
 class SlowWatch:

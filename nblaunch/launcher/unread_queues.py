@@ -128,9 +128,8 @@ class _KeepingThread(threading.Thread):
     def _read(self) -> None:
         last_s = time.monotonic()
         while True:
-            has_ended = (
-                self._ranks_have_ended.is_set()
-            )  # read first, so that all of their output is read afterwards
+            # Checked first, so that all of the ranks' output is read afterwards.
+            has_ended = self._ranks_have_ended.is_set()
             now = time.monotonic()
             num_read = sum(queue.read() for queue in self._queues)
             if num_read:

@@ -37,19 +37,15 @@ from nblaunch.progress.planned_epochs import Place, places_around, rounds_left
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.spans import SpanKind
 
-_PLACE_S = (
-    0.25  # seconds between inspections of the user's loops, each of which costs as much as a small step
-)
+_PLACE_S = 0.25
+"""Seconds between inspections of the user's loops, each of which costs as much as a small step."""
+
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # one batch in this many is measured
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
-_HANDS_ON = (
-    "torch.",
-    "tqdm.",
-    "nblaunch.",
-    "contextlib",
-)  # modules whose loops over a loader are the caller's
+_HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
+"""Modules whose loops over a loader belong to their caller."""
 
 
 def watch() -> None:

@@ -25,9 +25,8 @@ from nblaunch.wire.originals import Unchanged
 
 def load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Load a state dict into ``module``; return why that is impossible, or an empty string."""
-    is_complete = is_complete and not any(
-        map(is_quantised_weight, module.parameters())
-    )  # these are never sent
+    # Quantised weights are never sent.
+    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))
     try:
         misfit = _misfit(module, state, is_complete)
         if not misfit:

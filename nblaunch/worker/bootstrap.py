@@ -169,9 +169,8 @@ class _Worker:
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code == 0:
-            self.slot.set_state(
-                WorkerState.FINISHING
-            )  # at once, so that an interrupt does not lose the value
+            # At once, so that an interrupt does not lose the value.
+            self.slot.set_state(WorkerState.FINISHING)
         process_group.drop_destroyed_groups()
         if exit_code != 0:
             return value, exit_code

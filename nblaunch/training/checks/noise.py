@@ -30,9 +30,8 @@ _NUM_ROWS = 64
 _MAX_LOADERS = 256
 _MAX_OBJECTS = 64  # objects of a dataset to search for generators
 _SOURCES = ("random", "numpy.random", "torch", "a generator that the data set holds")
-_ROW = struct.Struct(
-    f"qq{len(_SOURCES)}q"
-)  # seed of the loader, number of the process, digest of each source
+_ROW = struct.Struct(f"qq{len(_SOURCES)}q")
+"""Seed of the loader, number of the process, digest of each source."""
 
 
 class EqualNoise(Check):

@@ -121,9 +121,8 @@ def _watch_process_executors(module: Any) -> None:
 
     _before(cls, "__init__", _mark)
     _before(cls, "submit", _once(renew))
-    _before(
-        cls, "shutdown", _once(renew)
-    )  # otherwise it would wake the thread that manages the kernel's pool
+    # Otherwise it would wake the thread that manages the kernel's pool.
+    _before(cls, "shutdown", _once(renew))
     # This process's exit would wake each of them as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
