@@ -889,7 +889,7 @@ def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared(gradient_accumulation_steps=3)
     with accelerator.accumulate(model):
         pass
-    with pytest.warns(UserWarning, match=r"gradient accumulation \(micro-step 1 of 3\)"):
+    with pytest.warns(UserWarning, match=r"gradient accumulation \(micro-step 1 of 3, of the Linear\)"):
         accelerator.save_state(tmp_path / "state")
 
 

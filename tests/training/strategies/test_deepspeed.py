@@ -637,7 +637,7 @@ def test_unsupported_operations_of_an_engine_are_rejected() -> None:
     assert "clip_grad_value_ can't be used with DeepSpeed" in value
     assert "norm_type=1.0" in norm
     assert "max_norm=0.5) contradicts gradient_clipping=1.0" in contradiction
-    assert "given 2 trainable parameters, but DeepSpeed clips all 4" in part
+    assert "got 2 trainable parameters, but DeepSpeed clips all 4" in part
     assert "closure" in closure
     assert "backward was called twice without optimizer.step()" in twice
     assert "trains a Sequential with DeepSpeed" in second
