@@ -47,7 +47,7 @@ def fail(gate):
 def disagree(gate):
     import torch
     accelerator = begin(gate)
-    accelerator.gather(torch.zeros(2 + accelerator.process_index))
+    torch.distributed.all_reduce(torch.zeros(2 + accelerator.process_index))
 
 def wait_for_stop(gate):
     accelerator = begin(gate)
