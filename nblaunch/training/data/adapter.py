@@ -101,8 +101,10 @@ class DataLoaderAdapter(Base):
     """A wrapper around the loader that reads the data.
 
     Args:
-        dataset, batch_sampler, **options: passed to :class:`torch.utils.data.DataLoader`.
+        dataset: as in :class:`torch.utils.data.DataLoader`.
+        batch_sampler: likewise.
         use_stateful_dataloader: read with torchdata, which makes :meth:`state_dict` return the position in the epoch.
+        options: more arguments of the loader.
 
     Raises:
         ImportError: ``use_stateful_dataloader`` is set, but torchdata is not installed.

@@ -36,9 +36,10 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A plain data loader that reads and drops its first batches in the first epoch.
 
     Args:
-        dataset, **options: as for :class:`torch.utils.data.DataLoader`.
+        dataset: as in :class:`torch.utils.data.DataLoader`.
         skip_batches: number of batches to drop.
         use_stateful_dataloader: read with torchdata.
+        options: more arguments of the loader.
     """
 
     def __init__(
