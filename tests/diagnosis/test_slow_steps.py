@@ -27,7 +27,6 @@ from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
-from tests.benchmarks.slow_steps import hogs
 from tests.diagnosis import slow_programs
 
 NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms a step
@@ -269,15 +268,6 @@ def test_a_real_job_gets_the_cause(
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("first_store")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_core_that_others_take_is_named_in_a_real_job() -> None:
-    core = sorted(os.sched_getaffinity(0))[1]  # that of rank 1
-    with hogs([core] * 3) as pids:
-        texts = notices_of(slow_programs.shared_core, slow_programs.MAX_S, "rank 1's core is shared")
-    named = [text for text in texts if "rank 1's core is shared with other processes (python" in text]
-    assert named, texts
-    assert any(f"pid {pid} and 2 more)" in named[0] for pid in pids)
-
-
 def test_processes_that_can_not_go_elsewhere_count_together() -> None:
     first, second = Neighbour(1, "a", 0.2, is_pinned=True), Neighbour(2, "b", 0.3, is_pinned=True)
     both = first.joined_by(second)
