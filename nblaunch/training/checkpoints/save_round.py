@@ -423,8 +423,12 @@ class Participant(_Side):
         self._is_stopping = True
         self._wake.set()
         # Ring in another thread: the process must be able to exit even if the connection is blocked.
-        threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True).start()
-        self._thread.join(_STOP_S)
+        ringing = threading.Thread(target=self._ring_for_itself, name="nblaunch-saves-end", daemon=True)
+        ringing.start()
+        # Until Python 3.13, a thread that returns from C++ while the interpreter ends makes the process abort.
+        deadline_s = time.monotonic() + _STOP_S
+        for thread in (self._thread, ringing):
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
 
     def _ring_for_itself(self) -> None:
         with suppress(CheckpointError):  # the store may have gone with its host
