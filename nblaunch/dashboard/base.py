@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import AttemptStarted, Event, JobEnded
+from nblaunch.events import AttemptStarted, Event, Exited, Failed, JobEnded, Returned
 from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
@@ -187,6 +187,10 @@ _EVENTS_PER_RANK = 16
 """Number of events for each rank that wait to be folded together."""
 
 
+_ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
+"""Events after which the board no longer shows what ranks did before: their last readings must count."""
+
+
 class _Unread(NamedTuple):
     """Readings that are not folded yet, ``at_s`` seconds after the start and after ``num_events`` waiting events."""
 
@@ -213,6 +217,8 @@ class ViewingDashboard(Dashboard):
         self._is_closed = False
 
     def on_event(self, event: Event) -> None:
+        if self._unread is not None and isinstance(event, _ENDS):
+            self._catch_up()
         if isinstance(event, AttemptStarted) and not self._view.is_started:
             self._pace.restart(event.ago_s)
             self._next_look_s = 0.0
