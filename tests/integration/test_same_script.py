@@ -25,12 +25,40 @@ def _environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def _by_command(*command: str, path: Path) -> dict[str, Any]:
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+
+THREADS_AT_EXIT = """
+import atexit, sys, threading, time
+
+def write_names():
+    with open(f"{sys.argv[1]}-{accelerator.process_index}", "w") as file:
+        file.write(" ".join(thread.name for thread in threading.enumerate()))
+
+atexit.register(write_names)    # before multiprocessing's, so it runs after the finalizers
+import torch
+from nblaunch import Accelerator
+
+def set_slowly(store, *args, set=torch.distributed.PrefixStore.set):
+    set(store, *args)
+    if threading.current_thread().name == "nblaunch-saves-end":
+        time.sleep(0.3)
+
+torch.distributed.PrefixStore.set = set_slowly
+accelerator = Accelerator()
+accelerator.prepare(torch.nn.Linear(1, 1))
+"""
+
+
+def _run(*command: str) -> None:
     run = subprocess.run(
-        [sys.executable, *command, str(SCRIPT), str(path)],
+        [sys.executable, *command],
         env=_environment(), capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def _by_command(*command: str, path: Path) -> dict[str, Any]:
+    _run(*command, str(SCRIPT), str(path))
     return torch.load(path)
 
 
@@ -51,11 +79,19 @@ notebook_launcher(main, ({str(path)!r},), num_processes={num_processes}, backend
 def test_python_torchrun_and_notebook_learn_the_same(kernel: Kernel, tmp_path: Path) -> None:
     expected = _by_command(path=tmp_path / "python")
     answers = [_by_notebook(kernel, number, tmp_path / f"notebook {number}") for number in (1, 2)]
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    answers.append(_by_command(*torchrun, path=tmp_path / "torchrun"))
+    answers.append(_by_command(*TORCHRUN, path=tmp_path / "torchrun"))
     assert expected["num_processes"] == 1
     assert [answer["num_processes"] for answer in answers] == [1, 2, 2]
     for answer in answers:
         assert answer["rows"] == expected["rows"] == 52
         assert answer["error"] == pytest.approx(expected["error"], rel=1e-4)
         torch.testing.assert_close(answer["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+def test_no_thread_uses_the_store_when_a_rank_exits(tmp_path: Path) -> None:
+    """Until Python 3.13, a thread that returns from C++ then makes the process abort."""
+    script = tmp_path / "script.py"
+    script.write_text(THREADS_AT_EXIT)
+    _run(*TORCHRUN, str(script), str(tmp_path / "threads"))
+    names = [(tmp_path / f"threads-{rank}").read_text().split() for rank in (0, 1)]
+    assert not [name for name in names[0] + names[1] if name.startswith("nblaunch-saves")], names
