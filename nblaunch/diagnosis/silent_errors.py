@@ -104,8 +104,10 @@ class SilentErrors:
         is_alone = how == "together" and len(by_rank) == 1 and not is_end
         if is_alone or not (is_complete or (is_late and how not in _NEEDS_ALL)):
             return ""
-        self._forget(key)
         blamed = _BLAMED[how](by_rank)
+        if how == "together" and not blamed and not is_late:
+            return ""  # a save is reported when it begins: the file may still be empty
+        self._forget(key)
         if not blamed or key[0] in self._reported:
             return ""
         self._reported.add(key[0])
