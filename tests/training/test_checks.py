@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, env
+
+ROOT = Path(__file__).parents[2]
 
 
 def _train(num_steps: int, after_step: Callable[[Accelerator, nn.Module], object]) -> None:
@@ -34,8 +37,8 @@ def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
     assert [one.filename for one in caught] == [__file__]
 
 
-def test_steps_between_the_looks_run_no_check() -> None:
-    gc.collect()  # what other tests have left
+def calls_of_checks(num_steps: int) -> list[int]:
+    """Return how many functions of checks each step calls; the first number includes the preparation."""
     calls = [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -44,9 +47,19 @@ def test_steps_between_the_looks_run_no_check() -> None:
 
     sys.setprofile(count)
     try:
-        _train(16, lambda *_: calls.append(0))
+        _train(num_steps, lambda *_: calls.append(0))
     finally:
         sys.setprofile(None)
+    return calls
+
+
+def test_steps_between_the_looks_run_no_check() -> None:
+    """In a fresh process, where no Accelerator of another test still looks at all optimizers."""
+    program = "from tests.training.test_checks import calls_of_checks; print(*calls_of_checks(16))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    calls = list(map(int, done.stdout.split()))
     assert all(calls[1:10])
     assert not any(calls[11:16])
 
