@@ -478,8 +478,8 @@ def test_the_end_of_a_rank_that_sends_weights_costs_these_alone(kernel: Kernel, 
     kernel.run(PREAMBLE.replace("Session(4", "Session(2"))
     kernel.run(
         f"""
-import signal, time
-kernel, end = os.getpid(), {end!r}
+import signal, tempfile, time
+kernel, end, returned = os.getpid(), {end!r}, tempfile.mkdtemp()
 class Sent(nn.Linear):
     pass
 class Ending(Sent):
@@ -487,6 +487,8 @@ class Ending(Sent):
         if os.getpid() != kernel and end == "death":
             os.kill(os.getpid(), signal.SIGKILL)
         if os.getpid() != kernel:
+            while not os.path.exists(f"{{returned}}/1"):
+                time.sleep(0.01)
             os.kill(kernel, signal.SIGINT)
             time.sleep(0.2)                        # or the system makes one interrupt of both
             os.kill(kernel, signal.SIGINT)
@@ -496,7 +498,11 @@ class Ending(Sent):
 def fill(*models):
     for model in models:
         nn.init.constant_(model.weight, 7.0)
-    return int(os.environ["RANK"]) + 10
+    return Value(int(os.environ["RANK"]) + 10)
+class Value(int):
+    def __reduce__(self):                          # is sent when the function has returned
+        open(f"{{returned}}/{{os.environ['RANK']}}", "w").close()
+        return int, (int(self),)
 first, second = Sent(1, 1), Ending(1, 1)
 nn.init.constant_(second.weight, 1.0)
 """
