@@ -33,7 +33,7 @@ NO_FORM: Form = (UNCOUNTED, "", 0, (0, 0, 0, 0))
 
 
 class OpenGroup:
-    """A process group of which this process is a member.
+    """A process group that includes this process.
 
     Attributes:
         handle: number that identifies the group in a site.

@@ -9,7 +9,7 @@ connections.py    reconnects HTTP clients; leaves other remote connections to th
 connected_engines.py  prevents forks of a process that is connected to Ray; fresh workers join the same cluster
 random_states.py  gives workers the kernel's random states, and advances the kernel's
 files.py          files that the kernel has open, with positions.py and written_files.py
-unfinished_files.py  rejects writes to archives and other files of which the kernel holds a part in memory
+unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
 pools.py          recreates pools of the standard library and joblib when a worker uses them
 queues.py         waits until others have read what the function put into multiprocessing queues
 studies.py        reports writes to copies of optuna studies

@@ -1,4 +1,4 @@
-"""Files of which the kernel still holds a part in memory: archives, compressed files, HDF5, Parquet, dbm databases.
+"""Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, dbm databases.
 
 The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
 that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file. In
@@ -213,7 +213,7 @@ def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], b
 
 
 class UnfinishedFileError(RuntimeError):
-    """A worker tried to write to a file of which the kernel holds a part in memory."""
+    """A worker tried to write to a file that the kernel keeps partly in memory."""
 
 
 def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:

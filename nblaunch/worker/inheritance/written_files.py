@@ -8,7 +8,7 @@
 Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
 pieces, another may write in between. In a file that is also open for reading, each rank has its own position
 (``positions.py``), so ranks do overwrite each other. A warning names the file once a second rank writes to it. Writes
-to files of which the kernel holds a part in memory raise (``unfinished_files.py``).
+to files that the kernel keeps partly in memory raise (``unfinished_files.py``).
 """
 
 from __future__ import annotations

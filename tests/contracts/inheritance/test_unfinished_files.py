@@ -1,4 +1,4 @@
-"""Files of which the kernel holds a part in memory: what a worker writes to them is refused, and nothing is damaged."""
+"""Files that the kernel keeps partly in memory: what a worker writes to them is refused, and nothing is damaged."""
 
 from __future__ import annotations
 
