@@ -23,7 +23,8 @@ def begin(gate):
     import nblaunch.utils    # a module without a file
     accelerator = Accelerator()
     print("begun", flush=True)
-    open(f"{gate}{accelerator.process_index}").close()    # waits for the test
+    while not os.path.exists(gate + os.environ["TORCHELASTIC_RESTART_COUNT"]):    # the test lets this attempt go on
+        time.sleep(0.01)
     return accelerator
 
 def train(gate):
@@ -66,7 +67,7 @@ class Installation:
     """A copy of this nblaunch, with folders for its jobs.
 
     Args:
-        folder: where; has a pipe at which each rank waits.
+        folder: where; its files named ``gate`` and the number of an attempt let the ranks of that attempt go on.
         changes: text -> what stands instead of it in the copy, by the path in the package.
     """
 
@@ -84,8 +85,6 @@ class Installation:
         self.jobs.mkdir(mode=0o700)
         self._folder = folder
         self._gate = folder / "gate"
-        for rank in range(2):
-            os.mkfifo(f"{self._gate}{rank}")
 
     def launch(self, function: str, settings: str = "{}") -> str:
         """Launch a function of :data:`PROGRAM` with this version; return the job's id when both ranks have begun."""
@@ -98,10 +97,9 @@ class Installation:
             time.sleep(0.05)
         return job_id
 
-    def release(self) -> None:
-        """Let the ranks go on."""
-        for rank in range(2):
-            open(f"{self._gate}{rank}", "w").close()
+    def release(self, attempt: int = 0) -> None:
+        """Let the ranks of an attempt go on."""
+        Path(f"{self._gate}{attempt}").touch()
 
     def replace(self) -> None:
         """Replace all files, as an update does, by those of a version with which nothing of this one works."""

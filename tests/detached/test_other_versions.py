@@ -46,7 +46,7 @@ def test_a_job_is_restarted_when_its_nblaunch_is_replaced(tmp_path: Path) -> Non
     job_id = installation.launch("fail", "{'max_restarts': 1}")
     installation.replace()
     installation.release()
-    installation.release()  # of the second attempt
+    installation.release(attempt=1)
     shown = installation.run(RESULT.format(job_id))
     assert shown.startswith("ValueError batch 7 is broken"), shown
     assert shown.endswith("attempt 1\n"), shown
