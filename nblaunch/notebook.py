@@ -6,6 +6,7 @@ Annotations are evaluated in this module, because ``help(notebook_launcher)`` wo
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,6 +36,7 @@ from nblaunch.spec import (
 )
 
 if TYPE_CHECKING:
+    from nblaunch.engines.held import Nodes
     from nblaunch.session.session import Session
 
 T = TypeVar("T")
@@ -58,7 +60,7 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     *,
     backend: BackendName | str = "auto",
-    engine: EngineName = "auto",
+    engine: "EngineName | Nodes" = "auto",
     start_method: StartMethod = "auto",
     strategy: LaunchStrategy = "auto",
     return_all: bool = False,
@@ -131,7 +133,8 @@ def notebook_launcher(
             ...). ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
-            which this process runs, and ``"processes"`` on this machine, as a test.
+            which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` has machines of
+            such an engine that stay ready between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
             compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
@@ -191,13 +194,17 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
+        where = {
+            "num_nodes": num_nodes, "hosts": hosts, "resources_per_node": resources_per_node,
+            "runtime_env": runtime_env,
+        }  # fmt: skip
         specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
-            backend=backend, engine=engine, start_method=start_method, is_spmd=wants_spmd(strategy),
-            master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, num_nodes=num_nodes,
+            backend=backend, start_method=start_method, is_spmd=wants_spmd(strategy),
+            **(_settings_of_nodes(engine, where, detach) or {"engine": engine, **where}),
+            master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank,
             rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
             rdzv_timeout_s=rdzv_timeout_s, max_restarts=max_restarts,
-            hosts=hosts, resources_per_node=resources_per_node, runtime_env=runtime_env,
             log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
             sync_optimizers=sync_optimizers, post_mortem=post_mortem, threads_per_process=threads_per_process,
             interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
@@ -210,6 +217,25 @@ def notebook_launcher(
 
             return run_in_session(session, specs.pop(), background=background, dashboard=dashboard)
         return run_spec(specs.pop(), background=background, dashboard=dashboard)
+
+
+def _settings_of_nodes(
+    engine: "EngineName | Nodes", given: Mapping[str, Any], detach: bool
+) -> dict[str, Any]:
+    """Return the settings of a launch on nodes that stay between launches; empty if ``engine`` is none of these.
+
+    Raises:
+        ValueError: other nodes are ``given``, or the job is to outlive this process.
+    """
+    held: Any = sys.modules.get("nblaunch.engines.held")
+    if held is None or not isinstance(engine, held.Nodes):
+        return {}
+    if detach:
+        raise ValueError(
+            f"detach=True can't be combined with engine={engine!r}: its nodes end with this process, which the job is "
+            "to outlive"
+        )
+    return engine.settings(given)
 
 
 def _checked_detach(detach: bool, background: bool, session: object) -> bool:

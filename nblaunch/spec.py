@@ -33,7 +33,9 @@ from nblaunch.setting import (
 )
 
 MixedPrecision = Literal["no", "fp16", "bf16", "fp8"]
-EngineName = Literal["auto", "local", "inline", "elastic", "processes", "ssh", "slurm", "ray"]
+NodeEngineName = Literal["processes", "ssh", "slurm", "ray"]
+"""Engines that start ranks on several machines from this one process; see ``nblaunch/engines/``."""
+EngineName = Literal["auto", "local", "inline", "elastic", NodeEngineName]
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 RendezvousBackend = Literal["static", "c10d"]
 HangPolicy = Literal["report", "stop"]
@@ -41,9 +43,6 @@ BackendName = Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps", "xla", "torch
 """Built-in device families; ``nblaunch.backends.register`` adds names of others."""
 LaunchStrategy = Literal["auto", "spmd"]
 DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
-
-NODE_ENGINES = ("processes", "ssh", "slurm", "ray")
-"""Engines that start ranks on several machines from this one process; see ``nblaunch/engines/``."""
 
 MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -226,6 +225,7 @@ class LaunchSpec:
         is_session: whether the workers belong to a session, to which this process sends commands.
         is_detached: whether the job outlives this process; it then keeps the trained weights.
         is_spmd: whether one process drives all devices (XLA).
+        nodes: engine that keeps its nodes between launches, a ``HeldEngine``; None = a new one.
         accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
 
@@ -362,6 +362,7 @@ class LaunchSpec:
     has_breakpoints: bool = False
     is_session: bool = False
     is_detached: bool = False
+    nodes: Any = None
     accelerator_arguments: Mapping[str, Any] = field(default_factory=dict)
     function_name: str = field(init=False, default="")
     accelerator_defaults: Mapping[str, Any] = field(init=False, default_factory=dict)
@@ -425,7 +426,7 @@ class LaunchSpec:
     @property
     def is_on_nodes(self) -> bool:
         """Whether an engine starts the ranks, on several machines maybe, from this one process."""
-        return self.engine in NODE_ENGINES
+        return self.engine in get_args(NodeEngineName)
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:

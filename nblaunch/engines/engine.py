@@ -76,9 +76,11 @@ class Engine(ABC):
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.
+        stays: whether the nodes stay for further jobs (``held.py``).
     """
 
     is_this_machine = False
+    stays = False
 
     @abstractmethod
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
@@ -90,8 +92,11 @@ class Engine(ABC):
             LaunchError: there are too few machines. The message lists the requested and the available ones.
         """
 
+    def keep(self, handles: Sequence[NodeHandle]) -> None:
+        """Keep nodes whose job is over for the next one, where :attr:`stays`; their handles are open."""
+
     def close(self) -> None:
-        """Release the engine's resources. All handles have been closed."""
+        """Release the engine's resources. All handles that it does not keep have been closed."""
 
     def notes(self) -> Sequence[str]:
         """Return facts that users should see once, for example that others can reach the cluster."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from nblaunch import packages
 from nblaunch.engines.channel import Channel, ChannelError
 from nblaunch.engines.engine import NodeHandle
-from nblaunch.engines.messages import PART_BYTES, AskClock, Boot, CallPart, ClockIs, Hello, Ready
+from nblaunch.engines.messages import PART_BYTES, AskClock, Boot, CallPart, ClockIs, Hello, Leave, Ready
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.nodes.messages import Node
@@ -173,6 +173,13 @@ class NodeLink:
             first_rank=first_rank,
             num_workers=self.ready.num_processes,
         )
+
+    def leave(self) -> NodeHandle | None:
+        """End the job but not the node program; return its handle, or None if that is not possible."""
+        if self.loss or self.channel.is_closed:
+            return None
+        self.channel.send(Leave())
+        return None if self.channel.wants_to_write else self._handle
 
     def close(self) -> None:
         """Close the channel, which ends the program."""

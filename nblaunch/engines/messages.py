@@ -91,6 +91,7 @@ class Boot:
         is_same_machine: whether paths of the launching process are valid here.
         address: address at which other nodes reach this node; empty if the program determines it.
         number: number of the node among those that were started.
+        stays: the node program stays for further jobs, each of which begins with a message of this kind.
     """
 
     key: bytes = field(repr=False)
@@ -104,6 +105,7 @@ class Boot:
     is_same_machine: bool
     address: str
     number: int
+    stays: bool = False
 
 
 # --- coordinator to node -----------------------------------------------------------------------------------------
@@ -157,6 +159,11 @@ class Terminate:
 @dataclass(frozen=True)
 class EndRanks:
     """The ranks of this node must end because of an event elsewhere."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The job is over; the node program stays, if it was told to, and says :class:`Hello` again."""
 
 
 @dataclass(frozen=True)

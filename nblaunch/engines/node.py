@@ -28,12 +28,14 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal or srun; the coordinator sends interrupts
     process_control.unblock_signals()
     channel = _take_standard_descriptors()
-    channel.send_mark()
-    channel.send_raw(schema.dump(Hello.of_this_process()))
     exit_code = 1
     try:
-        boot = _receive_boot(channel)
-        if boot is not None:
+        boot = next_boot(channel)
+        if boot is not None and boot.stays:
+            from nblaunch.engines.template import serve
+
+            serve(boot, channel, next_boot)
+        elif boot is not None:
             channel.key = boot.key
             env.apply(boot.environment)
             from nblaunch.engines.node_program import NodeProgram
@@ -60,8 +62,10 @@ def _take_standard_descriptors() -> Channel:
     return Channel(reading, writing, b"n")
 
 
-def _receive_boot(channel: Channel) -> Boot | None:
-    """Wait for the first message; return None if the coordinator has closed the channel."""
+def next_boot(channel: Channel) -> Boot | None:
+    """Say who this is, and wait for the first message; return None if the coordinator has closed the channel."""
+    channel.send_mark()
+    channel.send_raw(schema.dump(Hello.of_this_process()))
     while not channel.is_closed:
         channel.wait_readable()
         for body in channel.receive_raw(1):

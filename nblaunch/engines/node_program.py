@@ -5,6 +5,7 @@ machine.
     StartRanks ──> start_attempt, Supervisor ──> ranks forked from this process ──> AttemptOver
     StartRanks ──> the same again, after a failure anywhere
     end of the channel ──> the ranks end, and this process with them
+    Leave ──> this process ends, and another runs the next job on the same channel (template.py)
 
 It is a clean process with one thread, so that its ranks can be forked and share the model. Only the coordinator makes
 decisions about other nodes (``coordinator.py``).
@@ -39,6 +40,7 @@ from nblaunch.engines.messages import (
     CallPart,
     ClockIs,
     Hello,
+    Leave,
     Ready,
     Refused,
     StartRanks,
@@ -80,8 +82,12 @@ class NodeProgram:
         # A batch system reclaims this machine; the coordinator ends the whole job in order.
         signal.signal(signal.SIGTERM, self._on_termination)
 
-    def run(self) -> None:
-        """Load the call, then run attempts until the coordinator closes the channel."""
+    def run(self) -> bool:
+        """Load the call, then run attempts until the coordinator ends the job, or closes the channel.
+
+        Returns:
+            Whether the coordinator has ended the job, and the channel is there for another one.
+        """
         log_folder = log_root() / "nodes"
         log_folder.mkdir(mode=0o700, exist_ok=True)
         self._log = JobLog(str(log_folder))
@@ -90,16 +96,19 @@ class NodeProgram:
             spec, plan = self._load()
         except Exception as error:
             self._refuse(error)
-            return
+            return False
         if spec is None or plan is None:
-            return  # the coordinator has ended
+            return False  # the coordinator has ended
         self._channel.send(self._ready(plan))
         while not self._channel.is_closed:
             for message in self._channel.wait():
+                if isinstance(message, Leave):
+                    return True
                 if isinstance(message, StartRanks):
                     self._run_attempt(spec, plan, message)
                 elif isinstance(message, AskClock):
                     self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
+        return False
 
     def _refuse(self, error: BaseException) -> None:
         kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "")
@@ -136,7 +145,7 @@ class NodeProgram:
         if boot.registered_backend:
             backends.find(boot.spec.backend, boot.registered_backend)
         try:
-            with _ending_with(self._channel):
+            with ending_with(self._channel):
                 (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
             raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error
@@ -229,7 +238,7 @@ class NodeProgram:
 
 
 @contextmanager
-def _ending_with(channel: Channel) -> Iterator[None]:
+def ending_with(channel: Channel) -> Iterator[None]:
     """End this process within the block if the coordinator ends, because imports in the block take seconds.
 
     The watching thread ends with the block, before ranks are forked.

@@ -60,7 +60,8 @@ class EngineRunner(JobRunner):
         self._links: list[NodeLink] = []
         self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
         random_states.move_on()
-        self._engine = find(self.spec.engine)()
+        nodes = self.spec.nodes
+        self._engine = find(self.spec.engine)() if nodes is None else nodes.lend()
         self._key = signing.new_key()
 
     # --- attempts ------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class EngineRunner(JobRunner):
                 end_all(self._links)
                 self._gather()
             report, rank_results = self._run_attempt()
-        self._leave()
+        self._leave(keeps=True)
         return report, rank_results
 
     def _run_attempt(self) -> tuple[AttemptReport, dict[int, RankResult]]:
@@ -107,12 +108,18 @@ class EngineRunner(JobRunner):
     def keep_weights(self, wanted: bool) -> None:
         """Do nothing: nodes decide this when they receive the interrupt."""
 
-    def _leave(self) -> None:
-        """End the programs of all nodes, and release the engine."""
-        end_all(self._links)
+    def _leave(self, *, keeps: bool = False) -> None:
+        """Release the engine, and end the programs of all nodes, unless the engine keeps nodes whose job is over."""
         engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if engine is None:
+            return
+        handles = [link.leave() for link in self._links] if keeps and engine.stays else []
+        kept = [handle for handle in handles if handle is not None]
+        if kept and len(kept) == len(self._links):
+            engine.keep(kept)
+        else:
+            end_all(self._links)
+        engine.close()
 
     def _release(self) -> None:
         if self._engine is not None:
@@ -138,7 +145,7 @@ class EngineRunner(JobRunner):
         self._links = [NodeLink(handle, number) for number, handle in enumerate(handles)]
         for text in self._engine.notes() if self.attempt == 0 else ():
             self.emit(Note.of_job(text))
-        boots = _Boots(self.spec, self._saved, self._engine.is_this_machine, self._key)
+        boots = _Boots(self.spec, self._saved, self._engine, self._key)
         deadline = time.monotonic() + self.spec.rendezvous_timeout_s
         gathering = _Gathering(self._links, self.spec.min_nodes, boots, self._check_requests, wanted.note)
         gathering.run(deadline, self.spec.rendezvous_timeout_s)
@@ -190,8 +197,9 @@ class EngineRunner(JobRunner):
 class _Boots:
     """The first messages to nodes, which differ only in the node number."""
 
-    def __init__(self, spec: LaunchSpec, saved: SavedCall, is_same_machine: bool, key: bytes) -> None:
+    def __init__(self, spec: LaunchSpec, saved: SavedCall, engine: Engine, key: bytes) -> None:
         self.call_fd = saved.fd
+        is_same_machine = engine.is_this_machine
         call_bytes = os.fstat(saved.fd).st_size
         modules = [] if is_same_machine else shipping.user_modules(saved.folder)
         required = [] if is_same_machine else shipping.required(payload.pickles_in(saved.fd), modules)
@@ -199,6 +207,7 @@ class _Boots:
         of_node = replace(
             spec,
             engine="local",
+            nodes=None,
             num_nodes=1,
             hosts=(),
             resources_per_node=None,
@@ -223,6 +232,7 @@ class _Boots:
             is_same_machine=is_same_machine,
             address="",
             number=0,
+            stays=engine.stays,
         )
 
     def send(self, link: NodeLink) -> None:

@@ -177,19 +177,24 @@ def lead_posix_session() -> None:
         os.setsid()
 
 
-def end_with_parent(parent_pid: int) -> None:
+def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
     """Have the system kill this process, and later its children, when the thread that started it ends.
 
     macOS lacks this system call; there, only the launcher's guardian process does it.
+
+    Args:
+        parent_pid: the parent, to see whether it has ended already.
+        with_children: whether to do the same for its children.
     """
     if sys.platform != "linux":
         return
     _kill_on_parent_death()
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent died before the call above could take effect
-    os.register_at_fork(
-        before=_remember_forking_thread, after_in_child=partial(_end_with_worker, os.getpid())
-    )
+    if with_children:
+        os.register_at_fork(
+            before=_remember_forking_thread, after_in_child=partial(_end_with_worker, os.getpid())
+        )
 
 
 def prefer_for_oom_kill() -> None:

@@ -215,3 +215,44 @@ def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> Non
     assert pids
     notebook.kill()
     notebook.wait_for_no_processes()
+
+
+def test_nodes_stay_between_launches_until_they_are_closed(notebook: Kernel, subject: Subject) -> None:
+    notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
+    notebook.run("""
+def train():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    number = getattr(torch, "number_of_calls", 0)
+    torch.number_of_calls = number + 1
+    return os.getppid(), psutil.Process(os.getppid()).ppid(), number, os.environ.get("WANTED")
+
+def fail():
+    raise MyError("a launch that fails", code=3)
+""")
+    values = [
+        notebook.run(f"{before}; go(train, engine=nodes, return_all=True)", timeout_s=120).value
+        for before in ("os.environ['WANTED'] = 'a'", "del os.environ['WANTED']")
+    ]
+    first, second = ([value[:2] for value in found] for found in values)
+    assert {template for _, template in first} == {template for _, template in second}
+    assert not {node for node, _ in first} & {node for node, _ in second}
+    assert {number for found in values for _, _, number, _ in found} == {0}, "launches share nothing"
+    if subject.settings["engine"] == "processes":
+        assert [found[0][3] for found in values] == ["a", None]
+    notebook.run("go(fail, engine=nodes)", timeout_s=120, raises="MyError")
+    assert notebook.run("psutil.Process().children() != []").value is True
+    notebook.run(f"os.kill({first[3][1]}, signal.SIGKILL)")
+    cell = notebook.run("again = go(train, engine=nodes, return_all=True)", timeout_s=120)
+    assert "SIGKILL" in cell.shown
+    assert notebook.run("again[0][1]").value not in {template for _, template in first}
+    notebook.run("nodes.close()")
+    notebook.wait_for_no_processes()
+    notebook.run("go(train, engine=nodes)", raises="LaunchError")
+
+
+def test_nodes_that_wait_end_with_the_kernel(notebook: Kernel, subject: Subject) -> None:
+    notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
+    notebook.run("go(rank, engine=nodes)", timeout_s=120)
+    notebook.kill()
+    notebook.wait_for_no_processes()

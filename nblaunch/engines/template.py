@@ -1,0 +1,83 @@
+"""The node program where nodes stay between jobs: a template with torch imported, which forks a child for each job.
+
+    template ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
+       └── waits for the child, then says Hello again ──> next Boot, with another key
+
+Child and template have the same channel, of which the template reads nothing while a child lives. What a job changes,
+as variables, modules and random states, ends with its child.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from nblaunch import env
+from nblaunch.engines.channel import Channel
+from nblaunch.engines.messages import Boot
+from nblaunch.engines.node_program import NodeProgram, ending_with
+from nblaunch.host import descriptors
+from nblaunch.worker import process_control
+
+
+def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot | None]) -> None:
+    """Run one job after the other until the coordinator closes the channel, or the process of a job fails.
+
+    Args:
+        boot: of the first job.
+        channel: to the coordinator.
+        wait_for_boot: greets the coordinator, and waits for the next job; None = it has closed the channel.
+    """
+    first = boot.environment
+    with env.patched(first), ending_with(channel):
+        for name in ("torch", "torch.distributed"):
+            with suppress(ImportError):  # jobs report it, if they need it
+                importlib.import_module(name)
+    next_boot: Boot | None = boot
+    while next_boot is not None:
+        template = os.getpid()
+        descriptors.forget(channel.reading_fd, channel.writing_fd)  # which the child uses
+        child = os.fork()
+        descriptors.keep_from_children(channel.reading_fd, channel.writing_fd)
+        if not child:
+            process_control.end_with_parent(template, with_children=False)
+            removed = dict.fromkeys(first.keys() - next_boot.environment.keys())
+            env.apply({**removed, **next_boot.environment})
+            channel.key = next_boot.key
+            _run(next_boot, channel)
+        _wait_for(child)
+        channel = Channel(channel.reading_fd, channel.writing_fd, b"n")
+        next_boot = wait_for_boot(channel)
+
+
+def _run(boot: Boot, channel: Channel) -> NoReturn:
+    """Run a job in this process, to its end."""
+    exit_code = 1
+    try:
+        exit_code = 0 if NodeProgram(boot, channel).run() else 1
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def _wait_for(child: int) -> None:
+    """Wait until the child has ended, and end as it did, unless it ended well: the coordinator then learns of it."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(child, signum))
+    _, status = os.waitpid(child, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with suppress(OSError):  # the system lets nobody handle SIGKILL
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    if code:
+        os._exit(code)
