@@ -31,10 +31,10 @@ def forget():
 notebook_launcher(forget, num_processes=2)
 before = node_programs()
 """)
-    assert ready.run("launch(rank, engine=nodes, return_all=True), node_programs() == before").value == [
+    assert ready.run("launch(rank, engine=nodes, return_all=True), node_programs() == before").value == (
         [0, 1, 2, 3],
         True,
-    ]
+    )
     ready.run("nodes.close()")
     ready.wait_for_no_processes()
 
@@ -64,7 +64,7 @@ def test_an_interrupt_leaves_the_nodes_ready(ready: Kernel) -> None:
     cell.wait(60)
     assert cell.error is not None, cell.describe()
     assert cell.error.name == "KeyboardInterrupt"
-    assert ready.run("launch(rank, engine=nodes), node_programs() == before").value == [0, True]
+    assert ready.run("launch(rank, engine=nodes), node_programs() == before").value == (0, True)
     ready.run("nodes.close()")
 
 
@@ -85,7 +85,7 @@ os.unlink(path)
 """,
         timeout_s=120,
     )
-    assert ready.run("count, launch(rank, engine=nodes)").value == ["1", 0]
+    assert ready.run("count, launch(rank, engine=nodes)").value == ("1", 0)
     ready.run("nodes.close()")
 
 
@@ -93,7 +93,7 @@ os.unlink(path)
     ("call", "named"),
     [
         ("launch(rank, engine=nodes, num_nodes=3, num_processes=3)", "num_nodes=3"),
-        ("launch(rank, engine=nodes, hosts=['a'])", "hosts=['a']"),
+        ("launch(rank, engine=nodes, hosts=['a'])", "hosts=('a',)"),
         ("launch(rank, engine=nodes, background=True, detach=True)", "detach=True"),
         ("nblaunch.Nodes(2, engine='local')", "engine='local'"),
         ("nblaunch.Nodes(2, engine='ssh')", "hosts"),
