@@ -194,21 +194,17 @@ def notebook_launcher(
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
-        where = {
-            "num_nodes": num_nodes, "hosts": hosts, "resources_per_node": resources_per_node,
-            "runtime_env": runtime_env,
-        }  # fmt: skip
         specs = [LaunchSpec(
             function=function, args=args, num_processes=num_processes, mixed_precision=mixed_precision,
             backend=backend, start_method=start_method, is_spmd=wants_spmd(strategy),
-            **(_settings_of_nodes(engine, where, detach) or {"engine": engine, **where}),
-            master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank,
-            rdzv_backend=rdzv_backend, rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id,
-            rdzv_timeout_s=rdzv_timeout_s, max_restarts=max_restarts,
-            log_line_prefix_template=log_line_prefix_template, return_all=return_all, sync_weights=sync_weights,
-            sync_optimizers=sync_optimizers, post_mortem=post_mortem, threads_per_process=threads_per_process,
-            interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s, on_hang=on_hang,
-            log_dir=log_dir, is_detached=_checked_detach(detach, background, session),
+            **_machines(engine, detach, num_nodes=num_nodes, hosts=hosts, resources_per_node=resources_per_node,
+                        runtime_env=runtime_env),
+            master_addr=master_addr, master_port=parse_port(use_port), node_rank=node_rank, rdzv_backend=rdzv_backend,
+            rdzv_endpoint=rdzv_endpoint, rdzv_conf=rdzv_conf, rdzv_id=rdzv_id, rdzv_timeout_s=rdzv_timeout_s,
+            max_restarts=max_restarts, log_line_prefix_template=log_line_prefix_template, return_all=return_all,
+            sync_weights=sync_weights, sync_optimizers=sync_optimizers, post_mortem=post_mortem,
+            threads_per_process=threads_per_process, interrupt_grace_s=interrupt_grace_s, hang_timeout_s=hang_timeout_s,
+            on_hang=on_hang, log_dir=log_dir, is_detached=_checked_detach(detach, background, session),
         )]  # fmt: skip
         # IPython keeps tracebacks, and with them this frame, so pop() removes function, args and spec from it.
         del function, args
@@ -219,21 +215,19 @@ def notebook_launcher(
         return run_spec(specs.pop(), background=background, dashboard=dashboard)
 
 
-def _settings_of_nodes(
-    engine: "EngineName | Nodes", given: Mapping[str, Any], detach: bool
-) -> dict[str, Any]:
-    """Return the settings of a launch on nodes that stay between launches; empty if ``engine`` is none of these.
+def _machines(engine: "EngineName | Nodes", detach: bool, **given: Any) -> dict[str, Any]:
+    """Return the settings of a launch that say where it runs: ``given``, or the machines of :class:`nblaunch.Nodes`.
 
     Raises:
-        ValueError: other nodes are ``given``, or the job is to outlive this process.
+        ValueError: ``engine`` has other machines than ``given``, or the job is to outlive this process.
     """
     held: Any = sys.modules.get("nblaunch.engines.held")
     if held is None or not isinstance(engine, held.Nodes):
-        return {}
+        return {"engine": engine, **given}
     if detach:
         raise ValueError(
-            f"detach=True can't be combined with engine={engine!r}: its nodes end with this process, which the job is "
-            "to outlive"
+            f"detach=True can't be combined with engine={engine!r}: the job would outlive this process, and its nodes "
+            "would not"
         )
     return engine.settings(given)
 

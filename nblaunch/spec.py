@@ -47,17 +47,9 @@ DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
 MIXED_PRECISIONS: tuple[str, ...] = get_args(MixedPrecision)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 RDZV_SETTINGS = (
-    "timeout",
-    "join_timeout",
-    "last_call_timeout",
-    "close_timeout",
-    "heartbeat_timeout",
-    "read_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "is_host",
-    "rank",
-)
+    "timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout",
+    "keep_alive_interval", "keep_alive_max_attempt", "is_host", "rank",
+)  # fmt: skip
 """Valid keys of ``rdzv_conf``, with torch's names. ``rank`` is accepted because other launchers set it."""
 
 DEFAULT_PORTS = {"static": 29500, "c10d": 29400}

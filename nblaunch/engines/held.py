@@ -184,7 +184,7 @@ class HeldEngine(Engine):
     def retire(self) -> None:
         """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
         if os.getpid() != self._pid:
-            # Its pipes are closed here, and their numbers may be those of other files, which Python would close.
+            # Its pipes are closed here, and other files may have their numbers: Python must not close them.
             _kept_from_collection.append(self)
             return
         self._is_retired = True

@@ -163,7 +163,7 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class Leave:
-    """The job is over; the node program stays, if it was told to, and says :class:`Hello` again."""
+    """The job is over; where :attr:`Boot.stays`, the node program stays, and says :class:`Hello` again."""
 
 
 @dataclass(frozen=True)

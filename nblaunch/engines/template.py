@@ -27,7 +27,7 @@ from nblaunch.worker import process_control
 
 
 def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot | None]) -> None:
-    """Run one job after the other until the coordinator closes the channel, or the process of a job fails.
+    """Run jobs one after another until the coordinator closes the channel, or the process of a job fails.
 
     Args:
         boot: of the first job.
@@ -76,7 +76,7 @@ def _wait_for(child: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        with suppress(OSError):  # the system lets nobody handle SIGKILL
+        with suppress(OSError):  # no process can handle SIGKILL
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     if code:
