@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nblaunch import formatting
 from nblaunch.diagnosis.source_blocks import condition_on_rank, loop_around
@@ -78,8 +78,46 @@ def find_disagreement(calls: Mapping[int, RankCalls]) -> Disagreement | None:
     for group, by_rank in _by_group(calls).items():
         difference = _first_difference(group, by_rank)
         if difference is not None:
-            return difference
+            return _completed(difference, by_rank)
     return _unequal_rates(calls)
+
+
+def completed(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Disagreement:
+    """Return the difference with the calls of all ranks for which they can be known.
+
+    Args:
+        disagreement: the difference.
+        calls: rank -> its calls, read together with the difference or later.
+    """
+    by_group = _steps_by_group(calls) if disagreement.of_rates else _by_group(calls)
+    return _completed(disagreement, by_group.get(disagreement.group, {}))
+
+
+def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Call]]) -> Disagreement:
+    """Add ranks that have come later, and ranks whose call is no longer recorded.
+
+    Ranks with equal chains have agreed up to there, so a rank has made the same call as the ranks with which it has
+    agreed since.
+    """
+    number = disagreement.number
+    missing = {rank: by_rank[rank] for rank in by_rank.keys() - disagreement.calls.keys()}
+    if not missing:
+        return disagreement
+    since: dict[tuple[int, int], Call] = {}
+    if not disagreement.of_rates:
+        for rank, call in disagreement.calls.items():
+            since |= {
+                (later.number, later.chain): call
+                for later in by_rank.get(rank, {}).values()
+                if later.number > number
+            }
+    added: dict[int, Call] = {}
+    for rank, own in missing.items():
+        alike = (since[key] for call in own.values() if (key := (call.number, call.chain)) in since)
+        call = own.get(number) or next(alike, None)
+        if call is not None:
+            added[rank] = call
+    return replace(disagreement, calls=dict(sorted({**disagreement.calls, **added}.items())))
 
 
 def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
@@ -141,14 +179,19 @@ def _first_difference(group: Group, by_rank: Mapping[int, Mapping[int, Call]]) -
     return None
 
 
-def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
-    """Return an optimizer step in which replicas use different learning rates, as in the step before."""
+def _steps_by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int, Call]]]:
+    """Return group -> rank -> number -> optimizer step with a known learning rate."""
     steps: dict[Group, dict[int, dict[int, Call]]] = {}
     for rank, rank_calls in calls.items():
         for call in rank_calls.calls:
             if call.site.kind == STEP and call.site.group is not None and call.value >= 0:
                 steps.setdefault(call.site.group, {}).setdefault(rank, {})[call.number] = call
-    for group, by_rank in steps.items():
+    return steps
+
+
+def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
+    """Return an optimizer step in which replicas use different learning rates, as in the step before."""
+    for group, by_rank in _steps_by_group(calls).items():
         if len(by_rank) < 2 or any(
             call.site.detail for rank_calls in by_rank.values() for call in rank_calls.values()
         ):

@@ -146,10 +146,13 @@ class AllCalls:
         return False
 
     def read(self) -> dict[int, RankCalls] | None:
-        """Ask all nodes; return the last calls once all have answered, None until then."""
-        if self._query is None:
+        """Ask all nodes; return the last calls once all have answered, None until then.
+
+        A node that has not answered in time is asked again: without its ranks, an innocent rank could be accused.
+        """
+        if self._query is None or (self._query.is_done and not self._query.is_complete):
             self._query = self._ask()
-        if not self._query.is_done:
+        if not self._query.is_complete:
             return None
         self._query = None
         return self.last()

@@ -31,8 +31,12 @@ class NodesStacks:
     @property
     def is_done(self) -> bool:
         """Whether all nodes have answered or ended, or their time is over."""
-        waiting = [link for link in self._missing if not link.is_over]
-        return not waiting or time.monotonic() > self._until_s
+        return self.is_complete or time.monotonic() > self._until_s
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes have answered or ended."""
+        return all(link.is_over for link in self._missing)
 
     def poll(self) -> None:
         """Do nothing: answers arrive by :meth:`take`."""

@@ -1,11 +1,12 @@
 """Compares the collectives that ranks record, and finds ranks that differ while they run.
 
     digests of the last calls, several times a second ── differ? ──> all calls ──> Disagreement, twice ──> report
+                                                                              all calls at the end ──┘
 
 A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
 The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Because ranks write
 meanwhile, the next check confirms a difference. Ranks that have not reached the call yet get a moment to do so,
-because the majority decides which rank is at fault.
+because the majority decides which rank is at fault; a rank that comes while the job ends is still named.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nblaunch import env
 from nblaunch.diagnosis.disagreements import (
     Disagreement,
     Explanation,
+    completed,
     explain,
     explain_splits,
     find_disagreement,
@@ -41,7 +43,7 @@ _MAX_SHARE = 0.01
 _STANDS_STILL_S = 3.0
 """An interrupt is explained by the ranks' waits if no rank has made a call for this long."""
 
-_PATIENCE_S = 0.5
+_PATIENCE_S = 2.0
 """Time for ranks to reach the call in which others differ."""
 
 
@@ -131,7 +133,8 @@ class CollectiveWatch:
         self._next_s = 0.0
         self._is_reading = False
         self._found: tuple[Disagreement, float] | None = None
-        self._known: set[tuple[object, int]] = set()
+        self._known: set[object] = set()
+        self._reported: Disagreement | None = None
 
     def compare(self, report: AttemptReport, running: Collection[int], end: Callable[[], None]) -> None:
         """Compare the ranks if a check is due.
@@ -158,6 +161,9 @@ class CollectiveWatch:
     def conclude(self, report: AttemptReport) -> None:
         """Compare the ranks once more after all have stopped writing, and keep their last calls in ``report``."""
         report.calls = dict(self._source.last())
+        if report.disagreement is not None and self._reported is not None:
+            whole = completed(self._reported, report.calls)
+            report.disagreement = explain(whole, report.calls, self._source.steps())
         is_over = report.disagreement is not None or report.interrupted or report.cancelled
         if is_over or self._is_session or not self._is_judge:
             return
@@ -207,19 +213,31 @@ class CollectiveWatch:
         if disagreement is None or self._key(disagreement) in self._known:
             self._found = None
             return None
-        if self._found is None or self._key(self._found[0]) != self._key(disagreement):
+        if self._found is None or not _continues(self._found[0], disagreement):
             self._found = disagreement, now_s
-        since_s = self._found[1]
+        disagreement, since_s = completed(self._found[0], calls), self._found[1]
+        self._found = disagreement, since_s
         may_come = disagreement.missing & set(alive)
         if now_s == since_s or (may_come and now_s - since_s < _PATIENCE_S):
             return None
         return self._certain(disagreement, calls)
 
     def _certain(self, disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Explanation:
-        self._found = None
+        self._found, self._reported = None, disagreement
         self._known.add(self._key(disagreement))
         return explain(disagreement, calls, self._source.steps())
 
     @staticmethod
-    def _key(disagreement: Disagreement) -> tuple[object, int]:
-        return (disagreement.group, disagreement.of_rates), disagreement.number
+    def _key(disagreement: Disagreement) -> object:
+        """Return what two occurrences of one mistake have in common: the differing calls and their lines."""
+        calls = disagreement.calls.values()
+        return disagreement.group, disagreement.of_rates, frozenset((call.site, call.size) for call in calls)
+
+
+def _continues(earlier: Disagreement, later: Disagreement) -> bool:
+    """Return whether a later look confirms a difference: ranks that have differed once differ from then on.
+
+    The first difference may no longer be recorded, because ranks call collectives faster than they are compared.
+    """
+    is_same = earlier.group == later.group and earlier.of_rates == later.of_rates
+    return is_same and later.number >= earlier.number

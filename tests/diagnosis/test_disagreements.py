@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.diagnosis.disagreements import explain, find_disagreement
+from nblaunch.diagnosis.disagreements import completed, explain, find_disagreement
 from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.wire.collective_calls import BACKWARD, STEP, Call, Group, RankCalls, Site
 
@@ -69,6 +69,39 @@ def test_a_difference_that_is_no_longer_kept_is_not_seen_in_what_follows() -> No
     calls = {0: calls_of(*[reduce()] * 5, first=300), 1: calls_of(*[reduce()] * 5, first=300)}
     shifted = tuple(replace(call, chain=call.chain + 1) for call in calls[1].calls)
     assert find_disagreement({**calls, 1: replace(calls[1], calls=shifted)}) is None
+
+
+def last(number: int, calls: RankCalls) -> RankCalls:
+    return replace(calls, calls=calls.calls[-number:])
+
+
+def test_a_rank_whose_call_is_no_longer_kept_made_the_call_of_those_it_agrees_with_since() -> None:
+    maximum = reduce(10, reduction="MAX")
+    calls = {
+        rank: calls_of(reduce(), maximum if rank == 3 else reduce(), *[reduce()] * 8) for rank in range(4)
+    }
+    found = find_disagreement({**calls, 0: last(4, calls[0]), 1: last(5, calls[1])})
+    assert found is not None
+    assert (found.number, found.missing) == (2, set())
+    assert explain(found, calls).headline.startswith(
+        "collective 2: rank 3 all_reduce float32[4] MAX (train.py, line 10); ranks 0-2 all_reduce float32[4] SUM"
+    )
+
+
+def test_a_rank_that_agrees_with_none_since_is_not_named() -> None:
+    calls = {rank: calls_of(*[reduce(root=rank)] * 9) for rank in range(3)}
+    found = find_disagreement({**calls, 2: last(3, calls[2])})
+    assert found is not None
+    assert found.calls.keys() == {0, 1}
+
+
+def test_ranks_that_come_later_complete_a_difference() -> None:
+    calls = {rank: calls_of(reduce(), reduce(reduction="MAX" if rank == 3 else "SUM")) for rank in range(4)}
+    early = {rank: calls[rank] if rank > 1 else last(1, calls_of(reduce())) for rank in range(4)}
+    found = find_disagreement(early)
+    assert found is not None
+    assert explain(found, early).ranks == ()
+    assert explain(completed(found, calls), calls).ranks == (3,)
 
 
 def test_a_learning_rate_must_differ_twice() -> None:
