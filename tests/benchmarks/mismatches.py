@@ -165,31 +165,35 @@ def _explained(kernel: Kernel, chosen: Sequence[Mismatch]) -> Iterator[Row]:
 
 def _explained_in_scripts(chosen: Sequence[Mismatch]) -> Iterator[Row]:
     num_good, num_blamed = 0, 0
-    for mismatch in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "program.py"
-            path.write_text(f"{mismatch.source}\n{PREAMBLE}\ntrain()\n")  # lines are those of the cell
-            options = [
-                f"--num_processes={mismatch.num_ranks}", "--cpu", f"--hang_timeout_s={HANG_TIMEOUT_S}",
-                "--on_hang=stop", "--interrupt_grace_s=1",
-            ]  # fmt: skip
-            ended = subprocess.run(
-                [sys.executable, "-m", "nblaunch", "launch", *options, str(path)],
-                env={**os.environ, "NBLAUNCH_LOG_DIR": folder},
-                capture_output=True, text=True, timeout=90, check=False,
-            )  # fmt: skip
-        output = ended.stdout + ended.stderr
-        error = re.search(r"^\w*(?:Mismatch|Hang|Error)\b.*", output, re.MULTILINE | re.DOTALL)
-        problems = mismatch.problems(error[0] if error else "", output)
-        num_good += not problems
-        num_blamed += any(problem.startswith("accuses") for problem in problems)
-        if problems:
-            yield Row(f"script: {mismatch.name}", "; ".join(problems))
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        for mismatch, problems in zip(chosen, pool.map(_problems_of_script, chosen), strict=True):
+            num_good += not problems
+            num_blamed += any(problem.startswith("accuses") for problem in problems)
+            if problems:
+                yield Row(f"script: {mismatch.name}", "; ".join(problems))
     limit = len(chosen) - int(MAX_UNEXPLAINED * len(chosen))
     yield Row(
         "mismatches explained in scripts", f"{num_good}/{len(chosen)}", f">= {limit}", num_good >= limit
     )
     yield Row("of these, innocent ranks accused", str(num_blamed), "0", num_blamed == 0)
+
+
+def _problems_of_script(mismatch: Mismatch) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(f"{mismatch.source}\n{PREAMBLE}\ntrain()\n")  # lines are those of the cell
+        options = [
+            f"--num_processes={mismatch.num_ranks}", "--cpu", f"--hang_timeout_s={HANG_TIMEOUT_S}",
+            "--on_hang=stop", "--interrupt_grace_s=1",
+        ]  # fmt: skip
+        ended = subprocess.run(
+            [sys.executable, "-m", "nblaunch", "launch", *options, str(path)],
+            env={**os.environ, "NBLAUNCH_LOG_DIR": folder},
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+    output = ended.stdout + ended.stderr
+    # The error follows the table, whose last line names the logs.
+    return mismatch.problems(output.rpartition("\nlogs: ")[2].partition("\n")[2], output)
 
 
 def _right(kernel: Kernel) -> Iterator[Row]:
