@@ -12,7 +12,6 @@ lines left out. A program that has not ended some seconds after all its ranks ha
 from __future__ import annotations
 
 import os
-import re
 import socket
 import subprocess
 import sys
