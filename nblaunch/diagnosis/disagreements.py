@@ -114,9 +114,9 @@ def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Ca
     added: dict[int, Call] = {}
     for rank, own in missing.items():
         alike = (since[key] for call in own.values() if (key := (call.number, call.chain)) in since)
-        call = own.get(number) or next(alike, None)
-        if call is not None:
-            added[rank] = call
+        known = own.get(number) or next(alike, None)
+        if known is not None:
+            added[rank] = known
     return replace(disagreement, calls=dict(sorted({**disagreement.calls, **added}.items())))
 
 
