@@ -112,11 +112,11 @@ def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Ca
                 if later.number > number
             }
     added: dict[int, Call] = {}
-    for rank, own in missing.items():
-        alike = (since[key] for call in own.values() if (key := (call.number, call.chain)) in since)
-        known = own.get(number) or next(alike, None)
-        if known is not None:
-            added[rank] = known
+    for rank, calls in missing.items():
+        alike = (since[key] for call in calls.values() if (key := (call.number, call.chain)) in since)
+        addition = calls.get(number) or next(alike, None)
+        if addition is not None:
+            added[rank] = addition
     return replace(disagreement, calls=dict(sorted({**disagreement.calls, **added}.items())))
 
 

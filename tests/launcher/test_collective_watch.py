@@ -89,7 +89,7 @@ def test_ranks_that_are_faster_than_the_comparison_are_reported() -> None:
     assert report.disagreement.headline == EVERY_RANK
 
 
-def test_a_session_is_told_once_of_a_mistake_in_a_loop() -> None:
+def test_a_session_warns_once_of_a_mistake_in_a_loop() -> None:
     notes: list[Event] = []
     reported(
         *[(number, number, number, number) for number in range(30, 300, 20)],
