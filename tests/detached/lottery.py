@@ -1,0 +1,298 @@
+"""Kills, interrupts, full disks and removed files at random moments of detached jobs, and what must come of each.
+
+    python -m tests.detached.lottery [--draws 50] [--kinds rank guardian ...] [--seed 0]
+
+A job that is not killed itself returns its value, or raises the error that names what was killed. No process is left.
+A draw that ends otherwise is printed with all that is known of it. It needs the right to mount a small disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import nblaunch
+from nblaunch import Accelerator, Job, notebook_launcher
+
+TOKEN = "NBLAUNCH_LOTTERY"
+"""Variable that processes of one lottery have, so that it kills no other."""
+
+LEFT_S = 15.0
+"""How long processes may take to end on a machine with more load than cores."""
+
+RESULT_S = 90.0
+STEPS = 60
+STEP_S = 0.01
+SPAN_S = 1.5
+"""Seconds from the launch in which something happens; a job takes about as long."""
+
+VALUE = {"steps": STEPS, "data": b"x" * 300_000}
+
+
+def work() -> dict[str, Any]:
+    """Print for a while, and return a value."""
+    for step in range(STEPS):
+        print(f"step {step}")
+        time.sleep(STEP_S)
+    return VALUE
+
+
+def train(model: Any) -> str:
+    """Train so that after each step all weights are the number of steps."""
+    import torch
+
+    accelerator = Accelerator()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(STEPS):
+        loss = -sum(parameter.sum() for parameter in model.parameters())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(STEP_S)
+    return "trained"
+
+
+def launch(**settings: Any) -> Job[Any]:
+    return notebook_launcher(
+        work, num_processes=2, backend="cpu", background=True, detach=True, dashboard="none", **settings
+    )
+
+
+def result_of(job: Job[Any]) -> tuple[str, Any]:
+    """Return the kind of the end, and the value or the error."""
+    try:
+        return "value", job.result(RESULT_S)
+    except BaseException as error:
+        return type(error).__name__, error
+
+
+def processes(*parts: str) -> list[psutil.Process]:
+    """Return the processes of this lottery, without this one, whose command lines have all ``parts``."""
+    matches = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(TOKEN) == os.environ[TOKEN]
+                and all(part in line for part in parts)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                matches.append(process)
+    return matches
+
+
+def first_of(candidates: list[psutil.Process]) -> list[psutil.Process]:
+    """Return those that were not started by another of them: forked workers have the command line of their parent."""
+    pids = {process.pid for process in candidates}
+    parents = []
+    for process in candidates:
+        with suppress(psutil.Error):
+            if process.ppid() not in pids:
+                parents.append(process)
+    return parents
+
+
+class Lottery:
+    """Draws; each method with the name of a kind returns what is wrong, or an empty text.
+
+    Args:
+        folder: folder of the jobs, on a small disk.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+
+    def wait(self, span_s: float = SPAN_S) -> None:
+        """Wait for a random time."""
+        time.sleep(self._random.uniform(0.0, span_s))
+
+    def kill(self, find: Callable[[], list[psutil.Process]]) -> bool:
+        """Kill one of the processes that are there now; return whether there was one."""
+        candidates = find()
+        if not candidates:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            self._random.choice(candidates).kill()
+        return True
+
+    # --- kinds ---------------------------------------------------------------------------------------------------
+
+    def kernel(self) -> str:
+        """The launching process is killed, while it launches or later."""
+        before = {job.id for job in nblaunch.jobs()}
+        program = "from tests.detached import lottery; job = lottery.launch(); job.wait()"
+        launching = subprocess.Popen([sys.executable, "-c", program])
+        self.wait(2 * SPAN_S)
+        launching.kill()
+        launching.wait()
+        limit_s = time.monotonic() + LEFT_S
+        while processes("job_process") and time.monotonic() < limit_s:
+            time.sleep(0.02)
+        new = [job.id for job in nblaunch.jobs() if job.id not in before]
+        return "".join(self._unless_value(nblaunch.attach(name, dashboard="none")) for name in new)
+
+    def job_process(self) -> str:
+        job = launch()
+        self.wait()
+        self.kill(lambda: first_of(processes("job_process")))
+        kind, end = result_of(job)
+        if kind == "value" and end == VALUE:
+            return ""
+        listed = [summary.status for summary in nblaunch.jobs() if summary.id == job.id]
+        is_good = kind == "JobLost" and "was killed" in str(end) and listed == ["lost"]
+        return "" if is_good else f"{kind}: {end}, listed as {listed}"
+
+    def rank(self) -> str:
+        job = launch()
+        self.wait()
+        self.kill(lambda: [psutil.Process(pid) for pid in job.pids.values() if psutil.pid_exists(pid)])
+        kind, end = result_of(job)
+        is_good = kind == "WorkerDied" and "SIGKILL" in str(end) and "rank " in str(end)
+        return "" if is_good or end == VALUE else f"{kind}: {end}"
+
+    def guardian(self) -> str:
+        job = launch()
+        self.wait()
+        self.kill(lambda: processes("nblaunch-guardian"))
+        return self._unless_value(job)
+
+    def forkserver(self) -> str:
+        job = launch(start_method="forkserver")
+        self.wait()
+        self.kill(lambda: first_of(processes("start_methods.forkserver")))
+        kind, end = result_of(job)
+        is_good = kind in ("WorkerDied", "LaunchError") and "SIGKILL" in str(end)
+        return "" if is_good or end == VALUE else f"{kind}: {end}"
+
+    def interrupt(self) -> str:
+        """Interrupt once, or twice."""
+        job = launch()
+        self.wait()
+        job.interrupt()
+        if self._random.random() < 0.3:
+            self.wait(0.3)
+            job.interrupt()
+        kind, end = result_of(job)
+        return "" if kind == "KeyboardInterrupt" or end == VALUE else f"{kind}: {end}"
+
+    def weights(self) -> str:
+        """Interrupt training: the weights are those of a whole step."""
+        import torch
+
+        model = torch.nn.Linear(8, 4)
+        job: Job[Any] = notebook_launcher(
+            train, (model,), 2, backend="cpu", background=True, detach=True, dashboard="none"
+        )  # fmt: skip
+        self.wait(4 * SPAN_S)
+        job.interrupt()
+        kind, end = result_of(job)
+        if kind not in ("KeyboardInterrupt", "value"):
+            return f"{kind}: {end}"
+        states = job.weights()
+        if not states:  # it came before the function had begun, or a note says why there are none
+            return "" if kind == "KeyboardInterrupt" else "no weights"
+        values = torch.cat([value.flatten() for value in states[0].values()])
+        steps = values[0].item()
+        is_whole = bool((values == steps).all()) and steps == int(steps)
+        return "" if is_whole else f"{kind}: weights {values.tolist()}"
+
+    def disk(self) -> str:
+        """The disk is full for a while."""
+        job = launch()
+        self.wait()
+        filler = self._folder / "filler"
+        with filler.open("wb") as file, suppress(OSError):
+            while True:
+                os.write(file.fileno(), bytes(1 << 14))
+        self.wait()
+        filler.unlink()
+        return self._unless_value(job)
+
+    def removal(self) -> str:
+        """A cleaner removes the folder of the job, which is there again at its end."""
+        job = launch()
+        self.wait(STEPS * STEP_S / 2)
+        aside = self._folder / "removed"
+        with suppress(FileNotFoundError):
+            job.log_dir.rename(aside)
+            shutil.rmtree(aside)
+        return self._unless_value(job)
+
+    def _unless_value(self, job: Job[Any]) -> str:
+        kind, end = result_of(job)
+        return "" if kind == "value" and end == VALUE else f"{kind}: {str(end)[:2000]}"
+
+    # --- after each ----------------------------------------------------------------------------------------------
+
+    def what_is_left(self) -> str:
+        """Return the processes that are left some seconds later; end them."""
+        _, left = psutil.wait_procs(processes(), LEFT_S)
+        for process in left:
+            process.kill()
+        return ", ".join(f"left: {process}" for process in left)
+
+
+KINDS = ("kernel", "job_process", "rank", "guardian", "forkserver", "interrupt", "weights", "disk", "removal")
+
+
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lottery-") as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "tmpfs", folder], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def main() -> None:
+    """Draw as often as the arguments say; print each draw that ended badly."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--draws", type=int, default=50, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is drawn")
+    options = parser.parse_args()
+    with small_disk() as folder:
+        os.environ |= {
+            TOKEN: secrets.token_hex(8), "NBLAUNCH_LOG_DIR": str(folder), "NBLAUNCH_KEEP_JOBS": "6",
+        }  # fmt: skip
+        lottery = Lottery(folder, options.seed)
+        good, drawn = dict.fromkeys(options.kinds, 0), dict.fromkeys(options.kinds, 0)
+        until_s = time.monotonic() + options.limit
+        for number in range(options.draws):
+            for kind in options.kinds:
+                if time.monotonic() > until_s:
+                    break
+                wrong = getattr(lottery, kind)()
+                wrong = "; ".join(filter(None, (wrong, lottery.what_is_left())))
+                drawn[kind] += 1
+                good[kind] += not wrong
+                if wrong:
+                    print(f"{kind} {number}: {wrong}", flush=True)
+    print(", ".join(f"{kind} {good[kind]} of {drawn[kind]}" for kind in options.kinds))
+    sys.exit(good != drawn)
+
+
+if __name__ == "__main__":
+    main()
