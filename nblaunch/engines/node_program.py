@@ -101,11 +101,12 @@ class NodeProgram:
             return False  # the coordinator has ended
         self._channel.send(self._ready(plan))
         while not self._channel.is_closed:
-            for message in self._channel.wait():
+            messages = iter(self._channel.wait())
+            for message in messages:
                 if isinstance(message, Leave):
                     return True
                 if isinstance(message, StartRanks):
-                    self._run_attempt(spec, plan, message)
+                    self._run_attempt(spec, plan, message, messages)
                 elif isinstance(message, AskClock):
                     self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
         return False
@@ -185,8 +186,14 @@ class NodeProgram:
 
     # --- an attempt ----------------------------------------------------------------------------------------------
 
-    def _run_attempt(self, spec: LaunchSpec, plan: LaunchPlan, order: StartRanks) -> None:
-        """Run the ranks of this node to their end, and send their results."""
+    def _run_attempt(
+        self, spec: LaunchSpec, plan: LaunchPlan, order: StartRanks, later: Iterator[object]
+    ) -> None:
+        """Run the ranks of this node to their end, and send their results.
+
+        Args:
+            later: messages to these ranks that arrived together with the order.
+        """
         self._requests = requests = JobRequests()
         uplink = Uplink(self._channel, requests, self._id, self._host, self._address)
         try:
@@ -208,6 +215,7 @@ class NodeProgram:
                 compares_ranks=False,
             )
             uplink.begin(attempt)
+            uplink.take(later)
             running = start_attempt(attempt)
             uplink.outboxes = {assignment.outbox_fd: assignment.rank for assignment in running.assignments}
             uplink.calls = NodeCalls(running.board, running.attempt.ranks)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -145,10 +145,14 @@ class Uplink:
 
     def receive(self) -> None:
         """Handle the coordinator's messages. If the coordinator has ended, the ranks end at once."""
-        for message in self._channel.receive():
-            self._handle(message)
+        self.take(self._channel.receive())
         if self._channel.is_closed and not self._requests.is_cancelled:
             self._requests.cancel()
+
+    def take(self, messages: Iterable[object]) -> None:
+        """Handle messages that have arrived from the coordinator."""
+        for message in messages:
+            self._handle(message)
 
     def _handle(self, message: object) -> None:
         if isinstance(message, Request):
