@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from nblaunch import formatting
 from nblaunch.detached.folder import JobFolder, Unusable
@@ -20,8 +22,14 @@ from nblaunch.host import files
 from nblaunch.host.machine import ProcessState
 from nblaunch.wire import schema
 
-_PATIENCE_S = 0.5
-"""How long the list waits for the answer of a job process, which may be busy or stopped."""
+T = TypeVar("T")
+U = TypeVar("U")
+
+_PATIENCE_S = 1.0
+"""How long the list waits for the answers of job processes, which may be busy or stopped. All are asked at once."""
+
+_MAX_ASKED = 32
+"""Number of job processes that are asked at the same time."""
 
 OTHER_LAYOUT = "its events have other fields"
 
@@ -95,12 +103,8 @@ def jobs() -> list[JobSummary]:
         PermissionError: the folder of the jobs can be changed by other users.
     """
     homes = present_homes()
-    listed, records = [], []
-    for folder in _folders(homes):
-        with suppress(FileNotFoundError):  # another process prunes it at the same time
-            summary, record = _look_at(folder)
-            records.append(record)
-            listed.append(summary)
+    looks = _at_once(_look_at, _folders(homes))
+    listed, records = [summary for summary, _ in looks], [record for _, record in looks]
     addresses = {record.address for record in records if record is not None}
     # A job that is restoring its files looks damaged, but answers.
     by_folder = {
@@ -167,8 +171,22 @@ def _subfolders(folder_fd: int) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
+def _at_once(look: Callable[[T], U], places: Sequence[T]) -> list[U]:
+    """Return ``look(place)`` for all places, some of which take a while to answer."""
+    if not places:
+        return []
+    with ThreadPoolExecutor(min(len(places), _MAX_ASKED), "nblaunch-jobs") as pool:
+        return list(pool.map(look, places))
+
+
 def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
     """Return the line of a job and its record, each None if missing."""
+    with suppress(FileNotFoundError):  # another process prunes it at the same time
+        return _look_into(folder)
+    return None, None
+
+
+def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
     record = None
     try:
         record = folder.load_record()
@@ -251,10 +269,9 @@ def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[Jo
         if answer.problem:
             lines.append(_unrestored_line(answer))
             continue
-        with suppress(FileNotFoundError):
-            summary, _ = _look_at(JobFolder(answer.folder))
-            if summary is not None:
-                lines.append(summary)
+        summary, _ = _look_at(JobFolder(answer.folder))
+        if summary is not None:
+            lines.append(summary)
     return lines
 
 
@@ -287,18 +304,21 @@ class _Answer:
 
 def _answers(skipped: Collection[str] = ()) -> list[_Answer]:
     """Ask all job processes of this user about themselves, but those at the ``skipped`` addresses."""
-    answers = []
-    for address in served_addresses():
-        if address in skipped:
-            continue
-        text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
-        with suppress(ValueError, KeyError, TypeError):  # there is no answer
-            plain = json.loads(text)
-            record = None
-            with suppress(ValueError):
-                record = schema.load(Served, text.encode()).record
-            answers.append(_Answer(address, Path(plain["folder"]), str(plain.get("problem", "")), record))
-    return answers
+    addresses = [address for address in served_addresses() if address not in skipped]
+    return [answer for answer in _at_once(_answer_at, addresses) if answer is not None]
+
+
+def _answer_at(address: str) -> _Answer | None:
+    """Return what the job process at an address replies; None if it does not."""
+    text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
+    try:
+        plain = json.loads(text)
+        record = None
+        with suppress(ValueError):
+            record = schema.load(Served, text.encode()).record
+        return _Answer(address, Path(plain["folder"]), str(plain.get("problem", "")), record)
+    except (ValueError, KeyError, TypeError):  # there is no reply
+        return None
 
 
 def endpoint_of(folder: JobFolder) -> Endpoint:

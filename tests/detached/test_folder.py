@@ -11,8 +11,9 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import nblaunch
 from nblaunch import cli
 from nblaunch.dashboard.fold import fold
 from nblaunch.dashboard.view import JobView
-from nblaunch.detached import follower, requests
+from nblaunch.detached import follower, listing, requests
 from nblaunch.detached.folder import JobFolder, Launch, Snapshot
 from nblaunch.detached.home import open_home
 from nblaunch.detached.layout import own_layout
@@ -39,7 +40,7 @@ from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.spec import LaunchSpec
-from nblaunch.wire import exceptions
+from nblaunch.wire import exceptions, schema
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.channel import EventReceiver
 from tests.no_descriptors import no_descriptor_left
@@ -274,6 +275,29 @@ def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str
         if status.startswith("on "):
             with pytest.raises(LookupError, match="another machine, here: attach to it there"):
                 nblaunch.attach()
+
+
+def test_job_processes_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "ask", partial(listing.ask, timeout_s=30.0))
+    all_asked = threading.Barrier(3)
+
+    def describe(folder: JobFolder) -> str:
+        try:
+            all_asked.wait(10)
+        except threading.BrokenBarrierError:
+            return ""
+        served = listing.Served(str(folder.path), "", "it waits for room", folder.load_record())
+        return schema.dump(served).decode()
+
+    with ExitStack() as stack:
+        for number in range(3):
+            folder, _ = stack.enter_context(recorded(job_id=f"train-{number}"))
+            made = _Requests()
+            answer = {"describe": partial(describe, folder)}
+            server = requests.RequestServer(Endpoint(folder.path), made, answer)
+            stack.callback(made.close)
+            stack.callback(server.close)
+        assert {job.status for job in nblaunch.jobs()} == {"waiting"}
 
 
 def test_a_job_runs_from_the_start_of_its_first_worker_on() -> None:
