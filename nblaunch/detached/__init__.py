@@ -30,6 +30,7 @@ from nblaunch import dashboard as dashboards
 from nblaunch.detached.follower import follow
 from nblaunch.detached.listing import JobSummary, find, jobs
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
+from nblaunch.host import signal_handlers
 from nblaunch.launcher.job import Job
 from nblaunch.spec import DashboardKind
 
@@ -58,14 +59,14 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
         PermissionError: the folder of the job can be changed by other users.
     """
     __tracebackhide__ = True
-    with HiddenLauncherFrames():
+    with HiddenLauncherFrames(), signal_handlers.held_back():
         folder = find(job_id)
         listeners = dashboards.choose(dashboard, background=True)
         try:
             follower = follow(folder, listeners)
-        except (LookupError, OSError) as error:
+        except BaseException as error:
             refusal = LookupError(str(error)) if isinstance(error, LookupError) else error
             dashboards.close_refused(listeners, refusal)
             raise refusal from None
-    dashboards.connect(listeners, follower)
-    return follower
+        dashboards.connect(listeners, follower)
+        return follower

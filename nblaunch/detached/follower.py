@@ -30,8 +30,10 @@ from nblaunch.detached.requests import Endpoint, RemoteRequests
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.errors import JobLost, ResultError
 from nblaunch.events import AttemptStarted, Event, JobEnded, Note
+from nblaunch.host import signal_handlers
 from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.job import Job, Listener
+from nblaunch.launcher.latch import Latch
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.wire import exceptions
@@ -104,7 +106,7 @@ class JobFollower(Job):
         self._folder = folder
         self._endpoint = endpoint
         self._reader = JobReader(folder, self.ranks, self.emit, self.emit_readings)
-        self._has_looked = threading.Event()
+        self._has_looked = Latch()
         self._thread: threading.Thread | None = None
         self._newcomers: deque[_Newcomer] = deque()
         self._is_detached = False
@@ -122,9 +124,15 @@ class JobFollower(Job):
         """Add listeners, which receive all events, past ones first; return False if it is too late."""
         newcomer = _Newcomer(listeners)
         self._newcomers.append(newcomer)
-        while not newcomer.has_joined.wait(_POLL_S):
-            if self._ended.is_set() or self._is_detached or not self._is_followed:
-                return newcomer.has_joined.is_set()
+        try:
+            while not newcomer.has_joined.wait(_POLL_S):
+                if self._ended.is_set() or self._is_detached or not self._is_followed:
+                    return newcomer.has_joined.is_set()
+                signal_handlers.run_arrived()
+        except BaseException:  # raised by a handler
+            with suppress(ValueError):
+                self._newcomers.remove(newcomer)
+            raise
         return True
 
     def detach(self) -> None:
@@ -335,7 +343,7 @@ class _Newcomer:
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = listeners
-        self.has_joined = threading.Event()
+        self.has_joined = Latch()
 
     def emit(self, event: Event) -> None:
         """Send an event of the past."""

@@ -7,6 +7,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       fork_safety.py     whether the kernel can be forked
       copied_variables.py  warns about variables that every worker copies
     job.py               Job: the caller's future, with state and listeners
+      latch.py           waits that interrupts can't damage
     runner.py            JobRunner: runs a job to its end, attempt after attempt
       joblog.py          the log files of a job; logs of old jobs are pruned at the first tick
         logtail.py       follows the files and limits their size

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.events import Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
+from nblaunch.launcher.latch import Latch
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.span_recorder import recorded
@@ -164,8 +164,8 @@ class Job(Generic[T]):
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._launch_settled = threading.Event()  # set once started, waiting for other machines, or ended
-        self._ended = threading.Event()
+        self._launch_settled = Latch()  # set once started, waiting for other machines, or ended
+        self._ended = Latch()
         self._show_again: Callable[[], bool] | None = None
 
     def result(self, timeout: float | None = None) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nblaunch import formatting
 from nblaunch.events import Note
+from nblaunch.host import signal_handlers
 from nblaunch.user_code import used_by
 from nblaunch.weights.loading import has_changes, load_if_it_fits, whole
 from nblaunch.weights.plain_names import without_wrappers_inside
@@ -134,7 +135,8 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{type(module).__name__} is not a torch.nn.Module, so weights can't be loaded into it"
         )
-    misfit = load_if_it_fits(module, state, is_complete=True)
+    with signal_handlers.held_back():  # an interrupt would leave a part of the weights in the module
+        misfit = load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit}"
