@@ -44,7 +44,7 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.pickling import payload
 
 RECORD, END, END_RESERVE, EVENTS = "record.json", "end.json", "end.reserve", "events"
-RESULT, WEIGHTS = "result", "weights"
+RESULT, WEIGHTS, ERROR = "result", "weights", "error"
 MAX_END_BYTES = 1 << 16
 _RETRY_S = 0.1
 
@@ -93,7 +93,7 @@ class JobError:
 
 
 _Pickled = TypeVar("_Pickled", Launch, Snapshot, JobError)
-_NAMES = {Launch: "launch", Snapshot: "snapshot", JobError: "error"}
+_NAMES = {Launch: "launch", Snapshot: "snapshot", JobError: ERROR}
 
 
 class Unusable(LookupError):

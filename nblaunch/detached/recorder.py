@@ -13,14 +13,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch import formatting
 from nblaunch.detached import home
 from nblaunch.detached.folder import (
     END_RESERVE,
+    ERROR,
     EVENTS,
     MAX_END_BYTES,
     RECORD,
@@ -250,28 +251,29 @@ class Recorder:
         folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
         saving = _Saving(self._requests.endings)
         # The result first and separately, so that a problem with the weights, which may be large, can't lose it.
-        unsaved = unsaved_weights = unsaved_error = ""
+        parts: dict[str, _Part] = {}
         if outcome.status == "done" or values:
-            unsaved = self._save(saving, "the result", values, lambda: folder.write_payload(RESULT, values))
+            parts[RESULT] = _Part("the result", values, lambda: folder.write_payload(RESULT, values))
         if weights:
-            unsaved_weights = self._save(
-                saving, "the trained weights", weights, lambda: folder.write_payload(WEIGHTS, weights)
+            parts[WEIGHTS] = _Part(
+                "the trained weights", weights, lambda: folder.write_payload(WEIGHTS, weights)
             )
         if outcome.error is not None:
             error = _error_of(outcome)
-            unsaved_error = self._save(saving, "the error", None, lambda: folder.write(error))
-        unsaved_events = self._save(saving, "the logged values", None, self._append_pending)
-        lost = "; ".join(filter(None, (unsaved, unsaved_weights, unsaved_error, unsaved_events)))
+            parts[ERROR] = _Part("the error", None, lambda: folder.write(error))
+        unsaved = self._save_parts(saving, parts)
+        unsaved_events = self._save(saving, _Part("the logged values", None, self._append_pending))
+        lost = "; ".join(filter(None, (*unsaved.values(), unsaved_events)))
         end = End(
             format=FORMAT,
             event=replace(event, message=shortened(event.message, _MAX_MESSAGE)),
-            unsaved=shortened(unsaved, _MAX_MESSAGE),
+            unsaved=shortened(unsaved.get(RESULT, ""), _MAX_MESSAGE),
             has_weights=bool(weights),
-            unsaved_weights=shortened(unsaved_weights, _MAX_MESSAGE),
-            unsaved_error=shortened(unsaved_error, _MAX_MESSAGE),
+            unsaved_weights=shortened(unsaved.get(WEIGHTS, ""), _MAX_MESSAGE),
+            unsaved_error=shortened(unsaved.get(ERROR, ""), _MAX_MESSAGE),
             partial_rank=_partial_rank(outcome),
         )
-        self._save(saving, "the end of the job", None, lambda: folder.write_plain(end))
+        self._save(saving, _Part("the end of the job", None, lambda: folder.write_plain(end)))
         if self._num_dropped:
             text = f"{self._num_dropped:,} events were lost because the disk was full"
             lost = "; ".join(filter(None, (lost, text)))
@@ -282,21 +284,36 @@ class Recorder:
         if problem is not None:
             raise problem
 
-    def _save(self, saving: _Saving, what: str, value: Any, write: Callable[[], None]) -> str:
-        """Write a part of the outcome as soon as there is space; return why that failed, or an empty string.
+    def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
+        """Write files of the outcome; return why that failed, by name.
 
-        Args:
-            value: the value to pickle, for its size; None if it is tiny.
+        A file may be removed while the next one is written, which can take long on a full disk: it is written again.
         """
+        unsaved: dict[str, str] = {}
+        while missing := [name for name in parts if name not in unsaved and not self._is_there(name)]:
+            for name in missing:
+                if problem := self._save(saving, parts[name]):
+                    unsaved[name] = problem
+        return unsaved
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return self._folder.modified(name) is not None
+        except OSError:  # the folder is gone too, or others can change it; a write says so
+            return False
+
+    def _save(self, saving: _Saving, part: _Part) -> str:
+        """Write a part of the outcome as soon as there is space; return why that failed, or an empty string."""
+        what = part.what
         try:
             while True:
                 try:
-                    write()
+                    part.write()
                 except OSError as error:
                     problem = error
                 else:
                     return ""
-                num_bytes = payload.num_bytes(value)  # raises if the value's own code fails
+                num_bytes = payload.num_bytes(part.value)  # raises if the value's own code fails
                 why = disk.reason(self._folder.path, problem)
                 if not self._waits(saving, what, num_bytes, problem, why):
                     return f"{what} could not be written: {why}. It was discarded on request"
@@ -322,6 +339,21 @@ class Recorder:
                 return True
             time.sleep(_LOOK_S)
         return False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the outcome.
+
+    Args:
+        what: name for the user.
+        value: the value to pickle, for its size; None if it is tiny.
+        write: writes it into the folder.
+    """
+
+    what: str
+    value: Any
+    write: Callable[[], None]
 
 
 class _Saving:

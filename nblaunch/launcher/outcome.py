@@ -124,12 +124,12 @@ def conclude_job(
     if report.cancelled:
         text = f"{attempt.spec.function_name} was cancelled; logs: {attempt.log.path}"
         cancelled = JobCancelled("\n".join([text, *unkillable]))
-        values, notes = _keep_values(cancelled, attempt, report, rank_results)
+        values, notes = keep_values(cancelled, attempt, report, rank_results)
         return JobOutcome("cancelled", cancelled, values=values), notes
     if report.interrupted:
         error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
         unfit, notes = _load_interrupted(attempt, report, rank_results)
-        values, notes_of_values = _keep_values(error, attempt, report, rank_results)
+        values, notes_of_values = keep_values(error, attempt, report, rank_results)
         outcome = JobOutcome("interrupted", error, values=values, unloaded_weights=unfit)
         return outcome, notes + notes_of_values
     if not report.is_success:
@@ -285,7 +285,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 # --- return values ---------------------------------------------------------------------------------------------------
 
 
-def _keep_values(
+def keep_values(
     error: BaseException, attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[int, Any], list[Note]]:
     """Set ``error.partial`` to the values of ranks that returned before others were ended; return them and a note."""

@@ -62,6 +62,7 @@ class SessionClient:
         busy: ranks that have not replied to the current command.
         busy_since_s: time at which the command was sent, by ``monotonic()``.
         num_interrupts: number of interrupts of the current or last command.
+        replies: replies to the current or last command so far.
         debugger: client of the debugger in the ranks.
     """
 
@@ -83,6 +84,7 @@ class SessionClient:
         self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
+        self.replies: Replies = {}
 
     @contextmanager
     def command(self) -> Iterator[None]:
@@ -232,7 +234,7 @@ class SessionClient:
         Args:
             is_joint: whether ranks may be stuck in their group if one of them fails.
         """
-        replies: Replies = {}
+        replies = self.replies = {}
         leaving: set[int] = set()
         failed_since_s: float | None = None
         while self.busy:
@@ -291,11 +293,11 @@ class SessionClient:
             with suppress(EOFError, OSError):
                 while rank in self.busy:
                     self._take_reply(rank, replies)
-        if self.busy - self._preliminary.keys():
-            self.raise_end()
-        for rank in list(self.busy):
+        for rank in self.busy & self._preliminary.keys():
             replies[rank] = ReceivedReply.of(*self._preliminary.pop(rank))
-        self.busy = set()
+            self.busy.remove(rank)
+        if self.busy:
+            self.raise_end()
 
     def _wait(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks that have replied within a tick; a prompt also ends the wait."""

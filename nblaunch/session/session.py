@@ -16,11 +16,12 @@ from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
+from nblaunch.errors import JobCancelled
 from nblaunch.events import Event, ExitStatus, Note, Returned, Started
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
-from nblaunch.launcher.outcome import JobOutcome, conclude_job, late_interrupt
+from nblaunch.launcher.outcome import JobOutcome, conclude_job, keep_values, late_interrupt
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import ENDED, FailedCommand, Replies, SessionClient, failed_ranks
@@ -39,6 +40,8 @@ from nblaunch.spec import (
 from nblaunch.start_methods.saved_call import save_call
 from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
+from nblaunch.wire.exceptions import set_attribute
+from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
 
 T = TypeVar("T")
@@ -212,8 +215,10 @@ class Session(RankCommands):
 
         Raises:
             KeyboardInterrupt: the call was interrupted. If every rank returned nevertheless, the weights are loaded and
-                :meth:`result` returns the value. A second interrupt kills the workers: weights in transit are then
-                lost, but not the value.
+                :meth:`result` returns the value. Otherwise the error's ``partial`` has the values of ranks that had
+                returned, by rank. A second interrupt kills the workers: weights in transit are then lost, but not
+                the value.
+            JobCancelled: a second interrupt killed ranks that had not returned; it has the same ``partial``.
             BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
         """
         __tracebackhide__ = True
@@ -256,8 +261,14 @@ class Session(RankCommands):
             self._output.shown_by(shown, signs_before=self._progress_signs()),
         ):
             emit(shown, [attempt.start_event(), *self._started()])
-            replies = self._request(self._ranks, command, [saved.fd])
-            results = {rank: received.result for rank, received in replies.items()}
+            try:
+                replies = self._request(self._ranks, command, [saved.fd])
+            except JobCancelled as error:
+                replies = self._client.replies
+                _, notes = keep_values(error, attempt, self._report(replies), _results(replies))
+                set_attribute(error, "__notes__", [note.text for note in notes])
+                raise
+            results = _results(replies)
             outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
             if not self.is_running:  # killed after every rank had sent its value
                 notes.append(Note.of_job(ENDED, "warning"))
@@ -488,6 +499,10 @@ class Session(RankCommands):
             # If no rank has failed, each has handled the interrupt and returned.
             interrupted=self._client.num_interrupts > 0 and bool(failed),
         )
+
+
+def _results(replies: Replies) -> dict[int, RankResult]:
+    return {rank: received.result for rank, received in replies.items()}
 
 
 def _check_machine(engine: str, num_nodes: int | str) -> None:

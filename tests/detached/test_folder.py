@@ -552,6 +552,27 @@ class _Unreadable:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+class _Removing:
+    """Removes a folder when it is pickled for the first time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        if (self._folder / "result").exists():
+            shutil.rmtree(self._folder)
+        return str, ("pickled",)
+
+
+def test_a_result_that_is_removed_while_the_weights_are_written_is_not_lost(own_folder: Path) -> None:
+    folder = open_home().path / "train-3f9a2c"
+    weights: Any = {0: {"weight": _Removing(folder)}}
+    _ended(JobOutcome("done", values={0: 7}, unloaded_weights=weights))
+    outcome = _outcome(JobFolder(folder))
+    assert outcome.values[0] == 7
+    assert outcome.unloaded_weights[0] == {"weight": "pickled"}
+
+
 def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
     states = {0: {"weight": _Unreadable()}}
     outcome = _outcome(_ended(JobOutcome("done", values={0: 7}, unloaded_weights=states)))

@@ -414,6 +414,53 @@ def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
 
 
+RETURNS_EARLY = """
+import os, tempfile, time
+class Value(int):
+    def __reduce__(self):    # its rank sends it, after the function has returned
+        open(f"{returned}/{int(self)}", "w").close()
+        return int, (int(self),)
+
+def all_but_rank_3(holds):
+    if os.environ["RANK"] != "3":
+        return Value(os.environ["RANK"])
+    while len(os.listdir(returned)) < 3:
+        time.sleep(0.01)
+    print("begun", flush=True)
+    while True:
+        try:
+            time.sleep(3600)
+        except KeyboardInterrupt:
+            print("held", flush=True)
+            if not holds:
+                raise
+
+def run(holds):
+    global returned, caught
+    returned = tempfile.mkdtemp()
+    try:
+        session.run(all_but_rank_3, (holds,), return_all=True)
+    except BaseException as error:
+        caught = error
+"""
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["interrupted", "killed"])
+def test_the_error_has_the_values_of_ranks_that_had_returned(shared: Kernel, holds: bool) -> None:
+    shared.run(RETURNS_EARLY)
+    cell = shared.submit(f"run({holds})")
+    cell.wait_for_text("begun")
+    shared.interrupt()
+    if holds:
+        cell.wait_for_text("held")
+        shared.interrupt()
+    cell.wait()
+    name = "JobCancelled" if holds else "KeyboardInterrupt"
+    assert shared.run("type(caught).__name__, caught.partial").value == (name, {0: 0, 1: 1, 2: 2})
+    shared.run("session.result()", raises="RuntimeError")
+    shared.run("session.restart()" if holds else "session.execute('1')")
+
+
 AWAITS = """
 import asyncio
 is_closed = False
