@@ -9,10 +9,13 @@ A draw that ends otherwise is printed with all that is known of it. It needs the
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import secrets
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -73,6 +76,19 @@ def launch(**settings: Any) -> Job[Any]:
     return notebook_launcher(
         work, num_processes=2, backend="cpu", background=True, detach=True, dashboard="none", **settings
     )
+
+
+def launch_node(node_rank: int, port: int) -> None:
+    """Launch one rank as one of two nodes, and print what comes of it."""
+    try:
+        notebook_launcher(
+            work, num_processes=1, backend="cpu", dashboard="none",
+            num_nodes=2, node_rank=node_rank, master_addr="127.0.0.1", master_port=port, rdzv_timeout_s=20,
+        )  # fmt: skip
+    except BaseException as error:
+        print(f"END {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+    else:
+        print("END value", flush=True)
 
 
 def result_of(job: Job[Any]) -> tuple[str, Any]:
@@ -184,6 +200,29 @@ class Lottery:
         is_good = kind in ("WorkerDied", "LaunchError") and "SIGKILL" in str(end)
         return "" if is_good or end == VALUE else f"{kind}: {end}"
 
+    def agent(self) -> str:
+        """The agent of one of two nodes is killed, while they meet or later."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        program = (
+            "import sys; from tests.detached.lottery import launch_node; launch_node(*map(int, sys.argv[1:]))"
+        )
+        nodes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(node), str(port)], stdout=subprocess.PIPE, text=True
+            )
+            for node in range(2)
+        ]
+        while not processes("nblaunch.nodes.agent"):
+            time.sleep(0.01)
+        self.wait(2 * SPAN_S)
+        self.kill(lambda: first_of(processes("nblaunch.nodes.agent")))
+        outputs = [node.communicate(timeout=RESULT_S)[0] for node in nodes]
+        ends = [text.rpartition("END ")[2].strip() for text in outputs]
+        is_good = all(end == "value" or (end.startswith("NodeLost: ") and "node" in end) for end in ends)
+        return "" if is_good else f"{ends}"
+
     def interrupt(self) -> str:
         """Interrupt once, or twice."""
         job = launch()
@@ -255,7 +294,18 @@ class Lottery:
         return ", ".join(f"left: {process}" for process in left)
 
 
-KINDS = ("kernel", "job_process", "rank", "guardian", "forkserver", "interrupt", "weights", "disk", "removal")
+KINDS = (
+    "kernel",
+    "job_process",
+    "rank",
+    "guardian",
+    "forkserver",
+    "agent",
+    "interrupt",
+    "weights",
+    "disk",
+    "removal",
+)
 
 
 @contextmanager
@@ -280,11 +330,12 @@ def main() -> None:
         os.environ |= {
             TOKEN: secrets.token_hex(8), "NBLAUNCH_LOG_DIR": str(folder), "NBLAUNCH_KEEP_JOBS": "6",
         }  # fmt: skip
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # print what was counted
         lottery = Lottery(folder, options.seed)
         good, drawn = dict.fromkeys(options.kinds, 0), dict.fromkeys(options.kinds, 0)
         until_s = time.monotonic() + options.limit
-        for number in range(options.draws):
-            for kind in options.kinds:
+        try:
+            for number, kind in itertools.product(range(options.draws), options.kinds):
                 if time.monotonic() > until_s:
                     break
                 wrong = getattr(lottery, kind)()
@@ -293,7 +344,8 @@ def main() -> None:
                 good[kind] += not wrong
                 if wrong:
                     print(f"{kind} {number}: {wrong}", flush=True)
-    print(", ".join(f"{kind} {good[kind]} of {drawn[kind]}" for kind in options.kinds))
+        finally:
+            print(", ".join(f"{kind} {good[kind]} of {drawn[kind]}" for kind in options.kinds), flush=True)
     sys.exit(good != drawn)
 
 
