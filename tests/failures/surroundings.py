@@ -316,8 +316,8 @@ class Surroundings:
             for _ in range(2)
         ]
         for number in range(self._pairs + 1):
-            said = [process.stdout.readline().strip() for process in both if process.stdout]
-            assert said == ["ready" if number < self._pairs else "done"] * 2, (number, said)
+            lines = [process.stdout.readline().strip() for process in both if process.stdout]
+            assert lines == ["ready" if number < self._pairs else "done"] * 2, (number, lines)
             for process in both:
                 if process.stdin and number < self._pairs:
                     process.stdin.write("\n")
