@@ -6,8 +6,8 @@ Events report the start, end, output and metrics of ranks. Readings contain step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from nblaunch import events
 from nblaunch.dashboard.rates import RatePoint, is_warming_up, rates_of, warm_up, with_point
@@ -185,7 +185,7 @@ def fold(view: JobView, *arrived: Event) -> JobView:
 
     Cheap where ranks print a lot: of output that arrives together, only the last of each rank is read.
     """
-    for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _RANK_FOLDS):
+    for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _OF_RANKS):
         view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
     return view
 
@@ -205,9 +205,18 @@ def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
     return replace(view, ranks=ranks)
 
 
-def _merged(group: Iterable[Event]) -> list[Event]:
-    """Return events of ranks with at most one of the lines that a rank has printed, and without redrawn bars."""
-    kept: list[Event] = []
+class _Printed(NamedTuple):
+    """What a rank has printed, all its :class:`events.LogLines` together; ranks may print millions of lines."""
+
+    rank: int
+    time_s: float
+    last_line: str
+    num_lines: int
+
+
+def _merged(group: Iterable[Event]) -> list[Event | _Printed]:
+    """Return events of ranks with at most one about what a rank has printed, and without redrawn bars."""
+    kept: list[Event | _Printed] = []
     printed: dict[int, list[events.LogLines]] = {}
     redrawn: set[int] = set()
     for event in reversed(list(group)):
@@ -222,8 +231,8 @@ def _merged(group: Iterable[Event]) -> list[Event]:
                 redrawn.add(event.rank)
         kept.append(event)
     for rank, of_rank in printed.items():
-        lines = chain.from_iterable(event.lines for event in reversed(of_rank))
-        kept.append(events.LogLines(rank, of_rank[0].time_s, tuple(lines)))
+        last, num_lines = of_rank[0], sum(len(event.lines) for event in of_rank)
+        kept.append(_Printed(rank, last.time_s, last.lines[-1], num_lines))
     return kept[::-1]
 
 
@@ -313,13 +322,11 @@ def _run_tracked(view: JobView, event: events.RunTracked) -> JobView:
     return replace(view, runs={**view.runs, single_line(event.tracker): single_line(event.location)})
 
 
-def _log_lines(ranks: Sequence[RankView], rank: RankView, event: events.LogLines) -> RankView:
-    if not event.lines:
-        return rank
+def _printed(ranks: Sequence[RankView], rank: RankView, event: _Printed) -> RankView:
     return replace(
         rank,
-        last_line=single_line(event.lines[-1]),
-        num_lines=rank.num_lines + len(event.lines),
+        last_line=single_line(event.last_line),
+        num_lines=rank.num_lines + event.num_lines,
         changed_s=max(rank.changed_s, event.time_s),
     )
 
@@ -478,9 +485,9 @@ _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {
     events.HostMemory: _host_memory,
 }
 
-_RANK_FOLDS: dict[type[Event], Callable[[Sequence[RankView], RankView, Any], RankView]] = {
+_RANK_FOLDS: dict[type, Callable[[Sequence[RankView], RankView, Any], RankView]] = {
     events.Started: _started,
-    events.LogLines: _log_lines,
+    _Printed: _printed,
     events.StatusLine: _status_line,
     events.DeviceUse: _device_use,
     events.Stalled: _stalled,
@@ -488,3 +495,5 @@ _RANK_FOLDS: dict[type[Event], Callable[[Sequence[RankView], RankView, Any], Ran
     events.Failed: _failed,
     events.Exited: _exited,
 }
+
+_OF_RANKS = {*_RANK_FOLDS, events.LogLines}  # LogLines are folded together, as _Printed

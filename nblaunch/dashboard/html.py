@@ -67,10 +67,10 @@ class Markup:
     is_inline: bool = True
 
     def of(self, name: str, more: str = "") -> str:
-        """Return the attributes of an element with the style ``name``, and with the properties ``more``."""
+        """Return the attributes of an element with the style ``name`` and the properties ``more``; a space first."""
         if self.is_inline:
-            return f'style="{_STYLES[name]}{";" if more else ""}{more}"'
-        named = "" if name in _USUAL else f'class="{_CLASS}{name}"'
+            return f' style="{_STYLES[name]}{";" if more else ""}{more}"'
+        named = "" if name in _USUAL else f' class="{_CLASS}{name}"'
         return f'{named} style="{more}"' if more else named
 
 
@@ -264,18 +264,18 @@ def epochs(table: EpochTable) -> str:
     right = INLINE.of("right")
     heads = "".join(_head(name) for name in table.columns)
     rows = "".join(
-        f"<tr {INLINE.of('row')}>{''.join(f'<td {right}>{escape(text)}</td>' for text in row)}</tr>"
+        f"<tr{INLINE.of('row')}>{''.join(f'<td{right}>{escape(text)}</td>' for text in row)}</tr>"
         for row in table.rows
     )
     return (
-        f'<table aria-label="epochs" {INLINE.of("table")}>'
-        f"<tr {INLINE.of('row')}>{heads}</tr>{rows}</table>{line(table.note)}"
+        f'<table aria-label="epochs"{INLINE.of("table")}>'
+        f"<tr{INLINE.of('row')}>{heads}</tr>{rows}</table>{line(table.note)}"
     )
 
 
 def _head(name: str, style: str = "right", more: str = "", markup: Markup = INLINE) -> str:
     """Return the head of a column."""
-    return f'<td role="columnheader" {markup.of(style, more)}><span {markup.of("muted")}>{escape(name)}</span></td>'
+    return f'<td role="columnheader"{markup.of(style, more)}><span{markup.of("muted")}>{escape(name)}</span></td>'
 
 
 def line(text: str) -> str:
@@ -316,23 +316,23 @@ def rows_html(table: Table, markup: Markup = INLINE) -> str:
     body = "".join(_row(row, names, markup) for row in table.rows)
     collapsed = f"<div>{escape(table.collapsed)}</div>" if table.collapsed else ""
     return (
-        f'<table aria-label="ranks of {escape(table.name)}" {markup.of("table")}>'
-        f"<tr {markup.of('row')}>{head}</tr>{body}</table>{collapsed}"
+        f'<table aria-label="ranks of {escape(table.name)}"{markup.of("table")}>'
+        f"<tr{markup.of('row')}>{head}</tr>{body}</table>{collapsed}"
     )
 
 
 def _row(row: Row, names: Sequence[str], markup: Markup) -> str:
     def cell(content: str, style: str = "left") -> str:
-        return f"<td {markup.of(style)}>{content}</td>"
+        return f"<td{markup.of(style)}>{content}</td>"
 
-    cells = [f'<td role="rowheader" {markup.of("right")}>{escape(row.label)}</td>']
+    cells = [f'<td role="rowheader"{markup.of("right")}>{escape(row.label)}</td>']
     cells.append(cell(_state(row, markup)))
     cells += [cell(_bar(row, markup))] if "progress" in names else []
     cells += [cell(escape(text), "right") for text in row.cells]
     cells += [cell(_detail(row.detail, markup))] if "output" in names else []
     is_calm = row.is_secondary or row.state in (WorkerState.STOPPED, WorkerState.STARTING)
     style = "whole" if row.rank is None else "calm" if is_calm else "row"
-    return f"<tr {markup.of(style)}>{''.join(cells)}</tr>"
+    return f"<tr{markup.of(style)}>{''.join(cells)}</tr>"
 
 
 def _state(row: Row, markup: Markup) -> str:
@@ -344,15 +344,15 @@ def _state(row: Row, markup: Markup) -> str:
     text = escape(row.state_text)
     shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
     # A text that is too long gets two lines, so the columns next to it keep their places.
-    return f"<div {markup.of('wrapped')}>{shown}</div>"
+    return f"<div{markup.of('wrapped')}>{shown}</div>"
 
 
 def _glyph(shape: str, colour: str, markup: Markup = INLINE) -> str:
-    return f'<span aria-hidden="true" {markup.of(f"ink{COLOURS.index(colour)}")}>{shape}</span>'
+    return f'<span aria-hidden="true"{markup.of(f"ink{COLOURS.index(colour)}")}>{shape}</span>'
 
 
 def _detail(text: str, markup: Markup) -> str:
-    return f"<div {markup.of('detail')}>{escape(text)}</div>" if text else ""
+    return f"<div{markup.of('detail')}>{escape(text)}</div>" if text else ""
 
 
 def _bar(row: Row, markup: Markup) -> str:
@@ -361,10 +361,11 @@ def _bar(row: Row, markup: Markup) -> str:
     width = f"width:{_percent(row.fraction)}"
     about = "the job" if row.rank is None else f"rank {row.rank}"
     colour = CALM if row.is_secondary else BAD if row.is_stuck else STATE_LOOKS[row.state].colour
-    bar = f"<div {markup.of(f'bar{COLOURS.index(colour)}', width)}></div>"
+    bar = f"<div{markup.of(f'bar{COLOURS.index(colour)}', width)}></div>"
     return (
-        f'<div role="progressbar" aria-label="{about}" aria-valuemin="0" aria-valuemax="100" '
-        f'aria-valuenow="{int(100 * row.fraction)}" {markup.of("track")}>{bar}</div>'
+        # From 0 to 100, which are the defaults of a progress bar (WAI-ARIA 1.2).
+        f'<div role="progressbar" aria-label="{about}" aria-valuenow="{int(100 * row.fraction)}"'
+        f"{markup.of('track')}>{bar}</div>"
     )
 
 

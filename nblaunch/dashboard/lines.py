@@ -264,7 +264,7 @@ class LinesPrinter(Dashboard):
             self._pending.append(
                 f"{self._label(rank)}... prints a lot; its last lines follow when the job ends\n"
             )
-        self._tails[rank].extend(lines[num_shown:])
+        self._tails[rank].extend(lines[max(num_shown, len(lines) - TAIL_LENGTH) :])
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]

@@ -17,10 +17,10 @@ from typing import Any
 MESSAGE_BYTES = 650
 """Size of a message without its values: headers with ids, dates and names of Jupyter's message sessions."""
 
-RATE_BYTES_S = 18_000.0
+RATE_BYTES_S = 17_000.0
 """Average bytes per second."""
 
-BURST_BYTES = 20_000.0
+BURST_BYTES = 12_000.0
 """Bytes that may be sent at once after a period without messages."""
 
 
