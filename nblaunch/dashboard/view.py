@@ -300,9 +300,19 @@ class RankView:
         return self.total >= 0 or self.step > 0 or self.epoch > 0
 
     @property
+    def expected_total(self) -> int:
+        """The batches of the current loop: for a stream, those of the previous epoch; -1 if unknown."""
+        step, _, epoch = self.reading.trained
+        is_stream = self.total < 0 and not self.is_evaluating and step > 0 and self.epoch > 0
+        # After its own last batch, the epoch is the trained one.
+        is_like_last = epoch == self.epoch - 1 or (epoch == self.epoch and step == self.step)
+        return step if is_stream and is_like_last else self.total
+
+    @property
     def fraction(self) -> float | None:
         """The progress of the current loop, 0 to 1; None if the total is unknown."""
-        return min(self.step / self.total, 1.0) if self.total > 0 else None
+        total = self.expected_total
+        return min(self.step / total, 1.0) if total > 0 else None
 
     @property
     def job_fraction(self) -> float | None:
@@ -347,16 +357,17 @@ class RankView:
         done, total = self.reading.job_steps
         if total > 0:
             return self._job_steps_left_s(total - done)
-        if self.total <= 0 or (is_warming_up(self.rate_points) and self.epoch_length_s is None):
+        expected = self.expected_total
+        if expected <= 0 or (is_warming_up(self.rate_points) and self.epoch_length_s is None):
             return None
-        left_s = max(self.total - self.step, 0) * step_s
+        left_s = max(expected - self.step, 0) * step_s
         if not self.epoch:
             return left_s
         if self.epoch > self.num_epochs:
             return None
         num_further = self.num_epochs - self.epoch
         if not self.is_evaluating:
-            return left_s + num_further * (self.epoch_length_s or self.total * step_s)
+            return left_s + num_further * (self.epoch_length_s or expected * step_s)
         if self.epoch_length_s is None:
             return None  # the rate of an evaluation says nothing about an epoch
         return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s

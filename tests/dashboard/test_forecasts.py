@@ -15,7 +15,11 @@ Announced = list[tuple[float, float | None]]
 
 
 def announced(
-    steps_s: list[float], per_epoch: int, begin_s: float = 0.0, counts_all: bool = False
+    steps_s: list[float],
+    per_epoch: int,
+    begin_s: float = 0.0,
+    counts_all: bool = False,
+    is_stream: bool = False,
 ) -> Announced:
     """Return what a dashboard announces of one rank until its last step.
 
@@ -24,20 +28,22 @@ def announced(
         per_epoch: steps of an epoch.
         begin_s: seconds from the start of the loop to its first batch.
         counts_all: a framework counts the steps of the whole training.
+        is_stream: the loader does not know how many batches it has.
     """
     view = view_of(started(1))
     taken_s = list(accumulate(steps_s[:-1], initial=begin_s))  # when each batch was taken
     num_epochs = len(steps_s) // per_epoch
+    total = -1 if is_stream else per_epoch
     shown: Announced = []
     for tick in range(int((taken_s[-1] + steps_s[-1]) * 10)):
         now_s = tick / 10
         num_taken = bisect_right(taken_s, now_s)
         epoch = max(num_taken - 1, 0) // per_epoch + 1
         reading = sample(
-            0, num_taken - (epoch - 1) * per_epoch, per_epoch,
+            0, num_taken - (epoch - 1) * per_epoch, total,
             epoch=epoch, num_epochs=num_epochs, loop=epoch, steps_done=num_taken,
             step_time_s=5.0 + (taken_s[num_taken - 1] if num_taken else 0.0),
-            trained=(per_epoch, per_epoch, epoch - 1) if epoch > 1 else (0, 0, 0),
+            trained=(per_epoch, total, epoch - 1) if epoch > 1 else (0, 0, 0),
             job_steps=(max(num_taken - 1, 0), len(steps_s)) if counts_all else (0, 0),
         )  # fmt: skip
         view = fold_readings(view, [reading], START_S + now_s)
@@ -93,3 +99,10 @@ def test_nothing_is_announced_of_a_first_batch() -> None:
     """The loop has taken a batch at once, and compiles its step for half a minute."""
     shown = announced([30.0, *[0.5] * 99], 100, 0.01)
     assert {left_s for at_s, left_s in shown if at_s <= 30.0} == {None}
+
+
+def test_a_stream_is_forecast_by_its_last_epoch() -> None:
+    steps_s = [0.1] * 200
+    shown = announced(steps_s, 20, is_stream=True)
+    assert {left_s for at_s, left_s in shown if at_s < 1.9} == {None}
+    assert largest_error(shown, steps_s, first_share=0.11) < 0.2
