@@ -10,6 +10,7 @@ rates.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -170,6 +171,7 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
     if len(ends) <= MIN_STEPS or ends[-1] - ends[0] < MIN_PERIOD_S:
         return None
     inside = [span for span in spans if span.began_s >= ends[0] and span.ended_s <= ends[-1]]
+    inside = _without_closures(inside)
     seconds: Counter[SpanKind] = Counter()
     counts: Counter[SpanKind] = Counter()
     evaluated_s = 0.0
@@ -196,6 +198,21 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
         batches=sum(span.value for span in by_kind[SpanKind.EVALUATION]),
         collective=COLLECTIVES[names.most_common(1)[0][0]] if names else "collective",
     )  # fmt: skip
+
+
+def _without_closures(spans: Sequence[Span]) -> list[Span]:
+    """Return spans in which an optimizer begins after the last backward of its closure.
+
+    Lightning and LBFGS compute forward and backward in a closure that the optimizer calls.
+    """
+    backward_ends = sorted(span.ended_s for span in spans if span.kind == SpanKind.BACKWARD)
+
+    def without_closure(span: Span) -> Span:
+        number = bisect_right(backward_ends, span.ended_s) if span.kind == SpanKind.OPTIMIZER else 0
+        last_s = backward_ends[number - 1] if number else 0.0
+        return span._replace(began_s=last_s) if last_s > span.began_s else span
+
+    return [without_closure(span) for span in spans]
 
 
 Times = Mapping[int, StepTimes]

@@ -187,6 +187,23 @@ def test_what_lies_inside_is_counted_once() -> None:
     assert (own.num_workers, own.elements, own.collective) == (2, 500.0, "broadcast")
 
 
+def test_the_closure_of_an_optimizer_is_not_the_optimizers_time() -> None:
+    """As in Lightning: forward and backward are computed inside of the optimizer's step."""
+    spans: list[Span] = []
+    for step in range(10):
+        parts = [
+            (SpanKind.OPTIMIZER, 0.0, 0.9),
+            (SpanKind.BACKWARD, 0.5, 0.8),
+            (SpanKind.COLLECTIVE, 0.6, 0.7),
+        ]
+        for kind, began_s, ended_s in parts:
+            spans.append(Span(kind, 0, 0.0, step + began_s, step + ended_s, len(spans) + 1))
+    own = step_times(spans)
+    assert own is not None
+    wanted = {"BACKWARD": 0.2, "COLLECTIVE": 0.1, "OPTIMIZER": 0.1}
+    assert {kind.name: own.per_step_s(kind) for kind in own.seconds} == pytest.approx(wanted)
+
+
 def test_few_steps_are_not_judged() -> None:
     assert step_times(_spans()[:20]) is None
     assert step_times([]) is None
