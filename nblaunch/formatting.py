@@ -147,3 +147,12 @@ def single_line(text: str) -> str:
         text = _BREAKS.sub(" ", _ANSI.sub("", text)).expandtabs(4)
         text = _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"
+
+
+def short_name(name: str, max_length: int = 28) -> str:
+    """Return a name as one line; the middle of a long one is left out, because names often differ at their ends."""
+    text = single_line(name)
+    if len(text) <= max_length:
+        return text
+    num_last = (max_length - 1) // 2
+    return f"{text[: max_length - 1 - num_last]}…{text[-num_last:]}"

@@ -30,9 +30,13 @@ Point = tuple[float, float]
 LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
-_SIZE = (256, 118)  # pixels; three of them side by side in the cell of a laptop
-_WIDE = (526, 118)  # as wide as two small ones
-_LARGE = (526, 196)
+_WIDTH, _WIDE = (
+    256,
+    526,
+)  # pixels; three charts, or a wide and another one, side by side in the cell of a laptop
+LIVE_HEIGHT = 150
+"""Height of a chart while the job runs, in pixels, without its texts."""
+_HEIGHT = 196
 _LEFT, _TOP = 46, 6  # edges of the curves, in pixels
 _RIGHT_GAP, _BOTTOM_GAP = 6, 18
 _GAP = 14
@@ -46,18 +50,22 @@ _LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a l
 def charts(view: JobView) -> list[str]:
     """Return charts of the losses and of logged metrics, to be placed side by side.
 
-    The losses are twice as wide as others, and higher at the end.
+    The losses are twice as wide as others. All are higher at the end.
 
     A metric that has not changed, such as a constant learning rate, has no chart.
     """
     drawn = {rank.rank: losses for rank in view.ranks if len(losses := rank.losses) > 1}
-    parts = [_losses(drawn, len(view.ranks), _LARGE if view.is_over else _WIDE)] if drawn else []
+    height = _HEIGHT if view.is_over else LIVE_HEIGHT
+    parts = [_losses(drawn, len(view.ranks), (_WIDE, height))] if drawn else []
     logged = [
         (single_line(name), points)
         for name, curve in view.curves.items()
         if len(points := curve.points()) > 1 and not curve.is_flat
     ]
-    return [*parts, *(chart(name, points) for name, points in logged[: _MAX_CHARTS - len(parts)])]
+    return [
+        *parts,
+        *(chart(name, points, size=(_WIDTH, height)) for name, points in logged[: _MAX_CHARTS - len(parts)]),
+    ]
 
 
 def _losses(drawn: Mapping[int, Sequence[Point]], num_ranks: int, size: tuple[int, int]) -> str:
@@ -83,7 +91,7 @@ def chart(
     *,
     name_of_raw: str = "",
     first_step: float | None = None,
-    size: tuple[int, int] = _SIZE,
+    size: tuple[int, int] = (_WIDTH, LIVE_HEIGHT),
 ) -> str:
     """Return one chart with its legend and caption.
 

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from nblaunch import formatting
 from nblaunch.dashboard.view import Curve, EpochView, JobView, RankView
 from nblaunch.events import WorkerState
-from nblaunch.formatting import loss, rate, single_line
+from nblaunch.formatting import loss, rate
 
 _MAX_METRICS = 4
-_NAME = 24  # characters
 _FALLS = re.compile(
     r"loss|err(or)?s?\b|perplexity|\bppl\b|mse|mae|rmse|[wc]er\b|nll|\bfid\b|\bbpb\b", re.IGNORECASE
 )
@@ -104,8 +103,7 @@ def _metric(name: str, curve: Curve) -> Figure:
     _, value = curve.latest or (0.0, 0.0)
     best = curve.lowest if _FALLS.search(name) else curve.highest if _RISES.search(name) else None
     note = "" if best is None or best[1] == value else f"best {loss(best[1])} at step {best[0]:,g}"
-    short = single_line(name)
-    return Figure(short if len(short) <= _NAME else f"{short[: _NAME - 1]}…", loss(value), note)
+    return Figure(formatting.short_name(name), loss(value), note)
 
 
 def _memory(view: JobView) -> list[Figure]:

@@ -528,7 +528,7 @@ def _metrics(view: JobView) -> str:
     if source is None or source.metrics.keys() <= shown:
         return ""
     values = [(name, value) for name, value in source.metrics.items() if not (view.is_over and name in shown)]
-    parts = [f"{single_line(name)} {_metric(value)}" for name, value in values[:_NUM_METRICS]]
+    parts = [f"{formatting.short_name(name)} {_metric(value)}" for name, value in values[:_NUM_METRICS]]
     return ", ".join(parts) + _step(source.metrics_step)
 
 
@@ -554,7 +554,12 @@ def tabulate_epochs(view: JobView) -> EpochTable:
         return EpochTable()
     shown = epochs[-_ALL_ROWS if view.is_over else -LIVE_ROWS :]
     return EpochTable(
-        columns=("epoch", *(["training loss"] if has_loss else []), *map(single_line, names), "time"),
+        columns=(
+            "epoch",
+            *(["training loss"] if has_loss else []),
+            *map(formatting.short_name, names),
+            "time",
+        ),
         rows=tuple(_epoch_row(number, epoch, names, has_loss=has_loss) for (_, number), epoch in shown),
         note="earlier epochs are not shown" if len(epochs) > len(shown) else "",
     )

@@ -31,7 +31,7 @@ import ipywidgets as widgets
 
 from nblaunch.dashboard import html
 from nblaunch.dashboard.base import Bundle, Controls
-from nblaunch.dashboard.charts import charts
+from nblaunch.dashboard.charts import LIVE_HEIGHT, charts
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
 from nblaunch.dashboard.text import render_text
@@ -142,7 +142,7 @@ ROWS_S = 0.3
 """Seconds between updates of the rows, if the throttle's budget allows."""
 
 _CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing charts of 512 ranks takes 60 ms
-_CHARTS_PX = 164  # height of a chart with its texts
+_CHARTS_PX = LIVE_HEIGHT + 46  # height of a chart with its texts
 
 
 class ChartRow:

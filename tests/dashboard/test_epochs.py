@@ -53,6 +53,15 @@ def test_metrics_have_a_row_in_an_epoch_and_a_line_before() -> None:
     assert tabulate(view).metrics == "lr 0.1 (step 3)"
 
 
+def test_long_names_of_metrics_are_short_and_keep_their_ends() -> None:
+    names = [f"validation/{'a_long_name_' * 20}{end}" for end in ("accuracy", "loss")]
+    view = fold(view_of(started(1)), Metric(0, START_S, 1, dict.fromkeys(names, 0.5), epoch=1))
+    *_, accuracy, loss, _ = tabulate_epochs(view).columns
+    assert max(len(accuracy), len(loss)) <= 40
+    assert accuracy.startswith("validation/")
+    assert (accuracy.endswith("accuracy"), loss.endswith("loss")) == (True, True)
+
+
 def test_of_many_epochs_the_last_ones_are_shown_and_kept() -> None:
     view = view_of([*started(1), *epochs(range(1, 151), 1)])
     assert len(view.epochs) == NUM_EPOCHS
