@@ -301,7 +301,7 @@ class RankView:
 
     @property
     def expected_total(self) -> int:
-        """The batches of the current loop: for a stream, those of the previous epoch; -1 if unknown."""
+        """The batches of the current loop; a stream is expected to have as many as in the last epoch. -1 if unknown."""
         step, _, epoch = self.reading.trained
         is_stream = self.total < 0 and not self.is_evaluating and step > 0 and self.epoch > 0
         # After its own last batch, the epoch is the trained one.
