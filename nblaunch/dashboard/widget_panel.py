@@ -229,10 +229,11 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # JupyterLab writes "model not found" there if a page is reloaded when the kernel has died.
+        # Front ends write an error there if a page is reloaded when the kernel has died: JupyterLab "model not
+        # found", the classic notebook three sentences.
         self._hiding_errors = (
-            f"<style>.jp-OutputArea:has(.{self._lasting}) .jp-OutputArea-output.jupyter-widgets:not(:has(*))"
-            "{display:none}</style>"
+            f"<style>:is(.jp-OutputArea, .output):has(.{self._lasting}) "
+            ":is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)){display:none}</style>"
         )
         # ipywidgets 8 marks a panel whose kernel has died.
         self._hiding = (

@@ -51,6 +51,9 @@ class ClassicPage(Page):
         self.page.evaluate("() => Jupyter.notebook.save_notebook()")
         return nbformat.read(self._file, as_version=4)
 
+    def restart_kernel(self) -> None:
+        self.page.evaluate("() => Jupyter.notebook.kernel.restart()")
+
     def shut_down(self) -> None:
         self.page.evaluate("() => new Promise(done => Jupyter.notebook.session.delete(done, done))")
         self.page.close()

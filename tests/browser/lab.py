@@ -217,6 +217,11 @@ class Page:
         (ARTIFACTS / name).write_bytes((locator or self.page).screenshot())
         return ARTIFACTS / name
 
+    def restart_kernel(self) -> None:
+        """Restart the kernel, as the menu does once it is confirmed. Does not wait for the new one."""
+        context = "window.jupyterapp.shell.currentWidget.sessionContext"
+        self.page.evaluate(f"() => {context}.session.kernel.restart()")
+
     def shut_down(self) -> None:
         """End the kernel and close the tab."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")

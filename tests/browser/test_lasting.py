@@ -48,7 +48,6 @@ CELLS = (
     "notebook_launcher(train, (12,), 4)",
     "notebook_launcher(chatter, (), 4)",
 )
-RESTART = "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_a_kernel_that_is_restarted_leaves_what_was_last_known(page: Page) -> No
     )
     assert not lasting.is_visible()
     page.save()
-    page.page.evaluate(RESTART)
+    page.restart_kernel()
     page.wait_until(lasting.is_visible, "the lasting table")
     assert photograph(page, DYING, "kernel_restarted") > 5
     assert "last known at" in page.text(DYING)

@@ -5,6 +5,7 @@ Kernel and server are those of ``make colab-env``. Pictures of each stage are wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import nbformat
@@ -184,3 +185,22 @@ def test_a_hang_is_seen_where_it_is(server: Lab | Classic, page: Page) -> None:
     page.wait_for_text(HANGING, "no progress for")
     page.screenshot(picture(server, "hang"))
     kill(page, HANGING)
+
+
+def test_a_kernel_that_is_restarted_leaves_a_table_and_no_error(server: Lab | Classic, page: Page) -> None:
+    (server.folder / "enough").unlink()
+    page.run(0)
+    page.wait_until_idle(0)
+    page.run(RELOADED)
+    lasting = page.output(RELOADED).locator("[class$=-lasting]")
+    page.wait_until(lambda: "running for" in (lasting.text_content() or ""), "the lasting table")
+    page.save()
+    page.restart_kernel()
+    page.wait_until(lasting.is_visible, "the lasting table to be seen")
+    page.save()
+    page.reload()
+    page.wait_for_text(RELOADED, "last known at")
+    error = page.output(RELOADED).get_by_text(re.compile("model not found|could not be displayed"))
+    page.wait_until(lambda: error.count() == 1, "the front end's error about the widgets")
+    assert not error.is_visible()
+    page.screenshot(picture(server, "restarted"))
