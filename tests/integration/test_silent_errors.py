@@ -116,6 +116,14 @@ WRONG = {
         accelerator.backward(loss_of(model, batch))
         optimizer.step()  # here
         optimizer.zero_grad()""",
+    "steps_on_some_ranks": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))  # here
+        if accelerator.is_main_process:
+            optimizer.step()
+        optimizer.zero_grad()""",
     "same_samples": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
@@ -198,7 +206,8 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     assert f"NBLAUNCH_CHECKS=-{name} silences" in warnings
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert f"], line {line})" in warnings
-    assert ("(rank 2 against ranks 0-1, " if subject == "weights" else "(ranks 0-2, ") in warnings
+    ranks = "rank 2 against ranks 0-1" if subject == "weights" else "ranks 0-2"
+    assert f"({'rank 0 against ranks 1-2' if name == 'steps_on_some_ranks' else ranks}, " in warnings
 
 
 NAN = """
@@ -252,6 +261,12 @@ HINTS = {
     with torch.no_grad():
         for batch in loader:
             loss_of(model, batch)""",
+    "no_optimizer_steps": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.zero_grad()""",
     "parameters_without_gradients": """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     model, _, loader = parts()
@@ -278,6 +293,37 @@ def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None
 
 
 RIGHT = {
+    "gradients of the main process, whose weights are sent to all ranks": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        if accelerator.is_main_process:
+            optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            torch.distributed.broadcast(parameter.data, 0)""",
+    "an additional backward pass of one rank, and accumulation": """
+    accelerator = Accelerator()
+    plain, optimizer, loader = parts(rows=384)
+    model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+    probe = nn.Linear(4, 1)
+    for number, batch in enumerate(loader, 1):
+        if accelerator.process_index == 1 and number % 3 == 0:
+            accelerator.backward(probe(batch[0]).sum())
+        accelerator.backward(loss_of(model, batch))
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()""",
+    "gradients without steps, for a look at them, and weights changed by hand": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None""",
     "a GAN": """
     accelerator = Accelerator()
     first, second = parts()[0], parts()[0]

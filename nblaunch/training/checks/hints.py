@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from nblaunch import formatting
 from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.checks.replicas import Changes, elements_of
 from nblaunch.training.models import bare_module
 
 _NUM_STEPS = 3
@@ -126,4 +127,37 @@ class UntrainedParameters(Check):
             self.report(
                 f"{formatting.first(names, _MAX_NAMED)} got no gradient in {2 * _NUM_STEPS} steps",
                 "If the forward should use them, look for a detach() or a layer that is left out",
+            )
+
+
+class NeverStepped(Check):
+    """Gradients are computed and cleared, no optimizer steps, and no weights change."""
+
+    name = "no_optimizer_steps"
+    is_hint = True
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._num_cleared = 0
+        self._has_stepped = False
+        self._changes = Changes()
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._has_stepped = True
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        # A gradient scaler leaves out steps, at first many.
+        is_unseen = prepared.strategy.steps_by_engine or prepared.precision.scaler is not None
+        is_over = self._has_stepped or self._num_cleared >= 3 * _NUM_STEPS
+        if is_over or is_unseen or not prepared.optimizers:
+            return
+        trained = [parameter for optimizer in prepared.optimizers for parameter in parameters_of(optimizer)]
+        is_cleared = all(parameter.grad is None or not parameter.grad.any() for parameter in trained)
+        self._num_cleared = self._num_cleared + 1 if is_cleared else 0
+        self._changes.add(elements_of(trained))
+        if self._num_cleared == 3 * _NUM_STEPS and not self._changes.num_changes:
+            self.report(
+                f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
+                "has stepped",
+                "Call optimizer.step() before optimizer.zero_grad()",
             )

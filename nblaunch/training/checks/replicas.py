@@ -16,6 +16,8 @@ from nblaunch.training.checks.check import Check, Prepared, Report, parameters_o
 
 _NUM_TENSORS = 64
 _NUM_ELEMENTS = 2  # of each
+_NUM_PASSES = 8
+"""Number of first backward passes in which changes of weights are counted."""
 
 
 class DifferentReplicas(Check):
@@ -46,16 +48,61 @@ class DifferentReplicas(Check):
                 f"the weights of the {name} differ between ranks",
                 "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make "
                 "the same change on every rank",
-                value=("weights", *_elements(trained)),
+                value=("weights", *elements_of(trained)),
                 judged_by="equal",
             )
             self.report(
                 f"the gradients of the {name} differ between ranks when the optimizer steps: nothing has averaged them",
                 "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
                 "no_sync() before the last backward pass of a step",
-                value=("gradients", *_elements(gradients)),
+                value=("gradients", *elements_of(gradients)),
                 judged_by="equal",
             )
+
+
+class StepsOnSomeRanks(Check):
+    """Optimizers step on some ranks only, for instance on the main process, and the other ranks never change.
+
+    Ranks may count passes differently, if one of them does an additional backward pass, and may accumulate gradients:
+    only ranks whose weights changed in most of the first passes are compared with ranks whose weights never changed.
+    """
+
+    name = "steps_on_some_ranks"
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._seen: weakref.WeakKeyDictionary[torch.nn.Module, Changes] = weakref.WeakKeyDictionary()
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        if prepared.strategy.steps_by_engine:
+            return
+        for model in _replicated(prepared):
+            seen = self._seen.setdefault(model, Changes())
+            if seen.num_passes >= _NUM_PASSES:
+                continue
+            seen.add(elements_of(_averaged(model)))
+            often = seen.num_changes > _NUM_PASSES // 2
+            if seen.num_passes == _NUM_PASSES and (often or not seen.num_changes):
+                self.report(
+                    f"optimizers change the {type(model.module).__name__} on some ranks only",
+                    "Call optimizer.step() on every rank, also if only the main process saves and logs",
+                    value=("often" if often else "never",),
+                    judged_by="equal",
+                )
+
+
+class Changes:
+    """How often the weights of a model have changed between backward passes."""
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_changes = 0
+        self._last: list[float] | None = None
+
+    def add(self, weights: list[float]) -> None:
+        """Count a backward pass, with a few of the weights before it."""
+        self.num_changes += self._last is not None and weights != self._last
+        self.num_passes += 1
+        self._last = weights
 
 
 class DifferentStatistics(Check):
@@ -74,7 +121,7 @@ class DifferentStatistics(Check):
                     "Leave broadcast_buffers=True, convert the model with "
                     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate the model that accelerator.prepare() "
                     "returned",
-                    value=tuple(_elements(means)),
+                    value=tuple(elements_of(means)),
                     judged_by="equal",
                 )
 
@@ -95,7 +142,7 @@ def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
 
 
-def _elements(tensors: Sequence[torch.Tensor]) -> list[float]:
+def elements_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return a few elements of a few of ``tensors``; waits for the device once."""
     step = max(1, -(-len(tensors) // _NUM_TENSORS))
     taken = [

@@ -25,19 +25,20 @@ from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, 
 from nblaunch.training.checks.hints import (
     EvalModeTraining,
     LossDividedTwice,
+    NeverStepped,
     TrainModeEvaluation,
     UntrainedParameters,
 )
 from nblaunch.training.checks.noise import EqualNoise
-from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics
+from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics, StepsOnSomeRanks
 from nblaunch.training.checks.scaling import CollapsedScale
 from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
 
 CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
-    DifferentStatistics, CollapsedScale,
+    DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
     SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
-    UntrainedParameters,
+    UntrainedParameters, NeverStepped,
 )  # fmt: skip
 """All checks."""
 
