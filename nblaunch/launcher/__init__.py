@@ -28,6 +28,8 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       outcome.py         JobOutcome: values, or the error; loads weights into the kernel's modules
         weights.py       merges and loads trained weights
     timeline.py          converts that file for Perfetto, with a track per rank
+      profiler_traces.py  adds traces of torch's profiler
+      step_picture.py    draws a typical and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) about each attempt, which ``outcome.py``

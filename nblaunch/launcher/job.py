@@ -25,7 +25,7 @@ from nblaunch.launcher.latch import Latch
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.span_recorder import recorded
-from nblaunch.launcher.timeline import write_timeline
+from nblaunch.launcher.timeline import Timeline, write_timeline
 from nblaunch.launcher.weights import load_into
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -255,24 +255,25 @@ class Job(Generic[T]):
         """
         return list(self._hints)
 
-    def timeline(self, path: str | os.PathLike[str] | None = None) -> Path:
+    def timeline(
+        self, path: str | os.PathLike[str] | None = None, profiles: str | os.PathLike[str] | None = None
+    ) -> Path:
         """Write a timeline of each rank's time, for https://ui.perfetto.dev; return the path of the file.
 
-        The timeline has a track for each rank of this machine, on a common clock. Slices show waits for data, forward
-        and backward passes, optimizer steps, waits for collectives, saves, evaluations and longer garbage
-        collections. While the job runs, the last half second is missing. A very long job keeps only the newest
-        slices.
+        Each rank of this machine has a track, on a common clock, with waits for data, forward and backward passes,
+        optimizer steps, collectives, saves, evaluations and longer garbage collections. The last half second of a
+        running job is missing. A very long job keeps only the newest slices. Notebooks show a picture of steps, too.
 
         Args:
-            path: path of the JSON file, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the log
-                folder.
+            path: path of the JSON file, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the logs.
+            profiles: folder of this job's ``ProfileKwargs(output_trace_dir=...)``, whose traces are added.
 
         Raises:
             RuntimeError: no worker on this machine has trained yet.
-            OSError: the file can't be written.
+            OSError, ValueError: the file can't be written, or a trace is missing, unreadable or another job's.
         """
-        chosen = self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser()
-        if not write_timeline(recorded(self.log), chosen, self.spec.function_name):
+        chosen = Timeline(self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser())
+        if not write_timeline(recorded(self.log), chosen, self.spec.function_name, profiles):
             raise RuntimeError(
                 f"{self!r} has no timeline: no rank has read a batch, computed gradients or saved in a worker on this "
                 f"machine{' yet' if self.is_running else ''}"

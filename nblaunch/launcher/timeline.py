@@ -1,6 +1,8 @@
 """Timelines of a job: how its ranks spent their time, as a file for Perfetto and Chrome's tracing.
 
     spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
+    traces of torch's profiler (profiler_traces.py) ──> processes of their own ──────────────────┘       │
+                                        step_picture.py <── Timeline, the path in a notebook <───────────┘
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
 between the last slice and a backward pass is shown as the forward pass, because no hook sees a plain model's.
@@ -12,10 +14,13 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from nblaunch.launcher.profiler_traces import profiled_events
+from nblaunch.launcher.step_picture import Slice, picture
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind, unpack
 
@@ -36,16 +41,44 @@ _COMPRESSION = 4
 _PID = 1  # the job's process in the file; its threads are the ranks
 
 
-def write_timeline(spans: Iterable[tuple[int, bytes]], path: Path, title: str) -> int:
+class Timeline(type(Path())):  # type: ignore[misc]
+    """The path of a timeline. A notebook shows a typical and the slowest step of each rank."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        """Return a picture of the steps; None if the file has none, or if the path is another file's."""
+        try:
+            with gzip.open(self, "rt") if self.suffix == ".gz" else self.open() as file:
+                events = json.load(file)["traceEvents"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        slices: dict[int, list[Slice]] = {}
+        for event in events:
+            if event["ph"] == "X" and event["pid"] == _PID:
+                began = event["ts"]
+                slices.setdefault(event["tid"], []).append((event["name"], began, began + event["dur"]))
+        steps = picture(slices)
+        return f"{steps}<div>{escape(str(self))}: open it in https://ui.perfetto.dev</div>" if steps else None
+
+
+def write_timeline(
+    spans: Iterable[tuple[int, bytes]],
+    path: Path,
+    title: str,
+    profiles: str | os.PathLike[str] | None = None,
+) -> int:
     """Write a timeline; return its number of slices. Nothing is written if there are none.
 
     Args:
         spans: ranks, each with some of its spans, in order.
         path: path of the file; it is compressed if its name ends in ``.gz``.
         title: name of the job.
+        profiles: folder with traces of torch's profiler, which are added; None: no traces.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file can't be written, or there are no traces.
+        ValueError: a trace can't be read, or is not of this job.
     """
     slices = _slices(spans)
     first = next(slices, None)
@@ -54,7 +87,8 @@ def write_timeline(spans: Iterable[tuple[int, bytes]], path: Path, title: str) -
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with _open(unfinished, is_compressed=path.suffix == ".gz") as file:
-            num_slices = _write(file, first, slices, title)
+            folder = None if profiles is None else Path(profiles).expanduser()
+            num_slices = _write(file, first, slices, title, folder)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -95,9 +129,9 @@ def _about(span: Span) -> dict[str, Any]:
     return {**about, "num_workers": span.detail} if name == "elements" else about
 
 
-def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) -> int:
+def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str, profiles: Path | None) -> int:
     """Write the document; return its number of slices. Times count from the beginning of the first slice."""
-    start, num_slices, ranks = first[2], 0, set()
+    start, end, num_slices, ranks = first[2], first[3], 0, set()
     file.write('{"displayTimeUnit":"ms","otherData":')
     json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _US_PER_S}, file)
     file.write(',"traceEvents":[\n')
@@ -114,6 +148,10 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str) ->
             f'"dur":{ended - began}{args}}}'
         )
         num_slices += 1
+        end = max(end, ended)
+    if profiles is not None:
+        for event in profiled_events(profiles, start / _US_PER_S, end / _US_PER_S):
+            file.write(",\n" + json.dumps(event))
     file.write("\n]}\n")
     return num_slices
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nblaunch
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.launcher.timeline import write_timeline
+from nblaunch.launcher.timeline import Timeline, write_timeline
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire.board import Board
 from nblaunch.wire.spans import SpanKind, SpanWriter, read_blocks, to_blocks, unpack
@@ -31,6 +31,7 @@ NUM_BATCHES = 6
 NUM_RANKS, NUM_STEPS = 8, 10_000
 MAX_BYTES = 20e6
 MAX_SKEW_US = 100.0
+MAX_PROFILE_SKEW_US = 5000.0  # a clock that the system may adjust
 
 
 def slices(path: Path) -> list[dict[str, Any]]:
@@ -88,6 +89,12 @@ def train(folder: str = "") -> None:
     accelerator.wait_for_everyone()
 
 
+def train_under_the_profiler(folder: str) -> None:
+    accelerator = nblaunch.Accelerator()
+    with accelerator.profile(nblaunch.ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):
+        train_plainly(4)
+
+
 def train_plainly(num_steps: int) -> None:
     model = nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,6 +129,77 @@ def test_the_clocks_of_ranks_agree() -> None:
     barriers = [event for event in slices(job.timeline()) if event["name"] == "barrier"]
     last_entry = max(event["ts"] for event in barriers)
     assert all(event["ts"] + event["dur"] > last_entry - MAX_SKEW_US for event in barriers)
+
+
+@pytest.mark.timeout(120)
+def test_traces_of_the_profiler_are_added_on_the_same_clock(tmp_path: Path) -> None:
+    job = ran(train_under_the_profiler, (str(tmp_path / "traces"),), 2)
+    document = json.loads(job.timeline(tmp_path / "all.json", tmp_path / "traces").read_text())
+    events = document["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    for rank in range(2):
+        (pid,) = [pid for pid, name in names.items() if name == f"rank {rank}: torch.profiler"]
+        passes = [
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event["name"] == "backward" and event["tid"] == rank and event["pid"] != pid
+        ]
+        inside = [event for event in events if event["pid"] == pid and "evaluate_function" in event["name"]]
+        assert len(passes) == 4
+        assert len(inside) >= len(passes)
+        assert all(
+            any(
+                began - MAX_PROFILE_SKEW_US < event["ts"] < ended + MAX_PROFILE_SKEW_US
+                for began, ended in passes
+            )
+            for event in inside
+        )
+
+
+def test_traces_of_another_time_or_kind_are_refused(tmp_path: Path) -> None:
+    trace = {
+        "baseTimeNanoseconds": 0,
+        "traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": 2}],
+    }
+    for text, error in (
+        (json.dumps(trace), "profile_3.json was not recorded"),
+        ("{}", "not a trace"),
+        ("", "no trace"),
+    ):
+        if text:
+            (tmp_path / "profile_3.json").write_text(text)
+        else:
+            (tmp_path / "profile_3.json").unlink()
+        with pytest.raises((ValueError, FileNotFoundError), match=error):
+            write_timeline(_long_job(), tmp_path / "long.json.gz", "job", tmp_path)
+        assert not list(tmp_path.glob("*long*"))
+
+
+def test_a_notebook_shows_a_typical_and_the_slowest_step(tmp_path: Path) -> None:
+    board = Board.create(2)
+    blocks = []
+    for rank in range(2):
+        memory = board.slot(rank).span_memory
+        assert memory is not None
+        writer, now_s = SpanWriter(memory), 1000.0
+        for number in range(1, 12):
+            waited_s = 0.5 if number == 7 and rank == 1 else 9.0 if number == 1 else 0.01
+            writer.put(SpanKind.DATA, now_s, now_s + waited_s)
+            writer.put(SpanKind.OPTIMIZER, now_s + waited_s, now_s + waited_s + 0.01)
+            now_s += waited_s + 0.01
+        blocks.append((rank, board.spans(rank).read()))
+    board.close()
+    path = Timeline(tmp_path / "steps.json.gz")
+    write_timeline(blocks, path, "job")
+    shown = path._repr_html_() or ""
+    assert shown.count("rank 0: 20.0 ms") == 2
+    typical, _, slowest = shown.partition("slowest step")
+    assert "rank 1: 20.0 ms" in typical
+    assert "rank 1: 510 ms" in slowest
+    assert "step 7: " in slowest
+    assert "data, 500 ms" in slowest
+    assert Timeline(tmp_path / "none.json")._repr_html_() is None
+    assert path.parent._repr_html_() is None
 
 
 @pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 Report = Callable[..., None]
-"""``report(check, problem, remedy, value, judged_by)``: sends an observation of a check."""
+"""``report(check, problem, remedy, value, judged_by, step)``: sends an observation of a check."""
 
 
 class Prepared(Protocol):
@@ -56,9 +56,20 @@ class Check(ABC):
     def after_evaluation(self, prepared: Prepared) -> None:
         """Check after a loop over a prepared loader that has trained nothing."""
 
-    def report(self, problem: str, remedy: str, *, value: Any = None, judged_by: str = "itself") -> None:
-        """Send an observation of this rank, with the arguments of :class:`~nblaunch.events.Observation`."""
-        self._report(self, problem, remedy, value, judged_by)
+    def report(
+        self,
+        problem: str,
+        remedy: str,
+        *,
+        value: Any = None,
+        judged_by: str = "itself",
+        step: int | None = None,
+    ) -> None:
+        """Send an observation of this rank, with the arguments of :class:`~nblaunch.events.Observation`.
+
+        ``step`` is for ranks that do not step together; None: the number of steps of this rank's optimizers.
+        """
+        self._report(self, problem, remedy, value, judged_by, step)
 
 
 class Streaks:

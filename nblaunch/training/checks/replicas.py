@@ -88,6 +88,7 @@ class StepsOnSomeRanks(Check):
                     "Call optimizer.step() on every rank, also if only the main process saves and logs",
                     value=("often" if often else "never",),
                     judged_by="equal",
+                    step=_NUM_PASSES,
                 )
 
 

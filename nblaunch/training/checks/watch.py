@@ -109,7 +109,9 @@ class Watch:
             if isinstance(check, DifferentReplicas):
                 check.left_out.add(model)
 
-    def report(self, check: Check, problem: str, remedy: str, value: Any, judged_by: str) -> None:
+    def report(
+        self, check: Check, problem: str, remedy: str, value: Any, judged_by: str, step: int | None = None
+    ) -> None:
         """Send an observation of a check; without a launcher, warn if it needs no comparison with other ranks."""
         if judged_by == "itself" and check.name in self._reported:
             return
@@ -129,7 +131,7 @@ class Watch:
                 check.name,
                 problem,
                 remedy,
-                self._slot.num_updates,
+                self._slot.num_updates if step is None else step,
                 value,
                 judged_by,
                 frame.f_code.co_filename,
