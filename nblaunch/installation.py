@@ -5,7 +5,7 @@ version beside old ones, and send messages of the old version to new interpreter
 
 * :func:`check_import` is asked before each import of a module of nblaunch, :func:`check_new_process` before each start
   of a fresh interpreter. They refuse what would mix two versions.
-* The process of a detached job must go on, whatever is installed meanwhile: :func:`keep_modules`.
+* The process of a detached job must continue after any later installation: :func:`keep_modules`.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def notebook_launcher(
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
             4}``. None = a core for each rank, and a GPU if the cluster has any.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
-        session: run on the workers of a :class:`Session` instead of new ones. Arguments that concern the start of the
+        session: run on the workers of a :class:`Session` instead of new ones. Arguments that control the start of the
             workers must then have their default or the session's value.
 
     Returns:

@@ -2,10 +2,10 @@
 
 A lazy device compiles a step's graph in the first steps, and again whenever the graph changes: for another input shape,
 another branch, or a value that is read in the middle of the step. Each compilation takes from seconds to minutes and
-looks like a hang. It is therefore reported, once per cause, with the step, the shapes and the time.
+looks like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
 
 A correct loop may need several graphs: for steps inside an accumulation window, for steps after the optimizer has
-created its state, and for the last batch. A few later steps that compile are therefore not reported; only many are.
+created its state, and for the last batch. The module therefore reports later steps that compile only if there are many.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CompileWatch:
         read: returns the current counters.
         note: receives a sentence for the user.
         compiling: receives whether the process is probably compiling.
-        fact: receives a name, and in a few words the total number of compiled graphs.
+        fact: receives a name, and a phrase with the total number of compiled graphs.
     """
 
     def __init__(

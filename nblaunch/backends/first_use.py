@@ -344,7 +344,7 @@ def _answer(reader: int, timeout_s: float) -> str | None:
 
 
 def _run_probe(attempt: Callable[[], None], writer: int) -> None:
-    """Run in the child. Never returns; writes nothing but its answer, and runs none of the parent's exit handlers."""
+    """Run in the child. Never returns; writes only its answer, and runs none of the parent's exit handlers."""
     try:
         warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     finally:
-        # A command may ignore interrupts at the end of a program; here the program continues.
+        # A command may ignore interrupts because its program ends, but the program that called main(argv) continues.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, before)
 
@@ -160,7 +160,7 @@ def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
     """Return a parser with the options of the command in ``argv``, and the names of the others."""
     parser = Parser(
         prog="nblaunch",
-        description="Run PyTorch training on every device of this machine, or of several.",
+        description="Run PyTorch training on every device of one machine or several machines.",
         allow_abbrev=False,
     )
     # This file may not import the package above it.

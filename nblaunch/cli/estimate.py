@@ -33,7 +33,7 @@ _AMOUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
 
 
 def model_size(arguments: argparse.Namespace) -> ModelSize:
-    """Return the size of the model: counted if it has a name, else ``--parameters``.
+    """Count the parameters of the named model, or take the count from ``--parameters``; return the model's size.
 
     Raises:
         UsageError: no model is given, or it can't be built.
@@ -169,7 +169,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Estimate the memory per device for training and inference of a model, by strategy and precision, without "
-        "allocating weights. The estimate does not include activations and the processes themselves."
+        "allocating weights. The estimate does not include activations or the processes themselves."
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -205,7 +205,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mixed_precision", "--mixed-precision", nargs="+", choices=needs.PRECISIONS, default=["no", "bf16"],
-        help="mixed precisions of training; default: no bf16",
+        help="mixed precisions of training; default: no and bf16",
     )  # fmt: skip
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(needs.DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],
@@ -218,7 +218,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=list(needs.OPTIMIZER_STATES), default="adam", help="default: adam"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -255,7 +255,7 @@ def _training_rows(
 def _inference_rows(
     arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
 ) -> list[dict[str, Any]]:
-    """Return rows for inference; strategies that keep whole copies of the weights need equal memory and share a row."""
+    """Return rows for inference; strategies with whole copies of the weights need the same memory and share a row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
     sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
     return [
@@ -293,10 +293,12 @@ def _render(
     lines = [
         f"{model.parameters:,} parameters ({trained} trained{largest}); {settings.num_devices} devices "
         f"({settings.device}); {optimizer}",
-        "per device, without activations and the processes themselves",
+        "per device, without activations or the processes themselves",
     ]
     if not model.block:
-        lines.append("unknown without a model: the largest block, which fsdp2 and sharded inference gather")
+        lines.append(
+            "without a model, the size of the largest block, which fsdp2 and sharded inference gather, is unknown"
+        )
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]
         if chosen:

@@ -7,7 +7,7 @@ that does not stop ──kill──>      workers end with their kernel
         <──output, updates──      output of cells; the table of processes as text
 
 On a terminal the table is redrawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
-written from time to time, and once more after its cell has ended.
+written from time to time, and again after its cell has ended.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Standstill:
 
     Args:
         text: a sentence, with the seconds.
-        is_certain: no rank can go on by itself; False if some may work without steps.
-        advice: what to do; empty if the job may still go on.
+        is_certain: no rank can continue by itself; False if some may work without steps.
+        advice: what to do; empty if the job may still continue.
     """
 
     text: str

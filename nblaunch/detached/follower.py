@@ -70,7 +70,7 @@ def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower
         if _followers.setdefault(place, new) is new:
             new.start()
             return new
-        _followers.pop(place, None)  # the follower has ended meanwhile, or another thread was faster
+        _followers.pop(place, None)  # the follower has ended since, or another thread was faster
         new.close()
 
 
@@ -136,7 +136,7 @@ class JobFollower(Job):
         return True
 
     def detach(self) -> None:
-        """Stop following the job: its displays end and free their resources. The job goes on."""
+        """Stop following the job: its displays end and free their resources. The job continues."""
         self._is_detached = True
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_S)

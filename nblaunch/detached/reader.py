@@ -154,7 +154,7 @@ class JobReader:
                     self._emit(event)
                 self.tick()
                 if tail.position == before:
-                    break  # the file was cut meanwhile
+                    break  # the file was truncated in the meantime
         for event in self._snapshot.samples if self._snapshot is not None else ():
             self._emit(event)
         self.tick()

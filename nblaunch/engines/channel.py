@@ -26,7 +26,7 @@ from nblaunch.wire import signing
 from nblaunch.wire.channel import dump_plain
 
 MARK = b"\n\0nblaunch node 1\0\n"
-"""Precedes a node program's first message, because the shell that started it may have printed before."""
+"""Precedes a node program's first message, because the shell that started the program may print text first."""
 
 _END = b"\n"
 _LENGTH = struct.Struct("<Q")
@@ -54,7 +54,7 @@ class Channel:
     Attributes:
         key: key of the job; messages can be sent and received once it is set.
         is_closed: whether the other end was closed and all of its messages were returned.
-        last_s: ``monotonic()`` when bytes arrived last.
+        last_s: ``monotonic()`` when bytes last arrived.
     """
 
     def __init__(self, reading_fd: int, writing_fd: int, side: bytes, *, skips_to_mark: bool = False) -> None:
@@ -106,7 +106,7 @@ class Channel:
         self.flush()
 
     def send_mark(self) -> None:
-        """Send the mark to which the other end skips."""
+        """Send the mark; the other end ignores everything before it."""
         self._queue(MARK)
 
     def _queue(self, data: bytes) -> None:
@@ -119,7 +119,7 @@ class Channel:
             if not self._waiting:
                 for message in self._bulk:
                     self.send(message)
-                    return  # it has flushed
+                    return  # send() has flushed the queue
                 return
             view = self._waiting[0]
             try:
@@ -188,7 +188,7 @@ class Channel:
         while len(self._arrived) - start >= _LENGTH.size and (limit is None or len(frames) < limit):
             (length,) = _LENGTH.unpack_from(self._arrived, start)
             if length > _MAX_FRAME_BYTES:
-                raise ChannelError(f"a message of {length} bytes is announced")
+                raise ChannelError(f"a message of {length} bytes exceeds the limit of {_MAX_FRAME_BYTES}")
             end = start + _LENGTH.size + length
             if len(self._arrived) < end + len(_END):
                 break
@@ -208,7 +208,7 @@ class Channel:
         return True
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for messages and send queued ones; return none if the other end was closed or the time is over."""
+        """Wait for messages and send queued ones; return none if the other end was closed or the time has run out."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             messages = self.receive()
@@ -233,7 +233,7 @@ class Channel:
             raise ChannelError("a message arrived without the seal of this job, and was not read") from None
         (number,) = _NUMBER.unpack_from(body)
         if number != self._num_received:
-            raise ChannelError(f"message {number} arrived where {self._num_received} was due")
+            raise ChannelError(f"message {number} arrived instead of message {self._num_received}")
         self._num_received += 1
         messages: tuple[Any, ...] = pickle.loads(memoryview(body)[_NUMBER.size :])
         return messages

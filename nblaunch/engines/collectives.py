@@ -1,4 +1,4 @@
-"""The recorded collectives of the ranks on all nodes, as far as the coordinator needs them.
+"""The coordinator's view of the collectives that the ranks on all nodes have recorded.
 
     node ── CallMarks, twice a second: digests of a few calls ──> do any differ? ── AskStacks ──> all nodes
     node ── Stacks: all recorded calls ──> compared as on one machine (launcher/collective_watch.py)
@@ -65,7 +65,7 @@ class NodeCalls:
 def sharing(calls: Mapping[int, RankCalls]) -> dict[int, RankCalls]:
     """Return the calls with one object for equal calls of several ranks, so that they are sent once.
 
-    Each rank keeps the time of its last call only: nothing asks for the times of others.
+    Only a rank's last call keeps its time, because nothing reads the times of earlier calls.
 
     Args:
         calls: rank -> its last calls.
@@ -132,7 +132,7 @@ class AllCalls:
         self._calls.update(calls)
 
     def may_differ(self) -> bool:
-        """Return whether marks of nodes differ; False at once if there are no new ones."""
+        """Return whether marks of nodes differ; False at once if there are no new marks."""
         if not self._has_new_marks:
             return False
         self._has_new_marks = False

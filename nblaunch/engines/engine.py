@@ -64,11 +64,11 @@ class NodeHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the program at once, as far as possible from here."""
+        """End the program at once, or the part of it that this process can reach."""
 
     @abstractmethod
     def close(self, patience_s: float) -> None:
-        """Close both pipes, which ends the program; kill it if it still runs after ``patience_s`` seconds."""
+        """Close both pipes, which ends the program; kill it if it is still running after ``patience_s`` seconds."""
 
 
 class Engine(ABC):

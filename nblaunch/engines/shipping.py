@@ -216,7 +216,7 @@ def _is_found(name: str) -> bool:
 
 
 def adopt_paths(path: Sequence[str], folder: str | None) -> None:
-    """Search modules in the launching process's folders of the user, as far as they exist on this machine."""
+    """Search modules in the launching process's user folders that exist on this machine."""
     if folder is not None and os.path.isdir(folder):
         os.chdir(folder)
     for entry in path:

@@ -30,7 +30,7 @@ class NodesStacks:
 
     @property
     def is_done(self) -> bool:
-        """Whether all nodes have answered or ended, or their time is over."""
+        """Whether all nodes have answered or ended, or their time has run out."""
         return self.is_complete or time.monotonic() > self._until_s
 
     @property

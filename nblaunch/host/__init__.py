@@ -10,7 +10,7 @@ descriptors.py   file descriptors: which ones forked processes must not keep, an
 child_statuses.py  exit statuses of children if the process ignores SIGCHLD
 signal_handlers.py  holds this process's signal handlers back while an exception would do harm
 files.py         files that are replaced atomically; folders private to a user
-machine.py       which machine this is; whether a process that left a mark still runs
+machine.py       which machine this is; whether a process that left a mark is still running
 disk.py          disk space: frees and reserves it, and explains why there is none
 gpus.py          NVIDIA GPUs, which of them workers may use, and readings of devices
 drm.py           AMD and Intel GPUs, from files below /sys

@@ -21,7 +21,7 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def tune_allocator() -> bool:
-    """Make the allocator return blocks of 1 MiB and more to the system when they are freed; return whether it agreed.
+    """Make the allocator return blocks of 1 MiB and more to the system when they are freed; return whether that worked.
 
     Setting the threshold also stops glibc from raising it when the first large block is freed.
     """

@@ -84,7 +84,7 @@ def run_arrived() -> None:
 
 
 def take(number: int) -> bool:
-    """Return whether a signal has arrived whose handler is held back; that handler is then not called any more."""
+    """Return whether a signal has arrived whose handler is held back; that handler is then no longer called."""
     if number not in _arrived:
         return False
     _arrived.remove(number)

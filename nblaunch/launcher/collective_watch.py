@@ -113,7 +113,7 @@ class CollectiveWatch:
         clock: seconds on a clock that never jumps.
 
     Attributes:
-        calls: returns rank -> its last collectives, as far as they have arrived.
+        calls: returns rank -> its last collectives that have arrived.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CollectiveWatch:
             end()
 
     def conclude(self, report: AttemptReport) -> None:
-        """Compare the ranks once more after all have stopped writing, and keep their last calls in ``report``."""
+        """Compare the ranks again after all have stopped writing, and keep their last calls in ``report``."""
         report.calls = dict(self._source.last())
         if report.disagreement is not None and self._reported is not None:
             whole = completed(self._reported, report.calls)

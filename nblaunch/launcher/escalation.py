@@ -163,7 +163,7 @@ class Termination:
         requests.stop()
 
     def poll(self, now_s: float, pids: Mapping[int, int]) -> str:
-        """Interrupt the ranks when their time is over; return a note the first time, otherwise an empty string.
+        """Interrupt the ranks when their time has run out; return a note the first time, otherwise an empty string.
 
         ``pids`` may change, because ranks start and set their handlers at different times. After an interrupt, from
             here or elsewhere, this does nothing more: a second interrupt would kill the ranks.

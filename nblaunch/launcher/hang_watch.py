@@ -107,7 +107,7 @@ class LocalStacks:
 
     @property
     def is_done(self) -> bool:
-        """Whether all ranks have answered, or their time is over."""
+        """Whether all ranks have answered, or their time has run out."""
         return self._dump.is_done
 
     def checks(self) -> dict[int, Check]:

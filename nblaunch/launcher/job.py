@@ -114,10 +114,10 @@ class Job(Generic[T]):
 
     Args:
         spec: what to run.
-        plan: how.
-        log: its log files.
-        requests: requests to it.
-        listeners: receive its events.
+        plan: how to run it.
+        log: the job's log files.
+        requests: the object that passes requests to the job.
+        listeners: receive the job's events.
 
     Attributes:
         id: short name of a job that was launched with ``detach=True``; else empty.
@@ -177,7 +177,7 @@ class Job(Generic[T]):
             timeout: seconds to wait; None = no limit.
 
         Raises:
-            TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
+            TimeoutError: the job is still running after ``timeout`` seconds. It continues.
             RuntimeError: the result was released.
             BaseException: the exception of a worker, with its original type, or one of :mod:`nblaunch.errors`.
         """
@@ -204,10 +204,10 @@ class Job(Generic[T]):
         """Wait for the end.
 
         Raises:
-            TimeoutError: the job still runs after ``timeout`` seconds. It goes on.
+            TimeoutError: the job is still running after ``timeout`` seconds. It continues.
         """
         if not self.ends_within(timeout):
-            raise TimeoutError(f"{self!r} still runs after {timeout} s")
+            raise TimeoutError(f"{self!r} is still running after {timeout} s")
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait for :meth:`result` with ``await job`` in a cell; the kernel's event loop stays free."""
@@ -249,7 +249,7 @@ class Job(Generic[T]):
         return list(self._metrics)
 
     def hints(self) -> list[str]:
-        """Return one sentence for each likely mistake in the training loop, which may also be intended.
+        """Return one sentence for each part of the training loop that is probably, but not certainly, a mistake.
 
         Certain mistakes are not listed here; nblaunch shows them as warnings.
         """
@@ -316,7 +316,7 @@ class Job(Generic[T]):
             position: position of the module in the job's ``args``; None = the only module.
 
         Raises:
-            RuntimeError: the job still runs, or has no such weights.
+            RuntimeError: the job is still running, or has no such weights.
             ValueError: several modules were trained, no module has this position, or the weights do not fit the module.
         """
         if self.is_running:
@@ -349,7 +349,7 @@ class Job(Generic[T]):
             kernel. Ranks without an answer are missing.
 
         Raises:
-            RuntimeError: no worker can be asked.
+            RuntimeError: no worker can answer.
         """
         return self._checked_debugger()[0].inspect(expression, timeout_s)
 
@@ -364,7 +364,7 @@ class Job(Generic[T]):
             timeout_s: how long to wait for the answers.
 
         Raises:
-            RuntimeError: no worker can be asked.
+            RuntimeError: no worker can answer.
         """
         debugger, first = self._checked_debugger()
         return debugger.compare(first, timeout_s)
@@ -372,13 +372,13 @@ class Job(Generic[T]):
     def release(self) -> None:
         """Free the memory of an ended job: its result, and weights that did not fit the kernel's modules.
 
-        Also ends workers that ``post_mortem=True`` has kept.
+        Also ends workers that nblaunch kept because of ``post_mortem=True``.
 
         Logs, metrics, status and error stay. A successful job then has no :meth:`result`; a failed job still raises its
         error, without the variables in the traceback of a function that ran inline.
 
         Raises:
-            RuntimeError: the job still runs.
+            RuntimeError: the job is still running.
         """
         if self.is_running:
             raise RuntimeError(f"{self!r} can't be released: wait for its end, or call cancel()")
@@ -414,7 +414,7 @@ class Job(Generic[T]):
         self.requests.cancel()
 
     def detach(self) -> None:
-        """Stop following a job that was launched with ``detach=True``: its displays end, and the job goes on.
+        """Stop following a job that was launched with ``detach=True``: its displays end, and the job continues.
 
         :func:`nblaunch.attach` follows it again.
 
@@ -422,7 +422,7 @@ class Job(Generic[T]):
             RuntimeError: the job was not launched with ``detach=True``.
         """
         raise RuntimeError(
-            f"{self!r} ends with this process; only jobs launched with detach=True can go on without it"
+            f"{self!r} ends with this process; only jobs launched with detach=True can continue without it"
         )
 
     def __dir__(self) -> list[str]:
@@ -438,7 +438,7 @@ class Job(Generic[T]):
         IPython handles NotImplementedError by showing the repr.
         """
         if self._show_again is None or not self._show_again():
-            raise NotImplementedError("there is nothing to show but the repr")
+            raise NotImplementedError("only the repr can be shown")
 
     # --- for the launcher ----------------------------------------------------------------------------------------
 
@@ -459,7 +459,7 @@ class Job(Generic[T]):
             and event.rank < 0
             and not self.spec.is_session
         ):
-            if event.text in self._warnings:  # several ranks report the same
+            if event.text in self._warnings:  # several ranks report the same mistake
                 return
             self._warnings.add(event.text)
         if isinstance(event, Note) and not notes.is_shown(event):
@@ -494,10 +494,10 @@ class Job(Generic[T]):
         is_interrupted = self.requests.interrupts > 0
         if self.is_running or (self.pids and not is_interrupted):
             return
-        assert self.outcome is not None, "the job still runs"
+        assert self.outcome is not None, "the job is still running"
         self.outcome.raise_error()
         if is_interrupted:
-            raise KeyboardInterrupt  # the job is done nevertheless
+            raise KeyboardInterrupt  # even though the job has succeeded
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Set the function that shows this job in the running cell; it returns False if it can't."""
@@ -507,10 +507,10 @@ class Job(Generic[T]):
         """Return the client of the debugger in the workers, and the rank to debug.
 
         Args:
-            rank: rank to debug. None = the rank that failed, or the first that waits at a ``breakpoint()``.
+            rank: rank to debug. None = the rank that failed, or the first rank that waits at a ``breakpoint()``.
 
         Raises:
-            RuntimeError: no worker can be asked.
+            RuntimeError: no worker can answer.
             ValueError: there is no such rank.
         """
         kept, debugger = self.kept, self.debugger
@@ -528,7 +528,7 @@ class Job(Generic[T]):
         """Return the result of :meth:`find_debugger`, if the debugger runs on every rank.
 
         Raises:
-            RuntimeError: no worker can be asked.
+            RuntimeError: no worker can answer.
         """
         debugger = self.find_debugger()
         if not self.spec.post_mortem:
@@ -539,7 +539,7 @@ class Job(Generic[T]):
 
     @property
     def _outcome(self) -> JobOutcome:
-        assert self.outcome is not None, "the job still runs"
+        assert self.outcome is not None, "the job is still running"
         return self.outcome
 
     def _wait_for_success(self, timeout: float | None) -> None:
@@ -550,9 +550,7 @@ class Job(Generic[T]):
 
     def _check_kept(self) -> None:
         if self._outcome.is_released:
-            raise RuntimeError(
-                f"{self!r} has no result and no weights any more, because release() was called"
-            )
+            raise RuntimeError(f"{self!r} no longer has a result or weights, because release() was called")
 
     async def _awaited(self) -> T:
         __tracebackhide__ = True
@@ -593,7 +591,7 @@ def jobs_at_breakpoints() -> list[tuple[float, Job]]:
 def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:
     """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
 
-    A logged value with one of these names replaces it, except that a step passed to ``log`` stays the step.
+    A logged value with one of these names replaces the job's value, but not a step that was passed to ``log``.
     """
     about = {"step": metric.step, "time_s": metric.time_s, "rank": metric.rank, "attempt": attempt}
     return {**about, **metric.values, **({} if metric.step is None else {"step": metric.step})}

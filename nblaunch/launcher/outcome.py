@@ -156,7 +156,7 @@ def conclude_job(
 
 
 def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
-    """Return the KeyboardInterrupt of a job that is nevertheless done.
+    """Return the KeyboardInterrupt of a job that was interrupted but has succeeded.
 
     Args:
         door: expression that returns the value, as text.

@@ -75,7 +75,7 @@ class JobRunner(Job):
         plan: how.
         listeners: receive its events.
         on_prompts: called with the runner while ranks wait for input to pdb.
-        log: the job's log folder; None = a new one.
+        log: the job's log folder; None = a new folder.
         requests: requests to the job, if there may be some before it starts.
 
     Attributes:
@@ -476,7 +476,7 @@ def _clear_variables(error: BaseException) -> None:
 
 
 def _clear_frames(frame: FrameType | None) -> None:
-    """Clear a frame and its callers, up to the first that still runs."""
+    """Clear a frame and its callers, up to the first frame that is still running."""
     with suppress(RuntimeError):
         while frame is not None:
             frame.clear()

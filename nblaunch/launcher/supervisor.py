@@ -382,7 +382,7 @@ class Supervisor:
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:
-        """Return whether the outcome is decided while processes still run: a rank failed, or all have delivered.
+        """Return whether the outcome is decided while processes are running: a rank failed, or all have delivered.
 
         An interrupt then only ends the processes sooner, and no other attempt follows. With other machines, never
         decided here.
@@ -563,7 +563,7 @@ class Supervisor:
         elif now - self._lingering_since > _LINGER_S:
             text = (
                 f"{formatting.ranks(self._alive)}: the function returned {_LINGER_S:.0f} s ago, but an exit "
-                "handler or a thread still runs, so the process is killed. Its result is kept."
+                "handler or a thread is still running, so the process is killed. Its result is kept."
             )
             self._note(text)
             self._begin_escalation()

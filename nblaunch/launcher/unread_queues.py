@@ -2,11 +2,11 @@
 
     rank ── PutUnread ──> UnreadQueues: once all living ranks wait like this
                             └── thread: reads the pipes, so that the ranks can end
-                                        writes the values back into the pipes, as far as there is room
+                                        writes back into the pipes the values for which there is room
                                         writes the rest while the kernel reads
 
 The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that
-still runs its function may be a reader; as long as there is one, the queues are left alone.
+still runs its function may be a reader; while there is a reader, nblaunch does not touch the queues.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class UnreadQueues:
         self._thread.start()
 
     def end(self) -> None:
-        """Put the saved values back, as far as the queues have room, when all ranks have ended."""
+        """When all ranks have ended, put back as many saved values as the queues can hold."""
         if self._thread is None:
             return
         num_cut = self._thread.put_back()
@@ -105,7 +105,7 @@ class _KeepingThread(threading.Thread):
         self._is_put_back = threading.Event()
 
     def put_back(self) -> int:
-        """Write the values back, as far as there is room; the thread writes the rest.
+        """Write back as many values as fit; the thread writes the rest.
 
         Returns:
             The number of values that were lost, because their rank was killed.

@@ -265,7 +265,7 @@ class LauncherClient:
             self._ended.put(message)
 
     def ended_within(self, timeout_s: float | None) -> WorkersEnded | None:
-        """Wait until the workers of the last start have ended; return None if they still run after ``timeout_s`` s."""
+        """Wait until the workers of the last start have ended; return None if they run longer than ``timeout_s``."""
         with suppress(Empty):
             return self._ended.get(timeout=timeout_s)
         return None

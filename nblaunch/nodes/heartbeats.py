@@ -351,7 +351,7 @@ class HeartbeatExchange:
 
     def _exchange(self, store: HeartbeatStore) -> None:
         with self._changed:
-            # Only a node that ends waits until the others have received what it sent last.
+            # Only a node that ends waits until the others have received its last message.
             received = {other.id: other.count for other in self._others if other.state in _FINAL}
             state = (*self._urgent_state(), received.keys(), self._own.node_rank, self._own.restart_count)
             if state != self._known:

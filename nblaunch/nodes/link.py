@@ -108,8 +108,8 @@ class NodeLink:
         """Wait until all nodes have joined; return None if no further start follows.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted meanwhile.
-            JobCancelled: the job was cancelled meanwhile.
+            KeyboardInterrupt: the job was interrupted while it waited.
+            JobCancelled: the job was cancelled while it waited.
             LaunchError: the first rendezvous failed.
         """
         began_s = time.monotonic()
@@ -149,7 +149,7 @@ class NodeLink:
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _pass_on_stop(self) -> None:
-        """Send a stop that was requested after this node's ranks returned, because ranks of other nodes still run."""
+        """Send a stop that was requested after this node's ranks returned, because ranks of other nodes are running."""
         is_wanted = self._requests.wants_stop or self._requests.terminations > 0
         if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
             self._stop.is_wanted = True

@@ -237,7 +237,7 @@ class PlainLoops:
 
     @property
     def last_iterator(self) -> Any:
-        """The iterator of the loader whose batch was read last; None if none is read."""
+        """The iterator of the loader that last returned a batch; None if no loader is being read."""
         reading = max(self._readings, key=attrgetter("read_at"), default=None)
         return reading.iterator() if reading is not None and reading.read_at else None
 

@@ -38,7 +38,7 @@ from nblaunch.wire.worker_commands import (
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""Time from the first failure until the client frees ranks that still run, because they may wait for failed ranks."""
+"""Time from the first failure until the client frees ranks that are running, because they may wait for failed ranks."""
 
 _BOUNDARY_TICK_S = 0.01
 """Used while ranks agree on a last optimizer step: they reply through memory, which does not wake the client."""
@@ -150,7 +150,7 @@ class SessionClient:
     def _propose_boundary(self) -> None:
         """Propose a last optimizer step to the busy ranks, if all of them train."""
         if any(self._replies_to_skip.values()):
-            return  # a rank may still run an earlier command with other steps
+            return  # a rank may be running an earlier command with other steps
         now_s = time.monotonic()
         with suppress(ValueError, KeyError):  # the workers have ended
             self._boundary = on_boundary({rank: self._runner.slots[rank] for rank in self.busy}, now_s)
@@ -182,7 +182,7 @@ class SessionClient:
         raise LaunchError(ENDED)
 
     def raise_end(self) -> None:
-        """Show how the workers ended, and raise the reason."""
+        """Show how the workers ended, and raise an error with the reason."""
         __tracebackhide__ = True
         self._runner.wait()
         self._output.show_end()
@@ -252,7 +252,7 @@ class SessionClient:
         return {rank: replies[rank] for rank in sorted(replies)}
 
     def _receive_available(self, replies: Replies) -> bool:
-        """Receive the replies that arrive within a tick; return whether the workers still run."""
+        """Receive the replies that arrive within a tick; return whether the workers are still running."""
         try:
             for rank in self._wait(list(self.busy)):
                 self._take_reply(rank, replies)

@@ -84,7 +84,8 @@ class RankMagics(Magics):
     def _started_or_new(self) -> Session:
         """Return the session; start one if there is none.
 
-        A session that has ended raises the reason at its next command. A new one would lack its variables.
+        A session that has ended raises an error with the reason at its next command. A new session would lack its
+        variables.
         """
         if self.session is None:
             RankMagics.session = Session()

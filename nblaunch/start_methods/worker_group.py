@@ -50,7 +50,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Kill the processes that still run, reap them and all helpers, release descriptors. Called once.
+        """Kill the processes that are still running, reap them and all helpers, release descriptors. Called once.
 
         Wait at most :data:`KILL_PATIENCE_S` for killed processes, and leave those that have not ended by then.
         """

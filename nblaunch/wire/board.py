@@ -421,7 +421,7 @@ class Slot:
         return self._read_curve[1]
 
     def release(self) -> None:
-        """Release the memory; the slot can't be used any more."""
+        """Release the memory; the slot can no longer be used."""
         for memory in (self.call_memory, self.span_memory):
             if memory is not None:
                 memory.release()

@@ -25,7 +25,7 @@ _MIN_KEPT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RankResult:
-    """The results of a worker, as far as they could be read.
+    """The results of a worker that could be read.
 
     Args:
         value: the return value; a :class:`~nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces each part that

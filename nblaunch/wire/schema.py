@@ -1,6 +1,6 @@
 """Plain data as JSON, converted by the annotations of dataclasses: for data from other processes, never unpickled.
 
-    Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal one
+    Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal Node
 
 Any process that reaches a store can write to it. The reader therefore names the class that it expects and accepts
 nothing else: it looks up no class by a name in the text, and runs no code of the sender's choice. The types are 64-bit

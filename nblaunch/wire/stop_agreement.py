@@ -99,11 +99,11 @@ class StopAgreement:
     """The launcher's side. ``poll`` it until :attr:`is_settled`.
 
     Args:
-        slots: rank -> slot of the ranks that still run.
+        slots: rank -> slot of the ranks that are still running.
         now_s: ``time.monotonic()``.
-        ahead_s: seconds that a proposal is ahead of the foremost rank, so that it reaches all ranks in time.
+        ahead_s: seconds by which a proposal is ahead of the foremost rank, so that it reaches all ranks in time.
         patience_s: seconds that a rank may wait at the proposed check.
-        margin: minimum number of checks that a first proposal is ahead.
+        margin: minimum number of checks by which the first proposal is ahead.
         after: number of an earlier check that another launcher proposed; 0 = none. New proposals are later.
     """
 
@@ -176,7 +176,7 @@ class StopAgreement:
             slot.stop_decision = decision
 
     def _is_patience_over(self, slots: Iterable[Ballot], now_s: float) -> bool:
-        """Return whether a rank has waited too long at the proposed check: another may wait for it in a collective."""
+        """Return whether a rank has waited too long at the proposed check while another may wait in a collective."""
         if not any(slot.num_checks >= self._proposal for slot in slots):
             self._waiting_since = None
             return False

@@ -272,7 +272,7 @@ class _Worker:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
     def _prepare_debugger(self) -> None:
-        """Let the kernel inspect this worker, as far as the launch allows."""
+        """Let the kernel inspect this worker within the limits that the launch sets."""
         sys.breakpointhook = (
             self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
         )

@@ -96,7 +96,7 @@ class CollectiveRecorder:
             pg: the process group.
             kind: kind of the collective.
             form: form of the first tensor.
-            num_tensors: number of tensors of this form, as far as known.
+            num_tensors: number of tensors of this form, if known.
             size: number of elements, which must be the same on all ranks.
             reduction: name of the reduction; empty if there is none.
             root: rank of the root in the group; -1 if there is none.

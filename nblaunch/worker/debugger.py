@@ -133,7 +133,7 @@ class Debugger:
                 self._reply(command)
 
     def _debug(self, terminal: _Terminal) -> None:
-        """Run pdb at the failure or at the function's current line. Pdb can't step, because neither frame goes on.
+        """Run pdb at the failure or at the function's current line. Pdb can't step, because neither frame continues.
 
         If a command of pdb raises, pdb ends, and the cell in which the command was typed shows the error.
         """

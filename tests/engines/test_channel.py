@@ -94,7 +94,7 @@ def test_a_replayed_message_is_not_read(pair: Pair) -> None:
     pair.node.send_raw(sealed)
     assert pair.coordinator.receive() == [Request("stop")]
     pair.node.send_raw(sealed)
-    with pytest.raises(ChannelError, match="was due"):
+    with pytest.raises(ChannelError, match="arrived instead of"):
         pair.coordinator.receive()
 
 

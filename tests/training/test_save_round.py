@@ -267,7 +267,7 @@ def _save_afterwards(folder: str) -> str:
 def test_a_rank_that_has_left_says_so(tmp_path: Path) -> None:
     first, second = ranks.run(_save_afterwards, 2, str(tmp_path / "state"))
     assert first == "saved"
-    assert second.startswith("rank 1 has left the process group and can't save any more")
+    assert second.startswith("rank 1 has left the process group and can no longer save")
 
 
 class Noted(os.PathLike):  # type: ignore[type-arg]

@@ -205,7 +205,7 @@ class Saver:
         participant: Participant | None = self._side_of_round()
         if participant is None:
             raise CheckpointError(
-                f"rank {self._live.rank} has left the process group and can't save any more; call save_state "
+                f"rank {self._live.rank} has left the process group and can no longer save; call save_state "
                 "before end_training"
             )
         round = participant.arrive()

@@ -20,7 +20,7 @@ _NUM_EPOCHS = 3  # looking at a first batch, and a warm-up run, also count as ep
 
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
-    """Return the iterator of torch's loader that was read last; None inside a prepared loader's loop."""
+    """Return the torch loader's iterator that was read most recently; None inside a prepared loader's loop."""
     return plain_loops().last_iterator if prepared.accumulation.active_loader is None else None
 
 

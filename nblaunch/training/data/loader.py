@@ -176,7 +176,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # Reading one batch without training, as next(iter(loader)) does, only looks at the data.
             is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
             is_epoch = not is_look and loop.state is WorkerState.TRAINING
-            if self._loop is loop:  # a loop that began later may still run
+            if self._loop is loop:  # a loop that began later may still be running
                 self._leave_loop(is_epoch, *outer)
             if is_epoch and not is_complete:
                 self.epochs.left += 1

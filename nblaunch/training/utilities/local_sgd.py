@@ -20,7 +20,7 @@ class LocalSGD:
                 optimizer.step(); optimizer.zero_grad()
                 local.step()
 
-    At the end of the block, ranks average the weights once more, which makes them equal on all ranks. Ranks exchange
+    At the end of the block, ranks average the weights again, which makes them equal on all ranks. Ranks exchange
     fewer messages, which helps on slow networks; the result differs from training with averaged gradients. Each rank
     keeps its own buffers and optimizer state.
 

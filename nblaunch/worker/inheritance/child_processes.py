@@ -1,4 +1,4 @@
-"""Lets a worker see whether programs still run that the kernel has started by ``subprocess``.
+"""Lets a worker see whether programs that the kernel started with ``subprocess`` are still running.
 
 Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with 0:
 in a forked worker, a server of the kernel would always seem to have ended, and ``kill()`` would do nothing. A worker

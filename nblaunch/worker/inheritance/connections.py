@@ -125,7 +125,7 @@ def _is_connected_elsewhere(fd: int) -> bool:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
         connection = socket.socket(fileno=fd)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return False
     try:
         if connection.type != socket.SOCK_STREAM or connection.family not in (

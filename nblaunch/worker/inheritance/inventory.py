@@ -1,7 +1,7 @@
 """The inventory of inherited state: every kind of state that a kernel may hold, and what a worker gets of it.
 
-A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker of
-forkserver or spawn is a fresh interpreter. It gets only what the launch sends: the call, and the state that
+A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker that
+forkserver or spawn starts is a fresh interpreter. It gets only what the launch sends: the call, and the state that
 ``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
 ``tests/contracts/inheritance/``; ``docs/how-a-launch-works.md`` shows the same table.
 """
@@ -47,7 +47,7 @@ class Kind:
     Args:
         name: unique; contract tests and documentation refer to it.
         fork: what a forked worker gets.
-        fresh: what a worker of forkserver or spawn gets.
+        fresh: what a worker gets that forkserver or spawn starts.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Kind:
     fresh: Way
 
 
-_NOT_PICKLED = "can't be pickled: a `PayloadError` names the variable before any process starts"
+_NOT_PICKLED = "can't be pickled, and a `PayloadError` names the variable before any process starts"
 
 KINDS: tuple[Kind, ...] = (
     Kind(
@@ -82,18 +82,18 @@ KINDS: tuple[Kind, ...] = (
             Treatment.REFUSED,
             "the kernel holds part of an unfinished gzip, bz2, xz, zip, HDF5, Parquet, Arrow, WAV, PDF or `dbm.dumb` "
             "file in memory: a rank's first write raises an error, and only the kernel completes the file. A line "
-            "names a compressor of `zstandard`. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
+            "names a `zstandard` compressor. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
             Treatment.REFUSED,
-            "they can't be pickled: a `PayloadError` names the variable before any process starts; the first write to "
-            "a database of `dbm.dumb` raises an error",
+            "they can't be pickled, and a `PayloadError` names the variable before any process starts; the first "
+            "write to a `dbm.dumb` database raises an error",
         ),
     ),
     Kind(
         "folders",
-        fork=Way(Treatment.RENEWED, "each rank continues a started listing by itself"),
-        fresh=Way(Treatment.REFUSED, f"a started listing {_NOT_PICKLED}"),
+        fork=Way(Treatment.RENEWED, "each rank continues by itself a listing that the kernel has started"),
+        fresh=Way(Treatment.REFUSED, f"an unfinished listing {_NOT_PICKLED}"),
     ),
     Kind(
         "pipes and sockets",
@@ -121,15 +121,18 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "memory maps",
-        fork=Way(Treatment.KEPT, "shared with the kernel, as the map was made"),
+        fork=Way(
+            Treatment.KEPT,
+            "a shared map stays shared with the kernel; a private map becomes a copy in each worker",
+        ),
         fresh=Way(
             Treatment.REFUSED,
-            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with its numbers, and a line names "
-            "one that is open for writing",
+            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with the same values, and a line "
+            "names a `numpy.memmap` that is open for writing",
         ),
     ),
     Kind(
-        "programs of subprocess",
+        "subprocess programs",
         fork=Way(
             Treatment.KEPT,
             "`poll()`, `wait()` and `kill()` act on the kernel's program, which keeps running when the worker ends; "
@@ -159,7 +162,7 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.KEPT, "the kernel's"),
     ),
     Kind(
-        "buffers of C streams",
+        "C stream buffers",
         fork=Way(
             Treatment.DROPPED,
             "only the kernel writes what its C code has buffered; a worker writes the output that the function's C "
@@ -179,10 +182,10 @@ KINDS: tuple[Kind, ...] = (
         "random generators",
         fork=Way(
             Treatment.KEPT,
-            "`random`, NumPy's global generator and torch's CPU generator start from the kernel's states, equally on "
-            "all ranks and in each attempt; the kernel then advances its own, so the next launch draws other numbers. "
-            "Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the next launch draws the "
-            "same numbers again",
+            "`random`, NumPy's global generator and torch's CPU generator start from the kernel's states, which are "
+            "the same on all ranks and in each attempt; the kernel then advances its own, so the next launch draws "
+            "other numbers. Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the next "
+            "launch draws the same numbers again",
         ),
         fresh=Way(Treatment.KEPT, "the same"),
     ),
@@ -201,9 +204,9 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
-            "`torch.backends`, kernels of attention, anomaly, gradient and inference mode, autocast, function and "
-            "dispatch modes, print options, flushing of denormal numbers, settings of the compiler; set when the "
-            "worker has imported torch",
+            "`torch.backends`, attention kernels, anomaly, gradient and inference mode, autocast, function and "
+            "dispatch modes, print options, flushing of denormal numbers, compiler settings. The worker applies "
+            "them when it has imported torch",
         ),
     ),
     Kind(
@@ -211,13 +214,13 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(
             Treatment.KEPT,
-            "limits of `sys`, thresholds of `gc`, locale, decimal context, start method of `multiprocessing`; error "
+            "`sys` limits, `gc` thresholds, locale, decimal context, `multiprocessing` start method; error "
             "handling and print options of NumPy; options of pandas, Matplotlib, scikit-learn, OpenCV, Pillow. Other "
-            "libraries start with their defaults: change these inside the function",
+            "libraries start with their defaults: change their settings inside the function",
         ),
     ),
     Kind(
-        "filters of warnings",
+        "warning filters",
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(
             Treatment.KEPT, "all; a filter for a library's category applies once the worker has imported it"
@@ -235,7 +238,7 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
-        "connections to Ray",
+        "Ray connections",
         fork=Way(
             Treatment.REFUSED,
             "a process that is connected to Ray is not forked; workers start from a clean process",
@@ -245,7 +248,7 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
-        "runs of experiment trackers",
+        "experiment tracker runs",
         fork=Way(
             Treatment.KEPT,
             "a run of Weights & Biases collects what all ranks log. With other trackers, start the run inside the "
@@ -254,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.KEPT, "the same"),
     ),
     Kind(
-        "studies of optuna",
+        "Optuna studies",
         fork=Way(
             Treatment.NOTED,
             "each worker gets a copy of a study in memory; a line says that the function's changes to it are lost",
@@ -265,7 +268,7 @@ KINDS: tuple[Kind, ...] = (
         "debuggers",
         fork=Way(
             Treatment.DROPPED,
-            "breakpoints of the front end's debugger do not stop in workers, and a line says so; `breakpoint()` in "
+            "breakpoints that you set in the front end do not stop workers, and a line says so; `breakpoint()` in "
             "the function opens pdb in the cell",
         ),
         fresh=Way(Treatment.DROPPED, "the same"),
@@ -344,12 +347,12 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.NOTED,
-            "the same for iterators that can be pickled; a generator can't be pickled: a `PayloadError` names the "
+            "the same for iterators that can be pickled; a generator can't be pickled, and a `PayloadError` names the "
             "variable",
         ),
     ),
     Kind(
-        "listeners of log queues",
+        "log queue listeners",
         fork=Way(Treatment.RENEWED, "a `QueueListener` starts a thread in each worker at the first record"),
         fresh=Way(Treatment.NOTED, "a line names the handler, which can't be sent"),
     ),

@@ -101,7 +101,7 @@ def open_files(ours: Collection[Identity]) -> list[OpenFile]:
     for fd in inherited(ours):
         try:
             file = _look_at(fd)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if file is not None:
             alike.setdefault(file, []).append(fd)
@@ -128,7 +128,7 @@ def written_channels(ours: Collection[Identity]) -> dict[int, Identity]:
         try:
             can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
             status = os.fstat(fd)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         mode = status.st_mode
         # Drivers of other devices may react to each close.
@@ -151,7 +151,7 @@ def is_socket(fd: int) -> bool:
     """Return whether ``fd`` is a socket."""
     try:
         return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return False
 
 
@@ -159,7 +159,7 @@ def inherited(ours: Collection[Identity]) -> Iterator[int]:
     """Yield the descriptors that a forked process inherits, except standard ones and nblaunch's ``ours``."""
     for fd in _numbers():
         if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # closed in the meantime
                 if _identity(fd) not in ours:
                     yield fd
 

@@ -78,7 +78,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-@contract("connections to Ray")
+@contract("Ray connections")
 def test_workers_are_not_forked_from_a_process_that_is_connected(shared: Kernel, start_method: str) -> None:
     shared.run("import ray\nray.is_connected = True\ndef address(): return os.environ['RAY_ADDRESS']")
     try:
@@ -93,7 +93,7 @@ def test_workers_are_not_forked_from_a_process_that_is_connected(shared: Kernel,
     assert "cpu, fork)" in shared.run("launch(os.getpid, 'auto')").shown
 
 
-@contract("runs of experiment trackers")
+@contract("experiment tracker runs")
 def test_a_run_of_the_kernel_takes_what_workers_log(shared: Kernel, start_method: str) -> None:
     shared.run("import wandb\nwandb.init('r1')\ndef log(): return wandb.log({'loss': 1})")
     try:
@@ -102,7 +102,7 @@ def test_a_run_of_the_kernel_takes_what_workers_log(shared: Kernel, start_method
         shared.run("wandb.run = None")
 
 
-@contract("studies of optuna")
+@contract("Optuna studies")
 def test_a_write_to_a_study_in_the_kernels_memory_is_named_once(shared: Kernel, start_method: str) -> None:
     shared.run(
         "import optuna.storages._in_memory as optuna\n"

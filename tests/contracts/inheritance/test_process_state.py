@@ -70,7 +70,7 @@ def test_the_folder_the_umask_and_limits_are_the_kernels(
     assert cell.value is True
 
 
-@contract("buffers of C streams")
+@contract("C stream buffers")
 def test_c_streams_are_written_once(kernel: Kernel, start_method: str, tmp_path: Path) -> None:
     kernel.run(
         "import ctypes, os, nblaunch\n"
@@ -183,7 +183,7 @@ def test_another_global_generator_of_numpy_is_inherited_and_moves_on(kernel: Ker
         )
 
 
-@contract("programs of subprocess")
+@contract("subprocess programs")
 def test_programs_of_cells_are_seen_to_run_and_to_end(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, subprocess, nblaunch\n"

@@ -124,7 +124,7 @@ def outcomes():
 """
 
 
-@contract("filters of warnings")
+@contract("warning filters")
 def test_filters_of_warnings(shared: Kernel, start_method: str) -> None:
     shared.run(WARNINGS)
     shared.run(f"launch(outcomes, {start_method!r})")

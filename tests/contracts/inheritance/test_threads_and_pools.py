@@ -197,7 +197,7 @@ def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_refused(
     )
 
 
-@contract("listeners of log queues")
+@contract("log queue listeners")
 def test_records_reach_the_handlers_of_a_listener(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import logging.handlers, nblaunch, queue, sys\n"
