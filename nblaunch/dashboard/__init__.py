@@ -2,8 +2,8 @@
 
     launcher ──events, board readings──> Dashboard ──fold──> JobView ──tabulate──> Table ──> text | HTML | widgets
 
-base.py            Dashboard: what the launcher calls with events and readings of the progress board
-fold.py            the view of the job after each of them
+base.py            Dashboard: receives events and readings of the progress board from the launcher
+fold.py            updates the view of the job after each event or reading
 view.py            JobView: the state of a job as it is shown
 rates.py           rates of a rank over the last seconds, and forecasts from them
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
@@ -19,7 +19,7 @@ notebook.py        the dashboard for notebooks: a cell output, updated in place,
   widget_panel.py      the widgets: headline, buttons, rows, charts
   widget_logs.py       the last lines of ranks, in tabs
   widget_throttle.py   updates within a budget
-folded_lines.py    folds many lines of output behind one
+folded_lines.py    folds many lines of output behind a single line
 lines.py           output of workers in the cell or terminal, labelled, merged and shortened; the last lines
 
 :func:`choose` picks the dashboards for the front end. Importing this package does not import Jupyter.
@@ -65,8 +65,9 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
 
     In a Jupyter kernel, the display is a set of widgets that a table replaces at the end, or a table that is updated
     in place. The output of the workers appears below it, unless the job runs in the background. If a user may be
-    watching, the display includes only the last lines while the job runs, so that it stays in sight; all lines follow
-    at the end. Elsewhere, progress lines and a final table go to stderr and the output of the workers to stdout.
+    watching, the display includes only the last lines while the job runs, so that the display stays in sight; all
+    lines follow at the end. Elsewhere, progress lines and a final table go to stderr, and the output of the workers
+    goes to stdout.
 
     Args:
         kind: ``"auto"`` and ``"widgets"``: widgets if a user may see them (:func:`is_interactive`) and, for
@@ -164,7 +165,7 @@ def close_refused(dashboards: Sequence[Dashboard], error: BaseException) -> None
 def is_interactive() -> bool:
     """Return whether a user may be looking at the running cell.
 
-    Front ends allow ``input()`` in every request, programs that execute notebooks (nbclient, papermill, nbconvert)
+    Front ends allow ``input()`` in every request; programs that execute notebooks (nbclient, papermill, nbconvert)
     never do. Colab has its own protocol for input.
     """
     content = running_request().get("content", {})

@@ -107,7 +107,7 @@ class _Rank:
 
     @property
     def is_importing(self) -> bool:
-        """Whether it imports a library and gets on with it: imports are slow if many ranks start on a busy machine."""
+        """Whether it imports a library and makes progress: imports are slow if many ranks start on a busy machine."""
         return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
 
     def is_idle(self, *, alone: bool) -> bool:
@@ -211,7 +211,7 @@ class HangDetector:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
     def _is_hung(self, rank: int, state: _Rank) -> bool:
-        """Return whether a rank without progress certainly hangs, rather than works without steps."""
+        """Return whether a rank without progress certainly hangs and does not work without steps."""
         if state.has_moved or state.position.is_long_work:
             return False
         if state.progress.has_stepped:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 _FROZEN_BY_PYTHON = 2000
-"""More frozen objects mean a frozen heap: Python 3.12 itself freezes some hundred; a heap with torch has 200,000."""
+"""More frozen objects mean a frozen heap: Python 3.12 itself freezes a few hundred; a heap with torch has 200,000."""
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keep the garbage collector of forked processes away from the objects that they share with this one.
+    """Keep the garbage collector of forked processes away from the objects that they share with this process.
 
     A collection writes to the header of every object that it visits, which would copy the object's page.
     """

@@ -1,11 +1,11 @@
-"""Which machine this is, and whether a process that left a mark runs here, has ended, or runs on another machine.
+"""Identifies this machine, and tells whether a process that left a mark runs here, has ended, or runs elsewhere.
 
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
-The name of a machine changes (a laptop in another network), and containers on the same kernel have their own names.
+A machine's name can change (a laptop in another network), and containers on one kernel have names of their own.
 nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the set of
-visible processes by their namespace. The name is for display, and identifies a machine without this file.
+visible processes by their namespace. The name is for display; it identifies a machine only if the file is missing.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class ProcessMark:
         """Return the state of the process.
 
         Args:
-            written_s: ``time.time()`` of the last write, from a file's time. Copied machines share an id: what was
-                written after this machine started was written by another one.
+            written_s: ``time.time()`` of the last write, from a file's time. Copied machines share an id; if the write
+                is later than the start of this machine, another machine made it.
         """
         here = this_machine()
         if self.machine.boot_id == here.boot_id and (here.boot_id or self.machine.id == here.id):

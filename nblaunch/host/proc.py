@@ -43,7 +43,7 @@ def open_files(folder: Path) -> list[str]:
     targets = []
     with suppress(OSError):  # it has ended, or belongs to another user, or there is no /proc
         for entry in folder.iterdir():
-            # Closed meanwhile; in this process, always the descriptor that listed the folder.
+            # Skips descriptors that were closed since; in this process, always the one that listed the folder.
             with suppress(OSError):
                 targets.append(os.readlink(entry))
     return targets
@@ -76,7 +76,7 @@ def _all_pids() -> list[int]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine started; 0 if it does not run or is unknown.
+    """Return when a process started, in clock ticks since the machine started; 0 if it is not running or is unknown.
 
     Source: proc_pid_stat(5), starttime. A zombie has ended.
     """
@@ -106,7 +106,7 @@ def boot_time_s() -> float:
 
 
 def own_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process that is backed by neither files nor shared mappings.
+    """Return the part of a process's resident memory that neither files nor shared mappings back.
 
     Source: proc_pid_statm(5), resident - shared. This includes pages that a forked worker still shares with the
     kernel, because separating them takes milliseconds.

@@ -32,6 +32,6 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       step_picture.py    draws a typical and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures
 
-The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) about each attempt, which ``outcome.py``
+The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``
 reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.
 """

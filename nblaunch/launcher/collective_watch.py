@@ -6,7 +6,7 @@
 A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
 The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Because ranks write
 meanwhile, the next check confirms a difference. Ranks that have not reached the call yet get a moment to do so,
-because the majority decides which rank is at fault; a rank that comes while the job ends is still named.
+because the majority decides which rank is at fault; a rank that arrives while the job ends is still named.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class _Bin:
         value = loss.data  # ``detach`` would be a second operation
         if not isinstance(self.sum, torch.Tensor):
             self.sum = torch.tensor(self.sum, dtype=torch.float32).to(loss.device)
-        is_addable = loss.dim() == 0 and loss.device == self.sum.device  # losses may lie on several devices
+        is_addable = loss.dim() == 0 and loss.device == self.sum.device  # losses may be on several devices
         self.sum += value if is_addable else value.reshape(()).to(self.sum.device)
         return value
 

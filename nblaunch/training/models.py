@@ -13,7 +13,7 @@ Functions that remove wrappers:
     uncompiled                    removes an outermost OptimizedModule
     without_parallel_wrappers     removes wrappers that communicate; the inner module may be compiled
     bare_module                   removes all wrappers around the user's module
-    plain_module                  also removes wrappers inside it, in a copy with the same tensors: files use its names
+    plain_module                  also removes wrappers inside the user's module, in a copy with the same tensors
     extract_model_from_parallel   the same, but can keep torch.compile (``prepare.py``)
 
 If a device has another class of tensors than the CPU, moving a module replaces its parameters. :class:`Replacements`
@@ -47,7 +47,7 @@ from nblaunch.weights.sharded import is_sharded
 
 def is_compiled_module(module: Any) -> bool:
     """Return whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
-    # Nothing has been compiled before the compiler was imported, which takes a second.
+    # The lookup avoids an import that takes a second: nothing is compiled before the compiler is imported.
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return wrapper is not None and isinstance(module, wrapper)
 
@@ -117,7 +117,7 @@ def bare_module(model: Any) -> Any:
 
 
 def plain_module(model: Any) -> Any:
-    """Return the user's module without wrappers inside it. Files use its names; see ``weights/plain_names.py``."""
+    """Return the user's module without inner wrappers. Files use its tensors' names; see ``weights/plain_names.py``."""
     return without_wrappers_inside(bare_module(model))
 
 
@@ -128,7 +128,7 @@ def _inside(model: Any) -> Any:
 class Replacements:
     """Records parameters that a move, ``fully_shard`` or fp8 replaced in ``prepare``, without keeping them alive.
 
-    Parameters that replaced each other share one reference to the newest, because those in between may be gone.
+    Parameters that replaced each other share one reference to the newest, because the ones in between may be gone.
     """
 
     def __init__(self) -> None:

@@ -110,7 +110,7 @@ def is_fsdp1_module(module: Any) -> bool:
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where a shard lies in the full tensor: its offset and its shape, one number per dimension each. Uses
+    """Return the position of a shard in the full tensor: its offset and its shape, one number per dimension each. Uses
     torch's own arithmetic, which also handles shards of shards, as in FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name

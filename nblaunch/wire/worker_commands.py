@@ -314,7 +314,7 @@ class Reply:
         value: value of an expression, if its type is one of :data:`PLAIN_TYPES`.
         interrupted: the user's interrupt ended a call.
         returned: place of any other value in the outbox (``wire/outbox.py``).
-        sent_states: where the module states of a call lie in the outbox, by argument path.
+        sent_states: positions of a call's module states in the outbox, by argument path.
         shown: a display of the value, by MIME type, if it was requested.
         number: number of the command, if it has one.
         has_torch: whether the rank of a session has imported torch.

@@ -135,7 +135,7 @@ class Snapshot:
     """This rank's part of a checkpoint."""
 
     manifest: Manifest  # describes the whole checkpoint; the main process adds the files, and writes it
-    weights: list[Mapping[str, Any]]  # weights of models that no hook saved; empty on other ranks than 0
+    weights: list[Mapping[str, Any]]  # weights of models that no hook saved; empty on ranks other than 0
     objects: dict[str, Any]  # state dicts, or their bytes, by file name
     safe_serialization: bool
     # Copies of this rank's shards that are still to be written; None if the shards are written, or there are none.
@@ -190,7 +190,7 @@ def collect(
 def _save_shards(
     live: CheckpointedObjects, folder: Path, copies: CpuCopies | None
 ) -> tuple[bool, ShardWriter | None]:
-    """Return whether models and optimizers are saved in shards, and a writer for these if they are not written yet."""
+    """Return whether models and optimizers are saved in shards, and a writer for shards that are not written yet."""
     prepared, strategy = live.preparer, live.strategy
     if copies is not None:
         shards = strategy.shard_writer(
@@ -289,8 +289,8 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
 class CpuCopies:
     """Copies nested state dicts, into the same memory every time.
 
-    Most of the time of a first copy goes into new memory, which the system clears page by page. So this object keeps
-    its copies. It holds only one state of each part at a time.
+    A first copy spends most of its time on new memory, which the system clears page by page. This object therefore
+    keeps its copies. It holds only one state of each part at a time.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class DeepSpeedSettings:
 
     Args:
         hf_ds_config: DeepSpeed's configuration: a dict, the path of a JSON file, JSON text, or an object with a dict
-            ``.config``. The plugin copies it into an ``HfDeepSpeedConfig``. An ``HfDeepSpeedConfig``, such as
+            ``.config``. The plugin copies it into an ``HfDeepSpeedConfig``. An ``HfDeepSpeedConfig``, which
             transformers creates, is not copied: later changes by a ``Trainer`` take effect.
         gradient_accumulation_steps: micro-steps per optimizer step; None: as in the ``Accelerator``.
         gradient_clipping: maximum norm of a step's gradients; None: the ``max_norm`` passed to ``clip_grad_norm_``, or
