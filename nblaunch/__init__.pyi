@@ -148,7 +148,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often to restart all workers after a failure. With several machines, also after a machine was
+        max_restarts: how often to restart all workers after a failure or, with several machines, after a machine was
             lost, once it is back. With ``background=True``, restarts never fork the kernel, which may be running other
             code: they load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
@@ -202,7 +202,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
             4}``. None = a core for each rank, and a GPU if the cluster has any.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
-        session: run on the workers of a :class:`Session` instead of new ones. Arguments that concern the start of the
+        session: run on the workers of a :class:`Session` instead of new ones. Arguments that control the start of the
             workers must then have their default or the session's value.
 
     Returns:

@@ -95,7 +95,7 @@ class FrameInfo:
         filename: of the code.
         lineno: current line.
         name: name of the function.
-        line: source text of the line, also for notebook cells.
+        line: source text of the line, including lines of notebook cells.
         is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
     """
@@ -110,7 +110,7 @@ class FrameInfo:
 
 @dataclass(frozen=True)
 class ExceptionInfo:
-    """An exception as text, also for exceptions that can't be pickled.
+    """An exception as text, even if the exception can't be pickled.
 
     Args:
         type_name: qualified name of the class.

@@ -52,7 +52,7 @@ def check_import() -> None:
     """Refuse to import a module of another version.
 
     Raises:
-        LaunchError: another version than this process runs is installed, or none.
+        LaunchError: the installed version is not the one that this process runs, or none is installed.
     """
     if not _keeps_modules:
         check_new_process()
@@ -62,7 +62,7 @@ def check_new_process() -> None:
     """Refuse to start a fresh interpreter, which would run another version.
 
     Raises:
-        LaunchError: another version than this process runs is installed, or none.
+        LaunchError: the installed version is not the one that this process runs, or none is installed.
     """
     if _first_stamp is None or (stamp := _stamp(_INIT)) in _same_version:
         return

@@ -121,7 +121,7 @@ def notebook_launcher(
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often to restart all workers after a failure. With several machines, also after a machine was
+        max_restarts: how often to restart all workers after a failure or, with several machines, after a machine was
             lost, once it is back. With ``background=True``, restarts never fork the kernel, which may be running other
             code: they load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.

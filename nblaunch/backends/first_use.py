@@ -1,4 +1,4 @@
-"""Whether workers forked from this process could use the device, and which line of this process used it first.
+"""Tells whether forked workers could use the device, and which line of this process first used it.
 
 Backends answer ``fork_hazard()`` and ``first_use()`` from here. ``launcher/fork_safety.py`` finds other hazards, such
 as threads; ``launcher/plan.py`` decides how workers start.

@@ -49,7 +49,7 @@ kept: set[Any] = set()
 def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None:
     """Join the job's default group through the ``env://`` rendezvous; do nothing if this process is in a group.
 
-    A process without a launcher (``master_port`` 0) stays alone, because it needs no group.
+    A process without a launcher (``master_port`` 0) joins no group, because it needs none.
     """
     import torch.distributed as dist
 
@@ -125,7 +125,7 @@ def _replace_barrier(c10d: Any) -> None:
 
 
 def name_next_group(name: str) -> None:
-    """Name the next group of this process, equally on all ranks, if there was a group before it."""
+    """Give this process's next group the same name on all ranks, if there was a group before it."""
     global _name
     _name = name
 
@@ -235,7 +235,7 @@ def forget_inherited() -> None:
 
 
 def average(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over ranks through gloo. If only some ranks have a gradient, it is zero on the others."""
+    """Average gradients over ranks through gloo. A gradient that only some ranks have counts as zero on the others."""
     import torch
     import torch.distributed as dist
 

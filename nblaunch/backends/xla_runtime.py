@@ -274,7 +274,7 @@ def refuse_spawn(topology: Topology) -> None:
 def separate_stores(topology: Topology) -> None:
     """Give this worker its own keys in the store that ``init_method="xla://"`` connects to.
 
-    This is for worlds of one process. torch waits in the store until all ranks of the world have come. If several
+    This is for worlds of one process. torch waits in the store until all ranks of the world have arrived. If several
     worlds share their keys, torch may count one rank too many, and then waits until the timeout.
     """
 

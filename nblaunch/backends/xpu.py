@@ -54,7 +54,7 @@ class XpuBackend(GpuBackend):
 
         if num_processes == 1 or dist.is_backend_available(self.dist_backend):
             return None
-        # Gloo, which other GPUs could fall back on, does not accept tensors of these.
+        # Gloo, which other GPUs could fall back on, does not accept tensors on Intel GPUs.
         return "the installed torch has no XCCL, which joins Intel GPUs; XPU builds of torch 2.8 and newer have it"
 
     def clean_start_reason(self) -> str | None:

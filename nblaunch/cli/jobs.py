@@ -18,7 +18,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
 _LOOK_S = 0.1
-"""Seconds between checks for an interrupt: one that arrives in another thread does not wake this one."""
+"""Seconds between checks for an interrupt, because a signal in another thread does not wake this thread."""
 
 
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def set_up_attach(parser: argparse.ArgumentParser) -> None:
 
 def set_up_logs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch logs``."""
-    parser.description = "Print the output of a rank, so far or of a job that has ended or was lost."
+    parser.description = "Print a rank's output so far, or all of it if the job has ended or was lost."
     _add_job_argument(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank; default: 0")
     parser.add_argument("--attempt", type=int, help="the attempt, from 0; default: the last")

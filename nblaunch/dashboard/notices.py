@@ -265,7 +265,7 @@ def _stalled(view: JobView) -> list[Notice]:
 def standstill(view: JobView) -> Standstill | None:
     """Return a sentence that says where a job stands still; None while a rank makes progress.
 
-    A rank that waits in a collective for one that still works is reported as well, although not yet as a standstill.
+    A rank that waits in a collective for a working rank is reported as well, although not yet as a standstill.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]

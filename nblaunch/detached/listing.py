@@ -322,7 +322,7 @@ def _answer_at(address: str) -> _Answer | None:
 
 
 def endpoint_of(folder: JobFolder) -> Endpoint:
-    """Return where the process of a job takes requests, also if its record is damaged or its folder was removed."""
+    """Return where the process of a job takes requests, even if its record is damaged or its folder was removed."""
     try:
         return Endpoint(folder.path, folder.load_record().address)
     except Unusable as error:

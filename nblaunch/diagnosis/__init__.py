@@ -1,4 +1,4 @@
-"""What went wrong in a job, with evidence: hangs while it runs, the root cause after it has failed.
+"""Explains failures with evidence: hangs while a job runs, the root cause after it has failed.
 
 While a job runs, the launcher calls ``hang.HangDetector`` a few times a second to check the workers' progress, and
 ``memory.MemoryRecord`` to read the host's memory. After an attempt, the supervisor's ``report.AttemptReport`` holds the

@@ -19,7 +19,7 @@ _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
 
 
 def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanation | None:
-    """Return which calls differ, or which rank came alone; None if another failure explains the end.
+    """Return which calls differ, or which rank arrived alone; None if another failure explains the end.
 
     Args:
         report: facts of the attempt.

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other although their calls agree: which rank is missing, came alone, or left a loop.
+"""Ranks that wait for each other although their calls agree: which rank is missing, arrived alone, or left a loop.
 
     rank 0   ... 40 41          waits in all_reduce, number 41
     rank 1   ... 40  returned   left the loop after 22 batches
@@ -307,7 +307,7 @@ def _state(side: _Side) -> str:
         return f"{who} returned from the function"
     if side.kind == "elsewhere":
         assert position is not None, "a rank that does not wait has a position"
-        is_busy = f"{who} {'has' if is_one else 'have'} not come, and {'is' if is_one else 'are'}"
+        is_busy = f"{who} {'has' if is_one else 'have'} not arrived, and {'is' if is_one else 'are'}"
         return f"{is_busy} at {position.place}"
     if side.kind == "behind":
         has = "has" if is_one else "have"

@@ -4,7 +4,7 @@
                          ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as usual
     after a failure      ──> the same nodes again; after a lost node, new ones
 
-Only its attempts differ from the ordinary runner of a job, so it works in a kernel, in the background, and in the
+Only its attempts differ from those of a job's ordinary runner, so it works in a kernel, in the background, and in the
 process of a detached job. None of these processes talks to a cluster: an engine that needs a library for that uses a
 separate process (``ray.py``).
 """
@@ -315,7 +315,7 @@ class _Gathering:
         text = f"the program of {link.label} ended before it was ready: {link.how_ended()}"
         if link.hello is not None or len(self._links) <= self._min_nodes:
             raise LaunchError(text)
-        self._note(f"{text}; going on without that node")
+        self._note(f"{text}; continuing without that node")
         self._links.remove(link)
         link.close()
         for number, other in enumerate(self._links):

@@ -1,5 +1,4 @@
-"""What is sent to nodes besides the call: the user's modules as text, and variables. Lists what nodes must have
-themselves.
+"""Sends the user's modules, as text, and variables to nodes, and lists the packages that nodes must have.
 
     kernel   user_modules()  ── text of each ──>  node   install(): makes them importable, with the kernel's file names
              required()      ── names ─────────>         missing(): lists absent ones, before any rank starts

@@ -1,4 +1,4 @@
-"""How processes share this machine's processors: times of their threads, and processes per processor. Linux only."""
+"""Measures how processes share this machine's processors: times of threads, processes per processor. Linux only."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def run_arrived() -> None:
     """Call the handlers of the signals that have arrived since handlers were held back, in the main thread.
 
     Raises:
-        BaseException: a handler raised it. The next call continues with the handlers behind it.
+        BaseException: a handler raised it. The next call continues with the handlers after it.
     """
     if _arrived and threading.current_thread() is threading.main_thread():
         while _arrived:
@@ -84,7 +84,7 @@ def run_arrived() -> None:
 
 
 def take(number: int) -> bool:
-    """Return whether a signal has arrived whose handler is held back; that handler is then no longer called."""
+    """Return whether a signal has arrived whose handler is held back; if so, discard the signal."""
     if number not in _arrived:
         return False
     _arrived.remove(number)

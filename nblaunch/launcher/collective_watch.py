@@ -51,7 +51,7 @@ class CallSource(Protocol):
     """Source of the ranks' recorded collectives."""
 
     def may_differ(self) -> bool:
-        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
+        """Return whether digests of ranks differ; False at once if there were no calls since the last check."""
 
     def read(self) -> Mapping[int, RankCalls] | None:
         """Return the calls that each rank has recorded so far; None while they are in transit."""
@@ -77,7 +77,7 @@ class BoardCalls:
         self._num_calls: list[int] = []
 
     def may_differ(self) -> bool:
-        """Return whether digests of ranks differ; False at once where there were no calls since the last look."""
+        """Return whether digests of ranks differ; False at once if there were no calls since the last check."""
         readers = [self._board.calls(rank) for rank in self._ranks]
         counts = [reader.num_calls for reader in readers]
         if counts == self._num_calls:

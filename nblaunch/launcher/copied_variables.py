@@ -1,7 +1,7 @@
 """Variables of a launched function that every worker copies, although users may expect to share them.
 
 iterators           a generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
-                    the kernel's: the user may want that, or every rank trains on the same batches by mistake
+                    the kernel's iterator: the user may want that, or every rank trains on the same batches by mistake
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
                     ``worker/inheritance/unfinished_files.py`` ; its classes are in C, so a worker can't make
                     a write raise
@@ -32,14 +32,14 @@ _ITERATORS = (
 
 _SAME_VALUES = (
     "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so that all ranks get "
-    "the same values. For a different part on each rank, create it inside the function from the rank"
+    "the same values. To give each rank a different part, create it inside the function and use the rank"
 )
 _LOST = (
     "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. Writes of "
     "ranks damage the file: open a file inside the function, one for each rank"
 )
 _NOT_IN_FILE = (
-    "{name} maps {file} for writing, and workers of start_method={method!r} get a copy of its numbers. Their "
+    "{name} maps {file} for writing, and workers of start_method={method!r} get a copy of its data. Their "
     "changes to {name} never reach the file: open the map inside the function"
 )
 
@@ -50,7 +50,7 @@ def warnings_about(spec: LaunchSpec, num_processes: int, start_method: str) -> l
     Args:
         spec: the launch.
         num_processes: number of workers.
-        start_method: how they start.
+        start_method: start method of the workers.
     """
     if num_processes < 2 or start_method == "inline":
         return []

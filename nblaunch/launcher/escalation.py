@@ -1,4 +1,4 @@
-"""How a job is stopped: signal after signal, or first by an agreed step.
+"""Stops a job: by one signal after another, or first at an agreed step.
 
 Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL.
 Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in

@@ -337,7 +337,7 @@ class Job(Generic[T]):
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
         """Evaluate an expression on every rank, in the innermost frame of the user's code there.
 
-        Works for a job launched with ``post_mortem=True``, while it runs in the background or after it failed, also on
+        Works for a job launched with ``post_mortem=True``, while it runs in the background or after it failed, even on
         ranks that wait in a collective.
 
         Args:

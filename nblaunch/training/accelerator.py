@@ -638,7 +638,7 @@ class Accelerator(AcceleratorProperties):
                 highest number.
             load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
                 execute code. Without it, states of registered objects may contain objects of the notebook's classes.
-            **model_options: ``strict=False`` accepts weights with other names than in the models; ``map_location``,
+            **model_options: ``strict=False`` accepts weights whose names differ from the model's; ``map_location``,
                 ``"cpu"`` (default) or ``"on_device"``, is where weights and optimizers are read to.
 
         Raises:

@@ -271,7 +271,7 @@ class AccumulationState:
         """Whether ranks average gradients in every micro-step.
 
         False in ``join_uneven_inputs``: a rank without data contributes zeros, and averages of earlier micro-steps
-        would be averaged with these.
+        would be averaged with these gradients.
         """
         return self.plugin.sync_each_batch and not self._is_joining
 

@@ -109,7 +109,7 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
 def _rank_that_started_this(here: ProcessContext) -> JoinedProcess | None:
     """Return the rank that started this process with ``multiprocessing``; None if there is none.
 
-    If the process has another environment than the rank, it is a rank itself. The returned device may not be usable
+    If its environment differs from the rank's, the process is a rank itself. The returned device may not be usable
     here.
     """
     if multiprocessing.parent_process() is None or is_distributed():

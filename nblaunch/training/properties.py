@@ -197,7 +197,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def even_batches(self) -> bool:
-        """Whether loaders fill up the end of an epoch to give all ranks equally many batches; settable."""
+        """Whether loaders fill up the end of an epoch to give all ranks the same number of batches; settable."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter

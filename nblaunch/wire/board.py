@@ -44,7 +44,7 @@ LARGEST_DRAWN = 1e300
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Means of the losses in bins of equally many optimizer steps.
+    """Means of the losses in bins with the same number of optimizer steps.
 
     Args:
         num_steps: optimizer steps so far, the end of the last bin.

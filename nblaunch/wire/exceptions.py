@@ -107,7 +107,7 @@ def _class_named(type_name: str) -> type[Exception] | None:
 
 
 def set_attribute(error: BaseException, name: str, value: Any) -> None:
-    """Set an attribute even if the class forbids it, as a frozen dataclass does, also for ``__cause__``."""
+    """Set an attribute, such as ``__cause__``, even if the class forbids it, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)
 
 

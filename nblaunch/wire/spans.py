@@ -1,4 +1,4 @@
-"""How each rank spent its time: spans in a ring of shared memory, and in a file of the job's folder.
+"""Records each rank's time as spans, in a ring of shared memory and in a file of the job's folder.
 
     rank 0  SpanWriter ──> ring ┐
     rank 1  SpanWriter ──> ring ├── SpanReader, 10 times a second ──> blocks of a file ──> read_blocks ──> a timeline

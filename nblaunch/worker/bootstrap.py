@@ -81,7 +81,7 @@ def run(
     """Run the worker that ``assignment`` describes, then end the process.
 
     Args:
-        assignment: what it has to do.
+        assignment: the worker's task.
         load_call: returns the function and its arguments. It is called after output is captured, so that an import
             error in a pickled function is shown like any other.
         slot: the worker's slot of the board, if the caller has already mapped the board.
@@ -102,7 +102,7 @@ class _Worker:
     """The process of one rank and its connections to the launcher, created first in the new process.
 
     Args:
-        assignment: what the rank has to do.
+        assignment: the rank's task.
         slot: as in :func:`run`.
         files: as in :func:`run`.
     """

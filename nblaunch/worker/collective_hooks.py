@@ -40,7 +40,7 @@ _REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, R
 
 
 def record_collectives(slot: Slot) -> Callable[[], int]:
-    """Record this process's collectives in its slot from now on, also in modules that are imported later.
+    """Record this process's collectives in its slot from now on, even in modules that are imported later.
 
     Returns:
         A function that returns how many collectives it has called.

@@ -1,4 +1,4 @@
-"""What a worker sends after its function returns: the value, then the trained weights and optimizer states.
+"""Sends the value of a function that has returned, then the trained weights and optimizer states.
 
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
     (if the user interrupted the function: ──> Interrupted ──> the states in the same way)
@@ -90,7 +90,7 @@ class Delivery:
         )
 
     def announce_interrupted(self) -> Interrupted:
-        """Return the event that reports how far this rank's function has come and names the states that follow."""
+        """Return the event that reports the progress of this rank's function and names the states that follow."""
         sends = () if steps.is_cut else self._sends()
         return Interrupted(self._rank, time.time(), step=steps.num_done, is_cut=steps.is_cut, sends=sends)
 

@@ -59,7 +59,7 @@ def train():
     dist.all_reduce(torch.ones(4))
 """)
     cell = notebook.submit("launch(train, hang_timeout_s=4)")
-    cell.wait_for(lambda cell: "rank 2 has not come" in cell.shown, 60, "the report of the hang")
+    cell.wait_for(lambda cell: "rank 2 has not arrived" in cell.shown, 60, "the report of the hang")
     notebook.interrupt()
     assert cell.wait(60).raised.name == "KeyboardInterrupt"
     assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown

@@ -80,7 +80,7 @@ SHAPES = (
             "in train: dist.all_reduce(torch.ones(2))",
             "rank 1: Cell In[",
             "in train: ",
-            "rank 1 has not come, and is at cell ",
+            "rank 1 has not arrived, and is at cell ",
             "ranks 0, 2 wait in all_reduce float32[2], collective 1 (cell ",
         ),
     ),
@@ -133,7 +133,7 @@ SHAPES = (
     Shape(
         "a C loop that others wait for",
         STEP + "    if rank() != 1:\n        dist.all_reduce(torch.ones(2))\n" + C_LOOP,
-        ("rank 1: Cell In[", *IN_LOOP, "rank 1 has not come, and is at cell "),
+        ("rank 1: Cell In[", *IN_LOOP, "rank 1 has not arrived, and is at cell "),
     ),
 )
 
@@ -172,7 +172,7 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
         table = cell.displays[0].data["text/plain"]
         states = re.findall(r"^ +(\d) +(\w+)", table, re.MULTILINE)
         assert states == [("0", "stopped"), ("1", "failed"), ("2", "stopped")], table
-        assert "rank 1: has not come, and is at cell " in table
+        assert "rank 1: has not arrived, and is at cell " in table
         assert shape.lines[0] not in table + cell.stdout
     status, log = value_of(shared, "(job.status, job.logs(2))")
     assert status == "failed"

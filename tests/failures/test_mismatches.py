@@ -93,7 +93,7 @@ def train():
     dist.all_reduce(torch.ones(4))
 """)
     cell = kernel.submit("notebook_launcher(train, num_processes=3, interrupt_grace_s=1, hang_timeout_s=4)")
-    cell.wait_for(lambda cell: "rank 2 has not come" in cell.shown, 30, "the report of the hang")
+    cell.wait_for(lambda cell: "rank 2 has not arrived" in cell.shown, 30, "the report of the hang")
     kernel.interrupt()
     assert cell.wait(20).raised.name == "KeyboardInterrupt"
     assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown

@@ -5,8 +5,8 @@
 
 Before the ranks write, they compare the states of registered objects, if rank 0 has any.
 
-Rank 0 waits until every other rank has come or has *passed*. A rank has passed if it has begun a collective that rank 0
-has not begun: it waits there for rank 0, so it can't come to this round. This is how nblaunch recognises ``if
+Rank 0 waits until every other rank has arrived or has *passed*. A rank has passed if it has begun a collective that
+rank 0 has not begun: it waits there for rank 0, so it can't reach this round. This is how nblaunch recognises ``if
 accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group has also passed.
 torch's process groups count their collectives (the sequence numbers of its flight recorder). The counts include
 collectives of wrappers such as DistributedDataParallel, and collectives that scripts call themselves. They also include
@@ -71,7 +71,7 @@ class Whereabouts:
     """A rank's answer to rank 0: where it is."""
 
     number: int  # the round that this answers
-    is_present: bool  # the rank has come to ``save_state``
+    is_present: bool  # the rank has called ``save_state``
     has_left: bool  # the rank has left the process group, or its process exits
     collectives: dict[str, int]  # number of collectives that it has begun, by process group
 
@@ -228,7 +228,7 @@ class Coordinator(_Side):
         self.present: list[int] = []
 
     def open(self) -> list[int]:
-        """Open a round, wait until every other rank has come or passed, and return the ranks that passed."""
+        """Open a round, wait until every other rank has arrived or passed, and return the ranks that passed."""
         # Hold the store: it may live in this process, and would end with the group.
         self._held = _default_store()
         before = self._mail.read("round", Round)
@@ -419,7 +419,7 @@ class Participant(_Side):
         return outcome.error if outcome is not None and outcome.error_type else None
 
     def leave(self) -> None:
-        """Report to rank 0 that this rank will not come to further rounds."""
+        """Report to rank 0 that this rank will not join further rounds."""
         self._is_stopping = True
         self._wake.set()
         # Ring in another thread: the process must be able to exit even if the connection is blocked.

@@ -54,7 +54,7 @@ class Check(ABC):
         """Check before gradients of prepared ``optimizers`` are clipped."""
 
     def after_evaluation(self, prepared: Prepared) -> None:
-        """Check after a loop over a prepared loader that has trained nothing."""
+        """Check after a loop over a prepared loader without an optimizer step."""
 
     def report(
         self,
@@ -79,7 +79,7 @@ class Streaks:
         self._lengths: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def add(self, optimizer: torch.optim.Optimizer, is_wrong: bool) -> int:
-        """Count a step; return the number of consecutive wrong steps so far, 0 if this one was right."""
+        """Count a step; return the number of consecutive wrong steps so far, 0 if this step was right."""
         length = self._lengths.get(optimizer, 0) + 1 if is_wrong else 0
         self._lengths[optimizer] = length
         return length

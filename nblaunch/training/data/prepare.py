@@ -152,7 +152,7 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: the dataset is divided among other ranks than the job's.
+        ValueError: the dataset is divided among ranks that are not the job's.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1

@@ -39,8 +39,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
         even_batches: fill up the last round with indices from the start of the epoch, repeating them if necessary:
-            all ranks then get equally many batches of equal size. Without a ``batch_size`` in the sampler, add whole
-            batches. False: some ranks may get one batch less, or a shorter one.
+            all ranks then get the same number of batches of equal size. Without a ``batch_size`` in the sampler, add
+            whole batches. False: some ranks may get one batch fewer, or a shorter batch.
 
     Once an epoch was read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0 without
     padding. ``completed_rows`` is the number of rows in that batch, including padding.
@@ -104,7 +104,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether some ranks get one batch less than others; True if this can't be known in advance."""
+        """Whether some ranks get one batch fewer than others; True if this can't be known in advance."""
         if self.even_batches or self.drop_last:
             return False
         if self.split_batches:

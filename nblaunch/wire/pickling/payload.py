@@ -50,7 +50,7 @@ _MIN_BUFFER_BYTES = 4096
 
 
 class Damaged(ValueError):
-    """A file has changed since it was written: it was cut, or others have written to it. Nothing was unpickled."""
+    """A file has changed since it was written: it was truncated or overwritten. Nothing was unpickled."""
 
 
 class NotebookPickler(cloudpickle.CloudPickler):
@@ -125,7 +125,7 @@ def _moved_to_cpu(tensor: Any) -> Any:
     if tensor.is_leaf and tensor.requires_grad:
         moved.requires_grad_()
     for name, value in vars(tensor).items():
-        vars(moved).setdefault(name, value)  # its class may have set device-dependent ones
+        vars(moved).setdefault(name, value)  # its class may have set device-dependent attributes
     return moved
 
 
@@ -167,7 +167,7 @@ def send_cells_by_value() -> None:
     """Send definitions of cells, such as loaders' ``Dataset`` classes, to fresh ``multiprocessing`` processes.
 
     ``multiprocessing`` pickles functions and classes by name. A fresh interpreter (``spawn``; ``forkserver``, the
-    default of Python 3.14) has no cells in its ``__main__``. It does run scripts again, and so has their definitions.
+    default of Python 3.14) has no cells in its ``__main__``. It runs scripts again and therefore has their definitions.
     """
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
@@ -191,7 +191,7 @@ def cells_sent_by_value() -> Iterator[None]:
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
-    # Tasks for existing processes, which may be forks with the same cells, go by name.
+    # Tasks for existing processes, which may be forks with the same cells, are pickled by name.
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
@@ -292,10 +292,10 @@ def dump(value: Any, fd: int) -> None:
 def load_mapped(fd: int, at: int = 0, key: bytes = b"") -> Any:
     """Read the value at ``at``. Its tensors live on the file's pages, mapped copy-on-write.
 
-    As long as one of them lives, so does the whole file, with a descriptor.
+    The whole file and a descriptor stay open while any of these tensors exists.
 
     Raises:
-        Damaged: it is not signed with ``key``, or was cut.
+        Damaged: it is not signed with ``key``, or was truncated.
     """
     if key:
         _check(fd, at, key)
@@ -332,7 +332,7 @@ def _check(fd: int, at: int, key: bytes) -> None:
     """Check the signature of the value at ``at``, which follows the table of buffers.
 
     Raises:
-        Damaged: the signature is wrong, or the file was cut.
+        Damaged: the signature is wrong, or the file was truncated.
     """
     try:
         file = MappedFile(fd)
@@ -455,7 +455,7 @@ class _Pickler(NotebookPickler):
         is_in_memory = tensor.device.type == "cpu" and not any(is_lazy) and num_bytes > 0
         if is_in_memory and tensor.is_contiguous():
             return self.arrays.add(Span(address, address, address + num_bytes, num_bytes, item_bytes, True))
-        # Devices that don't expose their memory, such as XLA's, return 0: every tensor then has its own.
+        # Devices that don't expose their memory, such as XLA's, return 0: every tensor then has its own place.
         place = address or ("object", id(tensor))
         key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride(), is_lazy)
 
@@ -518,7 +518,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # source: numpy.dtype.kind
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds tensors and arrays on parts of the file, one per written object, so that tied ones stay tied."""
+    """Builds tensors and arrays on parts of the file, one per written object, so that tied tensors stay tied."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a worker inherits from the kernel, and how it is treated.
+"""The state that a worker inherits from the kernel, and its treatment.
 
 inventory.py      the table: every kind of state, and its treatment under each start method
 modules.py        the user's modules that a fresh process could not import

@@ -1,4 +1,4 @@
-"""Which warnings and log messages a process shows: warning filters, logger levels and handlers.
+"""Settings that decide which messages a process shows: warning filters, logger levels and handlers.
 
 A filter may name a warning category of a library that the other process has not imported yet, and a logger may belong
 to such a library. These are set after the import, because libraries set their own at import.
@@ -225,7 +225,7 @@ class _HandlerRecipe:
 
 
 class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can not index it
-    """Writes to the current standard stream: workers of a forkserver have other streams than the server."""
+    """Writes to the current standard stream: workers of a forkserver do not have the server's streams."""
 
     def __init__(self, name: str) -> None:
         self._name_in_sys = name

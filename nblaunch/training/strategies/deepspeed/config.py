@@ -335,7 +335,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set a key that is missing or "auto"; raise ValueError if it has another value than ``value`` from ``source``."""
+    """Set a key that is missing or "auto"; raise ValueError if its value is not ``value`` from ``source``."""
     present = get(config, key)
     if present is None or present == AUTO:
         put(config, key, value)
@@ -359,7 +359,7 @@ class HfDeepSpeedConfig:
     """A configuration with methods to query it. Other libraries subclass it.
 
     Args:
-        config_file_or_dict: a dict, the path of a JSON file, or JSON text, also in base64.
+        config_file_or_dict: a dict, the path of a JSON file, or JSON text, which may be in base64.
 
     Raises:
         ValueError: the file does not exist, or does not hold a JSON object.
