@@ -369,9 +369,9 @@ class DataLoaderConfiguration(KwargsHandler):
         dispatch_batches: True: rank 0 reads for all ranks and sends each its part. Use it for data that only one
             process can read, or whose order differs between processes. False: each rank reads its own share. None:
             True for iterable datasets whose batches go to the device, False otherwise.
-        even_batches: fill up the end of the epoch with samples from its start, so that all ranks get
-            the same number of batches of equal size; ``gather_for_metrics`` drops the added samples. It adds nothing if
-            a stream divides itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
+        even_batches: fill up the end of the epoch with samples from its start, so that all ranks get the same number of
+            batches of equal size; ``gather_for_metrics`` drops the added samples. It adds nothing if a stream divides
+            itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
         use_seedable_sampler: shuffle only by seed and epoch, independently of the global random state.
         data_seed: the seed for that; None: rank 0's ``torch.initial_seed()``, which ``set_seed`` sets.
         non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
