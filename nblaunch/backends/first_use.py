@@ -1,4 +1,4 @@
-"""Tells whether forked workers could use the device, and which line of this process first used it.
+"""Finds the line of this process that first used the device, and whether forked workers could use the device.
 
 Backends answer ``fork_hazard()`` and ``first_use()`` from here. ``launcher/fork_safety.py`` finds other hazards, such
 as threads; ``launcher/plan.py`` decides how workers start.

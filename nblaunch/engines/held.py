@@ -104,7 +104,7 @@ class Nodes:
         }
 
     def close(self) -> None:
-        """End the programs on all machines, and release these. A launch that runs goes on to its end."""
+        """End the programs on all machines, and release these. A launch that is running continues to its end."""
         self._engine.retire()
 
     def __enter__(self) -> Nodes:

@@ -1,4 +1,4 @@
-"""Identifies this machine, and tells whether a process that left a mark runs here, has ended, or runs elsewhere.
+"""Identifies this machine, and finds out whether a marked process runs here, has ended, or runs elsewhere.
 
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
