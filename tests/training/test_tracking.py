@@ -12,6 +12,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -500,3 +501,30 @@ def test_where_a_run_is_seen_is_reported(tmp_path: Path, emitted: list[Event]) -
     (seen,) = (event for event in emitted if isinstance(event, RunTracked))
     assert seen.tracker == "tensorboard"
     assert shlex.split(seen.location) == ["tensorboard", "--logdir", str(tmp_path / "my run")]
+
+
+@pytest.mark.parametrize(
+    ("url", "folder", "shown"),
+    [
+        ("https://wandb.example/run", "offline-run-1", ["https://wandb.example/run"]),
+        ("", "offline-run-1", ["wandb", "sync", "{}/offline-run-1"]),
+        (None, "run-1", ["{}/run-1/files"]),
+    ],
+)
+def test_a_run_of_wandb_is_seen_at_its_address_or_once_it_is_synced(
+    tmp_path: Path,
+    emitted: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    url: str | None,
+    folder: str,
+    shown: list[str],
+) -> None:
+    run = mock.MagicMock(url=url, dir=str(tmp_path / folder / "files"))
+    library = mock.MagicMock(init=mock.MagicMock(return_value=run))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.setattr(hub, "is_installed", lambda _: True)
+    accelerator = Accelerator(log_with="wandb")
+    accelerator.init_trackers("demo")
+    accelerator.end_training()
+    (seen,) = (event for event in emitted if isinstance(event, RunTracked))
+    assert shlex.split(seen.location) == [part.format(tmp_path) for part in shown]

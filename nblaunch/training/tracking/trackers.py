@@ -413,7 +413,11 @@ class WandBTracker(GeneralTracker):
         self.run = wandb.init(**self._options)
 
     def location(self) -> str:
-        return str(self.run.url or self.run.dir)  # an offline run has no address
+        if self.run.url:
+            return str(self.run.url)
+        folder = Path(self.run.dir)  # the files of the run, in its folder
+        is_offline = folder.parent.name.startswith("offline-run-")
+        return f"wandb sync {shlex.quote(str(folder.parent))}" if is_offline else str(folder)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(settings_of(values), allow_val_change=True)
