@@ -57,7 +57,8 @@ def _progress(view: JobView) -> Figure | None:
         return None
     # Without losses, only the steps of the last epoch are known for certain.
     num_steps = last.reading.losses.num_steps or (last.total if last.epoch == 1 else 0)
-    steps = formatting.count(num_steps, "step") if num_steps else ""
+    is_empty = last.total == 0 and last.reading.steps_done == 0
+    steps = formatting.count(num_steps, "step") if num_steps else "no steps: the loader is empty" * is_empty
     if not last.epoch:
         return Figure("steps", f"{last.step:,}" + (f" of {last.total:,}" if last.step < last.total else ""))
     if view.outcome == "done" and last.step == last.total and last.epoch >= last.num_epochs:

@@ -52,6 +52,12 @@ def test_rates_are_means_over_the_whole_job() -> None:
     assert figures(over)["epochs"] == ("2", "100 steps")
 
 
+def test_a_training_without_a_batch_says_so() -> None:
+    readings = [sample(rank, 0, 0, epoch=2, num_epochs=2, loop=2) for rank in range(2)]
+    over = view_of(ended(2, 31), fold_readings(view_of(started(2)), readings, START_S))
+    assert figures(over)["epochs"] == ("2", "no steps: the loader is empty")
+
+
 def test_the_last_and_the_best_of_losses_and_metrics_are_shown() -> None:
     losses = [
         EpochEnded(rank, START_S, epoch, loss, 1.0)
