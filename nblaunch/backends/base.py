@@ -75,7 +75,7 @@ class Backend(ABC):
     """The hardware, such as "tpu"; families that drive the same hardware are alternatives."""
 
     compilers: tuple[str, ...] = ("inductor",)
-    """Compilers of ``torch.compile`` for it, the default first."""
+    """The compilers that ``torch.compile`` can use for it, the default first."""
 
     is_lazy = False
     """Whether values exist only after :meth:`step_boundary`, so that reading one earlier costs an extra execution."""
@@ -99,7 +99,7 @@ class Backend(ABC):
     """Whether several workers may share a device if the user names this backend."""
 
     transfers_in_turn = False
-    """Whether workers move their models one after another, because all at once would need too much host memory."""
+    """Whether workers move their models one by one, because moving all at once would need too much host memory."""
 
     # --- launcher's half: must not create a device context -------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Backend(ABC):
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:
-        """Let this process drive all devices of the host as one; call it before the first use of the device.
+        """Let this process drive all devices of the host as one device; call it before the first use of the device.
 
         Raises:
             ValueError: the device has no such mode.
@@ -244,11 +244,11 @@ class Backend(ABC):
 
     @property
     def num_spmd_devices(self) -> int:
-        """Number of devices that this process drives as one; 0 if each process has its own device."""
+        """Number of devices that this process drives as one device; 0 if each process has its own device."""
         return 0
 
     def shard(self, tensor: torch.Tensor, dimension: int) -> None:
-        """Shard ``tensor`` along ``dimension`` over the devices that this process drives as one.
+        """Shard ``tensor`` along ``dimension`` over the devices that this process drives as one device.
 
         The tensor is sharded in place: to the process it remains one tensor of the global shape.
         """
@@ -339,7 +339,7 @@ class Backend(ABC):
         """Handle the end of a loader."""
 
     def leave_loop(self) -> None:
-        """Handle that a loop over a loader ended early, for example by ``break``."""
+        """Handle the early end of a loop over a loader, for example by ``break``."""
 
     def step_boundary(self) -> None:
         """Handle the end of a training step: cut the graph and run it. Called if :attr:`is_lazy`."""

@@ -212,7 +212,7 @@ class XlaBackend(Backend):
 
     @property
     def num_spmd_devices(self) -> int:
-        """Number of devices that this process drives as one; 0 without SPMD."""
+        """Number of devices that this process drives as one device; 0 without SPMD."""
         return xla_runtime.num_spmd_devices()
 
     def device(self, topology: Topology) -> torch.device:

@@ -166,7 +166,7 @@ _AXIS = "devices"
 
 
 def use_spmd() -> None:
-    """Make the runtime of this process drive all devices as one.
+    """Make the runtime of this process drive all devices as one device.
 
     Raises:
         RuntimeError: it already drives one device.
@@ -183,7 +183,7 @@ def use_spmd() -> None:
 
 
 def num_spmd_devices() -> int:
-    """Return the number of devices that this process drives as one; 0 if it drives a single device by itself."""
+    """Return the number of devices that this process drives as one device; 0 if it drives only one."""
     return int(_whole_mesh().size()) if part("runtime").is_spmd() else 0
 
 

@@ -357,7 +357,7 @@ def group_name(group: Group) -> str:
 
 _RATES = (
     "Replicas of a model must take equal steps: give the optimizers of all ranks the same learning rate, and step "
-    "their schedulers equally often."
+    "their schedulers the same number of times."
 )
 _ORDER = "Every rank of a group must call the same collectives in the same order: look for a condition on the rank."
 _SIZES = (

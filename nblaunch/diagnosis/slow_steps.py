@@ -154,7 +154,7 @@ class Cause:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """Key that is equal for the same cause with different numbers."""
+        """Key that is the same for a cause with different numbers."""
         return self.kind, self.ranks
 
 

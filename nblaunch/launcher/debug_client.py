@@ -3,7 +3,7 @@
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 
-Values of several ranks are shown by :class:`RankValues`, the variables of a function by :class:`Comparison`. A
+A :class:`RankValues` shows values of several ranks, and a :class:`Comparison` shows the variables of a function. A
 :class:`KeptFailure` holds the workers that stay after a failure.
 """
 
@@ -40,7 +40,7 @@ from nblaunch.wire.worker_commands import (
 
 _POLL_S = 0.05
 _PATIENCE_S = 1.0
-"""Time to wait for the next prompt of a rank before other ranks are prompted, for which it may wait."""
+"""Time to wait for a rank's next prompt; the client then prompts other ranks, because the rank may wait for them."""
 
 _RESUMING = {
     *("c", "cont", "continue", "n", "next", "s", "step", "r", "return", "unt", "until", "j", "jump"),
@@ -231,7 +231,7 @@ class DebugClient:
             self._handle_end(rank, message)
 
     def _handle_prompt(self, rank: int, message: Prompted) -> None:
-        """Keep a prompt. A rank at a breakpoint from which another rank was continued continues as well."""
+        """Keep a prompt. If another rank has left the same breakpoint, this rank continues, too."""
         if message.stop is not None:
             self._stops[rank] = message.stop
         if message.stop in self._continued:
@@ -361,7 +361,7 @@ class Comparison:
 
     @property
     def equal(self) -> dict[str, str]:
-        """Name of an aspect -> text, for aspects that are equal on all ranks."""
+        """Name of an aspect -> text, for aspects that are the same on all ranks."""
         return {
             name: next(iter(values.values()))
             for name, values in self._by_name().items()
@@ -381,7 +381,7 @@ class Comparison:
         if self.silent:
             lines.append(f"{formatting.ranks(self.silent)}: no answer")
         for name, values in self.differing.items():
-            # The value of the fewest first: that is the odd one.
+            # The rarest value comes first, because it is probably the wrong one.
             parts = [f"{text} on {formatting.ranks(ranks)}" for text, ranks in reversed(_grouped(values))]
             lines.append(f"{name} is {', '.join(parts)}")
         if self.frames:
@@ -390,7 +390,7 @@ class Comparison:
 
 
 def _differs_by_nature(values: Mapping[int, str]) -> bool:
-    """Return whether all values differ, like the rank itself, which is seldom of interest."""
+    """Return whether all values differ, as rank numbers do. Such values are seldom of interest."""
     is_own_rank = all(text == str(rank) for rank, text in values.items())
     return is_own_rank or len(set(values.values())) == len(values) > 2
 

@@ -43,7 +43,7 @@ class AgentClient:
         log_path: file for the output of the agent.
 
     Attributes:
-        address: address of this node, as reached by the other nodes.
+        address: address at which the other nodes reach this node.
         rendezvous: configuration of the rendezvous.
         silence_s: seconds without a heartbeat of a node after which the user is notified.
         patience_s: seconds without a heartbeat after which a node is lost.

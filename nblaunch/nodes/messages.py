@@ -44,7 +44,7 @@ class Node:
 
     Args:
         id: id of the agent process; a node that comes back has a new id.
-        address: address as reached by the other nodes.
+        address: address at which the other nodes reach it.
         first_rank: rank of its first worker.
     """
 
@@ -114,7 +114,7 @@ class AgentConfig:
     """Configuration of an agent.
 
     Args:
-        address: address of this node, as reached by the other nodes.
+        address: address at which the other nodes reach this node.
         log_path: file for its output.
     """
 
@@ -192,7 +192,7 @@ class WorldFormed(Event):
     Args:
         topology: topology of this node's first worker, with the port of the store on the agent of node 0.
         nodes: all nodes, by node rank.
-        restart_count: number of earlier starts of the workers; equal on all nodes.
+        restart_count: number of earlier starts of the workers; the same on all nodes.
     """
 
     topology: Topology = field(default_factory=Topology)

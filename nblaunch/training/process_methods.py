@@ -197,7 +197,7 @@ class ProcessMethods(ABC):
         Args:
             inputs: list, tuple, tensor (split on dim 0), dict of these of equal length, or an object with ``len`` and
                 ``select(indices)``, such as ``datasets.Dataset``.
-            apply_padding: repeat the last element until all shares are equally long, to gather them later.
+            apply_padding: repeat the last element until all shares have the same length, to gather them later.
 
         Raises:
             ValueError: the values of a dict differ in length.

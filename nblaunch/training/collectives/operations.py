@@ -169,7 +169,7 @@ def _each_tensor(operation: str, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def _compares_first() -> bool:
-    """Return whether ranks compare their data before they exchange it; the answer is equal on all ranks.
+    """Return whether ranks compare their data before they exchange it; the answer is the same on all ranks.
 
     They compare if gloo exchanges CPU tensors, even if another group exchanges device tensors.
     """

@@ -292,7 +292,7 @@ def _num_shards(dataset: Any) -> int:
 
 
 def _warn_of_uneven_parts(dataset: Any, can_dispatch: bool) -> None:
-    """Warn on rank 0 that nothing makes the ranks' parts of a divided dataset equally long.
+    """Warn on rank 0 that the ranks' parts of a divided dataset may differ in length.
 
     Args:
         dataset: the divided dataset, whose parts may have any length.

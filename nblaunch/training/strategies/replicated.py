@@ -73,7 +73,7 @@ class ReduceAtStepStrategy(Strategy):
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return parameters and buffers, tied ones once per name, because XLA's move separates them until it ends."""
+    """Return parameters and buffers, tied tensors once per name, because XLA's move separates them until it ends."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return [tensor.detach() for tensors in named for _, tensor in tensors]
 
@@ -241,13 +241,13 @@ class _EndingHook(JoinHook):
 
 
 def _common_frozen(model: torch.nn.Module) -> list[str]:
-    """Return the names of frozen weights that DDP must not send: equal ones in host memory, and unsupported kinds.
+    """Return the names of frozen weights that DDP must not send: equal weights in host memory, and unsupported kinds.
 
     A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of a base model
     would then each get a copy of it.
     """
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    # DDP can't send tensors that consist of several, like torchao's quantised weights.
+    # DDP can't send tensors that consist of several tensors, like torchao's quantised weights.
     composed = [name for name, parameter in frozen.items() if hasattr(parameter.data, "__tensor_flatten__")]
     sums = [
         (name, checksum(parameter.detach()))

@@ -366,7 +366,7 @@ def register_new_parameters(module: nn.Module) -> None:
 def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequence[nn.Module]) -> None:
     """Average gradients of unsharded parameters whenever ``backward`` reduces gradients of ``units``.
 
-    This includes gradients accumulated earlier. If these were averaged before, they are equal on all ranks, and
+    This includes gradients accumulated earlier. If these were averaged before, they are the same on all ranks, and
     averaging again does not change them.
     """
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -33,7 +33,7 @@ _UNKNOWN = "unknown"
 class FullWeights:
     """Keeps a model's full weights during sharding, and fills the shards from them without another full copy.
 
-    A collective: ranks compare where each tensor is, and rank 0 sends what only it has.
+    A collective: ranks compare where each tensor is, and rank 0 sends the tensors that only it has.
 
     Args:
         model: the model as the user built it.
@@ -174,7 +174,7 @@ class FullWeights:
         return full
 
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Initialise weights alike on all ranks, module by module: a rank holds only one full module at a time."""
+        """Give all ranks the same initial weights, module by module: a rank holds only one full module at a time."""
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
         make = initialise or constructor(self._model)
         made: set[int] = set()
