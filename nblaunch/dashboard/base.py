@@ -188,7 +188,7 @@ _EVENTS_PER_RANK = 16
 
 
 _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
-"""Events after which the board no longer shows what ranks did before: their last readings must count."""
+"""Events after which the board no longer shows the ranks' earlier progress: their last readings must count."""
 
 
 class _Unread(NamedTuple):

@@ -74,7 +74,7 @@ class Recorder:
     Args:
         folder: folder of the job.
         log: the same folder, as the folder of the job's log files.
-        record: what was launched.
+        record: description of the launch.
         launch: remaining facts about the launch.
         outcome: returns the outcome once the job has ended.
         requests: requests to the job; a request to end it discards data for which there is no space.

@@ -54,7 +54,7 @@ class DeadlockDetector:
             pids: rank -> process.
 
         Returns:
-            Rank -> whether the rank certainly waits forever. False asks for its stack: see :func:`is_confirmed`. Each
+            Rank -> whether the rank certainly waits forever. False: its stack is needed, see :func:`is_confirmed`. Each
             wait is reported once.
         """
         if now_s < self._next_s:

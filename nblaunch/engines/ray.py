@@ -56,7 +56,7 @@ class RayEngine(Engine):
         return self._notes
 
     def close(self) -> None:
-        """End the driver process, which ends actors and placement group."""
+        """End the driver process, which ends the actors and the placement group."""
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.close()

@@ -3,8 +3,8 @@
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
 ``futex``, with a flag that says that no other process shares the memory it waits on. Without a deadline, only another
 thread of the same process can wake it, or a signal handler. If all threads of a process sleep this way, the process
-certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock shared
-with one sleeps in another system call, without the flag, or with a deadline.
+certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
+processes share sleeps in another system call, without the flag, or with a deadline.
 
 The main thread may also wait for an object that the calling process has, too, such as a pipe or a semaphore between
 processes. Only other processes can then end the wait.
@@ -32,11 +32,11 @@ _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and the mask that removes flags
 
 BARS_THREAD = "tqdm_monitor"
-"""Name of the thread that refreshes tqdm's bars by a clock."""
+"""Name of the thread that refreshes tqdm's bars at intervals."""
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore", BARS_THREAD)
-"""Threads that serve other threads, such as torch's message threads. They end no wait while the others are
-idle."""
+"""Threads that serve other threads, such as torch's message threads. They can't end a wait while the
+others are idle."""
 
 
 def name_this_thread(name: str) -> None:

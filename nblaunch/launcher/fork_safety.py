@@ -1,7 +1,7 @@
 """Decide whether a fork of this process is safe now.
 
-A fork copies the memory of all threads, and only the calling thread itself. In a worker, the work of other threads
-never finishes: a lock that a thread held stays locked, and a pool waits for threads that do not exist.
+A fork copies the memory of all threads, but only the calling thread runs in the child. In a worker, the work of other
+threads never finishes: a lock that a thread held stays locked, and a pool waits for threads that do not exist.
 
 The backend knows whether the device survives a fork (``Backend.fork_hazard``, ``backends/first_use.py``).
 """
@@ -42,7 +42,7 @@ class _Library:
     Args:
         name: name of its module.
         thread: matches the names of its threads, as Linux has them (15 characters).
-        flag: module and variable that is true once it runs threads, if these have no names.
+        flag: module and variable that is true once it runs threads, if its threads have no names.
     """
 
     name: str

@@ -82,7 +82,7 @@ class StackQuery(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the query waits for no more answers."""
+        """Whether the query has stopped waiting for answers."""
 
     def poll(self) -> None:
         """Look for answers."""

@@ -38,7 +38,7 @@ class Step:
         number: number of the step, from 1.
         began: end of the step before.
         ended: end of the optimizer step.
-        slices: what the rank did, in order.
+        slices: periods of the rank's work, in order.
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Loads the trained weights of modules in a call's arguments back into the kernel's modules.
 
-It also describes modules that the function trains without an argument, whose weights are not collected.
+It also describes modules that the function uses but does not get as arguments. Their weights are not collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_NAMED = 3  # modules in one line
 
 
 def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[ArgPath, dict[str, Any]]:
-    """Merge what the ranks sent into state dicts by argument path, with a :class:`ShardedTensor` per sharded tensor."""
+    """Merge the ranks' states into state dicts by argument path, with a :class:`ShardedTensor` per sharded tensor."""
     joined: dict[ArgPath, dict[str, Any]] = {}
     for states in sent:
         for path, state in states.items():
@@ -164,7 +164,7 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
     Workers train such a module like any other, but its weights are not collected and end with the workers.
 
     Args:
-        function: what the workers ran.
+        function: the function that the workers ran.
         name: name that the user knows.
 
     Returns:

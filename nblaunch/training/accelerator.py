@@ -831,7 +831,7 @@ class Accelerator(AcceleratorProperties):
         """Run the block under torch's profiler on every rank. A collective if traces are written.
 
         Args:
-            profile_handler: what to record, and the folder for traces, if any; None: the ``ProfileKwargs`` in
+            profile_handler: settings of the profile, and the folder for traces, if any; None: the ``ProfileKwargs`` in
                 ``kwargs_handlers``, or the defaults.
 
         Example::

@@ -52,7 +52,7 @@ class Assignment:
         has_breakpoints: ``breakpoint()`` opens pdb here; the user types into the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether the kernel wants this worker's return value.
-        is_main: whether it sends what all ranks share, such as the weights of a model that each of them holds.
+        is_main: whether it sends data that all ranks share, such as the weights of a model that each rank holds.
         wanted_modules: argument paths of the modules whose weights the kernel wants, equal on every rank;
             ``worker/delivery.py`` decides which ranks send them when the function has returned.
         wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, likewise.

@@ -4,7 +4,7 @@
     process_control  own POSIX session, dies with its parent, drops the kernel's signal handlers, handles SIGINT
     output           descriptors 1 and 2 to the log file, 0 to /dev/null; replaces ``sys.stdin``, ``stdout``, ``stderr``
     process_control  killed first when memory runs out, stacks on request
-    inheritance      drops what belongs to the kernel alone; plain text instead of HTML; renews Trainers of a cell
+    inheritance      drops state that belongs only to the kernel; plain text instead of HTML; renews Trainers of a cell
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
@@ -16,7 +16,7 @@
                      (if the function raised: ──> Failed; after ``sys.exit(n)`` with n != 0: only an exit code;
                      if the user interrupted it: ──> Interrupted, the states, Failed)
     finish           joins threads after success; runs exit handlers; waits until the kernel or the launcher has
-                     read what the function put into queues; flushes files that are still open; after success,
+                     read the queues that the function filled; flushes files that are still open; after success,
                      leaves process groups except gloo's; ``os._exit``
 
 A worker never returns to the code that forked it.
@@ -329,7 +329,7 @@ class _Worker:
         self.sender.send(Note.of_job(text, "warning"))
 
     def _report_unread(self, pipes: tuple[int, ...], has_tensors: bool) -> None:
-        """Report that this rank waits until others have read what it put into queues."""
+        """Report that this rank waits until others have read the values that it put into queues."""
         self.sender.send(PutUnread(self.assignment.rank, time.time(), pipes, has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:

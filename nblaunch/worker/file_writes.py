@@ -25,7 +25,7 @@ _MAX_NOTED = 256
 """Largest number of files that a rank reports, so that a function that writes thousands stays fast."""
 
 _WRITERS = frozenset({"safetensors", "transformers"})
-"""Top-level packages that write what the user passes to them."""
+"""Top-level packages that write data that the user passes to them."""
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 

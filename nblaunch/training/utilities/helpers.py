@@ -22,7 +22,7 @@ _UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 
 
 def convert_bytes(size: float) -> str:
-    """Return a number of bytes in the largest fitting unit of 1024 and its powers: ``"1.5 GB"``."""
+    """Return a number of bytes as text, in the largest power of 1024 that fits: ``"1.5 GB"``."""
     whole = max(int(size), 1)
     power = min((whole.bit_length() - 1) // 10, len(_UNITS) - 1)
     scaled = size / 1024**power if power else size

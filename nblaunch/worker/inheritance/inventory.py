@@ -165,8 +165,8 @@ KINDS: tuple[Kind, ...] = (
         "C stream buffers",
         fork=Way(
             Treatment.DROPPED,
-            "only the kernel writes what its C code has buffered; a worker writes the output that the function's C "
-            "code has buffered when the worker ends",
+            "only the kernel writes the output that its own C code has buffered; when a worker ends, it writes the "
+            "output that the function's C code has buffered",
         ),
         fresh=Way(
             Treatment.DROPPED,

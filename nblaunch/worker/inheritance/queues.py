@@ -23,7 +23,7 @@ from nblaunch.wire.board import Slot
 
 _PACKAGES = ("multiprocessing", "multiprocess")
 _WRITES_S = 0.1
-"""Time for a thread to write what fits into its pipe, before the rank reports that it waits."""
+"""Time for a thread to write as much as fits into its pipe, before the rank reports that it waits."""
 _POLL_S = 0.01
 
 _LOST = (
@@ -47,7 +47,7 @@ def queues_of_this_process() -> Iterator[tuple[int, Any]]:
 def hand_over(
     slot: Slot, report: Callable[[tuple[int, ...], bool], None], warn: Callable[[str], None]
 ) -> None:
-    """Wait until other processes have read what this rank put into inherited queues.
+    """Wait until other processes have read the values that this rank put into inherited queues.
 
     Args:
         slot: slot of this rank.
