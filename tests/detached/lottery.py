@@ -1,4 +1,4 @@
-"""Kills, interrupts, full disks and removed files at random moments of detached jobs, and what must come of each.
+"""Kills, interrupts, full disks, removed and damaged files at random moments of jobs, and what must come of each.
 
     python -m tests.detached.lottery [--draws 50] [--kinds rank guardian ...] [--seed 0]
 
@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ from typing import Any
 import psutil
 
 import nblaunch
-from nblaunch import Accelerator, Job, notebook_launcher
+from nblaunch import Accelerator, Job, Session, notebook_launcher
 
 TOKEN = "NBLAUNCH_LOTTERY"
 """Variable that processes of one lottery have, so that it kills no other."""
@@ -70,6 +71,16 @@ def train(model: Any) -> str:
         optimizer.zero_grad()
         time.sleep(STEP_S)
     return "trained"
+
+
+def untrained() -> Any:
+    """Return a model whose weights are 0."""
+    import torch
+
+    model = torch.nn.Linear(256, 256)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    return model
 
 
 def launch(**settings: Any) -> Job[Any]:
@@ -235,7 +246,7 @@ class Lottery:
         return "" if kind == "KeyboardInterrupt" or end == VALUE else f"{kind}: {end}"
 
     def weights(self) -> str:
-        """Interrupt training: the weights are those of a whole step."""
+        """Interrupt training in a detached job: the weights are those of a whole step."""
         import torch
 
         model = torch.nn.Linear(8, 4)
@@ -247,13 +258,51 @@ class Lottery:
         kind, end = result_of(job)
         if kind not in ("KeyboardInterrupt", "value"):
             return f"{kind}: {end}"
-        states = job.weights()
-        if not states:  # it came before the function had begun, or a note says why there are none
+        if not job.weights():  # it came before the function had begun, or a note says why there are none
             return "" if kind == "KeyboardInterrupt" else "no weights"
-        values = torch.cat([value.flatten() for value in states[0].values()])
-        steps = values[0].item()
-        is_whole = bool((values == steps).all()) and steps == int(steps)
-        return "" if is_whole else f"{kind}: weights {values.tolist()}"
+        job.load_weights(model)
+        return self._unless_whole(model, kind == "value")
+
+    def session(self) -> str:
+        """Interrupt ``session.run`` while it trains, or sends its value and its weights."""
+        model = untrained()
+        with Session(2, backend="cpu") as session:
+            kind, end = self._interrupted(lambda: session.run(train, (model,), dashboard="none"))
+            return self._unless_kept(model, kind, end, session.result)
+
+    def launch(self) -> str:
+        """Interrupt ``notebook_launcher`` at any time until it has returned."""
+        model = untrained()
+        kind, end = self._interrupted(
+            lambda: notebook_launcher(
+                train, (model,), 2, backend="cpu", start_method="fork", dashboard="none"
+            )
+        )
+        job = nblaunch.last_job()
+        return self._unless_kept(model, kind, end, lambda: job.result() if job is not None else None)
+
+    def damage(self) -> str:
+        """A file of an ended job is damaged: that job says so, and another is as it was."""
+        hurt, other = launch(), launch()
+        if result_of(hurt) != ("value", VALUE):
+            return "no value"
+        self.wait()
+        path = self._random.choice([path for path in hurt.log_dir.rglob("*") if path.is_file()])
+        data = path.read_bytes()
+        at = self._random.randint(0, len(data))
+        kind = self._random.choice(["cut", "changed", "longer"])
+        path.write_bytes(
+            {"cut": data[:at], "changed": data[:at] + b"?" + data[at + 1 :], "longer": data + b"?"}[kind]
+        )
+        try:
+            listed = [summary.id for summary in nblaunch.jobs()]
+            if not {hurt.id, other.id} <= set(listed):
+                return f"{path.name} is {kind}: listed are {listed}"
+            end = result_of(nblaunch.attach(hurt.id, dashboard="none"))
+        except LookupError as error:
+            end = "refused", error
+        is_good = end == ("value", VALUE) or end[0] in ("refused", "JobLost", "ResultError")
+        return ("" if is_good else f"{path.name} is {kind}: {end}") + self._unless_value(other)
 
     def disk(self) -> str:
         """The disk is full for a while."""
@@ -280,6 +329,35 @@ class Lottery:
         wrong = self._unless_value(job)
         return "" if had_ended and "was removed" in wrong else wrong
 
+    def _interrupted(self, call: Callable[[], Any]) -> tuple[str, Any]:
+        """Interrupt this process at a random moment of ``call``; return the kind of its end, and value or error."""
+        timer = threading.Timer(self._random.uniform(0.0, SPAN_S), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            try:
+                return "value", call()
+            finally:
+                timer.cancel()
+                timer.join()
+        except BaseException as error:
+            return type(error).__name__, error
+
+    def _unless_kept(self, model: Any, kind: str, end: Any, result: Callable[[], Any]) -> str:
+        if kind not in ("KeyboardInterrupt", "value"):
+            return f"{kind}: {end}"
+        has_value = kind == "value"
+        with suppress(RuntimeError, KeyboardInterrupt):  # a rank had not returned
+            has_value = result() == "trained"
+        return self._unless_whole(model, has_value)
+
+    def _unless_whole(self, model: Any, is_complete: bool) -> str:
+        """Return what is wrong with the weights, which are those of one step, of the last if all ranks returned."""
+        values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+        is_whole = len(values) == 1 and (
+            values == {float(STEPS)} if is_complete else values <= set(range(STEPS + 1))
+        )
+        return "" if is_whole else f"weights {values}, although complete={is_complete}"
+
     def _unless_value(self, job: Job[Any]) -> str:
         kind, end = result_of(job)
         return "" if kind == "value" and end == VALUE else f"{kind}: {str(end)[:2000]}"
@@ -303,6 +381,9 @@ KINDS = (
     "agent",
     "interrupt",
     "weights",
+    "session",
+    "launch",
+    "damage",
     "disk",
     "removal",
 )
