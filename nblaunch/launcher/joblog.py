@@ -133,7 +133,9 @@ class JobLog(LogFolder):
         stamp = _Stamp(self.path.name, ProcessMark.own())
         # On a full disk the folder stays unstamped. It is then never pruned, but it is almost empty.
         with suppress(OSError):
-            (self.path / _STAMP_NAME).write_bytes(schema.dump(stamp) + b"\n")
+            path = self.path / _STAMP_NAME
+            path.touch(mode=0o600)
+            path.write_bytes(schema.dump(stamp) + b"\n")
         self._unlock()
         with suppress(OSError):  # there may be no descriptor left
             self._lock_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

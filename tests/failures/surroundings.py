@@ -76,7 +76,7 @@ def check_all():
     assert "training" in job.logs(1)
     folder = str(job.log_dir)
     paths = [folder] + [os.path.join(place, name) for place, *names in os.walk(folder) for name in names[0] + names[1]]
-    modes = {os.stat(path).st_mode & 0o777 for path in paths if not os.path.islink(path)}
+    modes = {os.stat(path).st_mode & 0o777 for path in paths if os.path.isfile(path) or os.path.isdir(path)}
     shutil.rmtree(folder)
     return folder, sorted(map(oct, modes))
 

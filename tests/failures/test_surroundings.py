@@ -1,0 +1,33 @@
+"""Launches, sessions and detached jobs with an odd umask, temporary folder or home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.failures.surroundings import CELL, LIMIT_S
+from tests.kernels import Kernel
+
+SETTINGS = {
+    "umask 000, no home": "os.umask(0o000)\nos.environ.pop('HOME', None)",
+    "umask 077, spaces": "os.umask(0o077)\nset_folder('a b  $c')",
+    "100 characters": "set_folder('t' * 100)",
+}
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_in_odd_surroundings(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        f"""{CELL}
+def set_folder(name):
+    folder = os.path.join({str(tmp_path)!r}, name)
+    os.mkdir(folder)
+    os.environ.update(TMPDIR=folder, HOME=folder)
+    tempfile.tempdir = None
+os.environ["XDG_STATE_HOME"] = {str(tmp_path / "state")!r}
+"""
+    )
+    for setting in SETTINGS.values():
+        _, modes = kernel.run(f"{setting}\ncheck_all()", timeout_s=LIMIT_S).value
+        assert not [mode for mode in modes if int(mode, 8) & 0o077], "others can use files of the job"
