@@ -201,7 +201,7 @@ class Surroundings:
         with _kernel() as kernel:
             kernel.run("model = trained()")
             cell = kernel.submit("notebook_launcher(train, (model, 40, 0.05), 2, hang_timeout_s=2.0)")
-            cell.wait_for_text("training")
+            cell.wait_for_text("training", LIMIT_S)
             stopped = _workers(kernel)[-1]
             stopped.suspend()
             cell.wait_for(lambda cell: "hang" in _shown(cell), what="the hang to be shown")
@@ -226,7 +226,7 @@ class Surroundings:
     def _stopped(self, kernel: Kernel, find: Callable[[], list[psutil.Process]]) -> str:
         kernel.run("model = trained()")
         cell = kernel.submit("notebook_launcher(train, (model, 40, 0.05), 2, hang_timeout_s=2.0)")
-        cell.wait_for_text("training")
+        cell.wait_for_text("training", LIMIT_S)
         stopped = find()
         for process in stopped:
             process.suspend()
@@ -338,9 +338,9 @@ class _kernel:
     def __enter__(self) -> Kernel:
         self._home = tempfile.TemporaryDirectory()
         self._kernel = Kernel.start(
-            env={"HOME": self._home.name, "XDG_STATE_HOME": "", "NBLAUNCH_LOG_DIR": ""}
+            env={"HOME": self._home.name, "XDG_STATE_HOME": "", "NBLAUNCH_LOG_DIR": ""}, timeout_s=LIMIT_S
         )
-        self._kernel.run(CELL)
+        self._kernel.run(CELL, timeout_s=LIMIT_S)
         return self._kernel
 
     def __exit__(self, cls: Any, *error: object) -> None:
