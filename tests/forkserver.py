@@ -95,7 +95,6 @@ class Forkserver:
 
     def __init__(self, python: str, env: Mapping[str, str]) -> None:
         self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
-        self.channel.settimeout(_LIMIT_S)
         with its:
             self._process = subprocess.Popen(
                 [python, "-c", _PROGRAM, str(its.fileno())],
@@ -105,9 +104,16 @@ class Forkserver:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._num_requests = 0
 
     def run_module(
-        self, module: str, args: list[str], env: Mapping[str, str], cwd: str | Path, output: int
+        self,
+        module: str,
+        args: list[str],
+        env: Mapping[str, str],
+        cwd: str | Path,
+        output: int,
+        limit_s: float = _LIMIT_S,
     ) -> ForkedProcess:
         """Do in a new process what ``python -m module *args`` does.
 
@@ -117,13 +123,31 @@ class Forkserver:
             env: all of its environment, with a token.
             cwd: its working folder.
             output: the file descriptor of its stdout and stderr.
+            limit_s: how long the answer may take.
+
+        Raises:
+            TimeoutError: there was no answer.
         """
-        request = {"module": module, "args": args, "env": dict(env), "cwd": str(cwd)}
+        self.channel.settimeout(limit_s)
+        self._num_requests += 1
+        request = {
+            "number": self._num_requests,
+            "module": module,
+            "args": args,
+            "env": dict(env),
+            "cwd": str(cwd),
+        }
         socket.send_fds(self.channel, [json.dumps(request).encode()], [output])
-        answer = self.channel.recv(_MAX_BYTES)
-        if not answer:
-            raise RuntimeError(f"the fork server (pid {self.pid}) has ended")
-        return ForkedProcess(int(answer))
+        while True:
+            answer = self.channel.recv(_MAX_BYTES)
+            if not answer:
+                raise RuntimeError(f"the fork server (pid {self.pid}) has ended")
+            number, _, pid = answer.partition(b" ")
+            process = ForkedProcess(int(pid))
+            if int(number) == self._num_requests:
+                return process
+            process.kill()  # a request before this one was given up
+            process.wait(_LIMIT_S)
 
     @property
     def is_alive(self) -> bool:
@@ -145,6 +169,7 @@ def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
         text, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 1)
         if not text:
             os._exit(0)  # at once: nothing is open but what was imported
+        request = json.loads(text)
         reading, writing = os.pipe()
         if (middle := os.fork()) == 0:
             middle = os.getpid()
@@ -153,12 +178,13 @@ def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
                     os.close(fd)
                 channel.close()
                 _wait_for_end(middle)  # from then on the tests' process is the parent
-                return json.loads(text), descriptors[0]
+                return request, descriptors[0]
             os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
         os.waitpid(middle, 0)
-        channel.send(os.read(reading, _MAX_BYTES) or b"nothing: no process could be forked")
+        pid = os.read(reading, _MAX_BYTES) or b"nothing: no process could be forked"
+        channel.send(b"%d %s" % (request["number"], pid))
         for fd in (reading, *descriptors):
             os.close(fd)
 

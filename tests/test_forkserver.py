@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forkserver import TOKEN_LENGTH, TOKEN_VARIABLE, Forkserver
 from tests.kernels import Kernel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are forked on Linux only")
@@ -73,6 +74,21 @@ def test_what_it_starts_is_found_by_its_token(kernel: Kernel) -> None:
 def test_its_exit_code_is_known(kernel: Kernel, ending: str, exit_code: int) -> None:
     kernel.submit(f"import os; {ending}")
     assert kernel.wait_for_exit() == exit_code
+
+
+def test_a_late_answer_is_not_the_answer_of_the_next_request(tmp_path: Path) -> None:
+    server = Forkserver(sys.executable, os.environ)
+    env = {**os.environ, TOKEN_VARIABLE: "1" * TOKEN_LENGTH}
+    with (tmp_path / "output").open("w+") as output:
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            server.run_module("platform", ["late"], env, tmp_path, output.fileno(), limit_s=0.1)
+        os.kill(server.pid, signal.SIGCONT)
+        process = server.run_module("sysconfig", [], env, tmp_path, output.fileno())
+        assert process.wait(60) == 0
+        output.seek(0)
+        assert "Current installation scheme" in output.read()
+    server.close()
 
 
 def test_kernels_have_other_random_numbers() -> None:

@@ -144,7 +144,7 @@ class Surroundings:
             kernel.run(
                 NEW_MOUNTS + "subprocess.run(['mount', '--bind', '/dev/null', '/etc/passwd'], check=True)"
             )
-            kernel.run("import getpass; getpass.getuser()", raises=_NO_USER)
+            kernel.run("import pwd; pwd.getpwuid(os.getuid())", raises="KeyError")
             return kernel.run("check_all()", timeout_s=LIMIT_S).value
 
     def user_without_a_name_and_home(self) -> str:
@@ -328,8 +328,6 @@ class Surroundings:
 
 LIMIT_S = 240.0
 """Time for a cell on a machine with more load than cores."""
-
-_NO_USER = "KeyError" if sys.version_info < (3, 13) else "OSError"
 
 
 class _kernel:
