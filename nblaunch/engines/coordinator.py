@@ -259,7 +259,7 @@ class Coordinator:
             for query in self._queries:
                 query.take(message, link)
         elif isinstance(message, Replies):
-            self._begin_agreement(message.subject)  # also after a SIGTERM's grace period on a node
+            self._begin_agreement(message.subject)  # even after a SIGTERM's grace period on a node
             self._agreements[message.subject].take(message)
         elif isinstance(message, CallMarks):
             self._calls.take_marks(link, message)

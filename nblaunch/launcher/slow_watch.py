@@ -36,13 +36,13 @@ CHECK = "slow_steps"
 _LOOK_S = 1.5
 _MAX_SHARE = 0.01  # of a processor
 _WINDOW_S = 10.0
-_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # of a rank, the newest, that are analysed
+_MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # limits of the number of a rank's newest spans that are analysed
 _ALL_SPANS = 20_000  # of all ranks
 _NUM_LOOKS = 3  # in a row
 _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
-_MIN_USE = 0.05  # of a processor, by a neighbour that counts
+_MIN_USE = 0.05  # fraction of a processor; a neighbour that uses less does not count
 _SUSPICIOUS_WAIT = 0.2
 """Fraction of the time that a rank waits for a processor; above it, its neighbours are read."""
 
@@ -93,7 +93,7 @@ class SlowWatch:
         now_s = self._clock()
         if now_s < self._next_s:
             return
-        began_s = time.thread_time()  # on a busy machine, a look takes longer and costs no more
+        began_s = time.thread_time()  # not elapsed time, which is longer on a busy machine
         self._judge(now_s)
         self._next_s = max(now_s + _LOOK_S, self._clock() + (time.thread_time() - began_s) / _MAX_SHARE)
 
@@ -122,7 +122,7 @@ class SlowWatch:
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row, and withdraw it when it has been absent as often."""
+        """Name a cause that was found several times in a row, and withdraw it after it was absent as many times."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause

@@ -32,7 +32,7 @@ def run_inline(
 
     Args:
         call: the function and its arguments.
-        topology: topology of the lone rank.
+        topology: topology of the only rank.
         backend: the device family that it computes on.
         accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
         emit: receives the function's events, such as metrics, in the thread that emits them.
@@ -66,4 +66,4 @@ def run_inline(
             context.install(before)
             if not was_in_group:
                 process_group.leave()
-            backend.empty_cache()  # torch would keep the memory that the function has freed, and this process lives on
+            backend.empty_cache()  # torch would keep the memory that the function has freed, and this process continues

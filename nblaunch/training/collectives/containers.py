@@ -1,8 +1,9 @@
 """Read the contents of containers in batches and outputs, and copy containers with other contents.
 
 Sequences, mappings, dataclasses and attrs classes are containers. A container keeps its class, its keys and its
-attributes (``default_factory``, ``maxlen``, attributes of a subclass), whatever its constructor's arguments are: a copy
-gets the new contents. A container that can't be copied is created with its constructor, and the result is checked.
+attributes (``default_factory``, ``maxlen``, attributes of a subclass), whatever its constructor's arguments are,
+because a copy of the container gets the new contents. A container that can't be copied is created with its
+constructor, and the result is checked.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
 
 
 def check_independent(operation: str, data: Any) -> None:
-    """Raise TypeError for a container whose tensors depend on each other, so they can't be joined or cut singly."""
+    """Raise TypeError for a container whose tensors depend on each other, so they can't be joined or cut one by one."""
     for part in children(data) or ():
         check_independent(operation, part)
     if isinstance(data, PackedSequence):

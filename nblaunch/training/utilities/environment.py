@@ -196,7 +196,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
         to_bool: return True and False instead.
 
     Raises:
-        ValueError: another word.
+        ValueError: the word means neither.
     """
     word = value.lower()
     if word not in (*_YES, *_NO):
@@ -205,7 +205,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the truth value of the variable ``key``, or ``default`` if it is not set. ValueError for other words."""
+    """Return the truth value of the variable ``key``; ``default`` if it is unset. Raise ValueError for other words."""
     return bool(str_to_bool(env.snapshot().get(key, str(default))))
 
 

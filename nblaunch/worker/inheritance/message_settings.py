@@ -1,7 +1,7 @@
 """Settings that decide which messages a process shows: warning filters, logger levels and handlers.
 
 A filter may name a warning category of a library that the other process has not imported yet, and a logger may belong
-to such a library. These are set after the import, because libraries set their own at import.
+to such a library. Such settings are applied after the import, because libraries apply their own at import.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ _STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
 
 @dataclass(frozen=True)
 class _HandlerRecipe:
-    """A recipe for a handler like one of the kernel's, in a process with other streams.
+    """A recipe to create a handler like the kernel's in a process whose streams differ.
 
     Args:
         stream: name in ``sys`` of the handler's stream; "" if it writes to a file.
@@ -224,7 +224,7 @@ class _HandlerRecipe:
         return handler
 
 
-class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can not index it
+class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't index it
     """Writes to the current standard stream: workers of a forkserver do not have the server's streams."""
 
     def __init__(self, name: str) -> None:
