@@ -11,8 +11,8 @@ Only the values of widgets change, so nothing flickers. This module needs ipywid
 only to open a panel. There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
-subshell's); kernels without subshells handle it when the running cell has ended. It sends a request to the job; the
-panel shows it at its next update.
+subshell's); kernels without subshells handle it when the running cell has ended. A click sends a request to the job; the
+panel shows the request at its next update.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ _TITLE_S = 0.8
 _ONE_LINE = "white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
 _DEAD = "jupyter-widgets-disconnected"
 MAX_KEPT = 100
-"""Largest number of closed panels whose outermost widget stays in the kernel. Each has some kB plus its table."""
+"""Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 30.0)
 """Seconds between the closing of a panel and another sending of its state."""
@@ -229,8 +229,8 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # Front ends write an error there if a page is reloaded when the kernel has died: JupyterLab "model not
-        # found", the classic notebook three sentences.
+        # Front ends write an error there if a page is reloaded when the kernel has died: JupyterLab writes "model
+        # not found", and the classic notebook writes three sentences.
         self._hiding_errors = (
             f"<style>:is(.jp-OutputArea, .output):has(.{self._lasting}) "
             ":is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)){display:none}</style>"

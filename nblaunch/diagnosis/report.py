@@ -55,7 +55,7 @@ class RemoteFailures:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang because of which the launcher stopped the job.
+    """A hang for which the launcher stopped the job.
 
     Args:
         ranks: ranks that the others wait for, if known.

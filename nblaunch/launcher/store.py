@@ -6,7 +6,7 @@ On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, a
     launcher ── listening socket, port chosen by the system                made before workers start
     worker   ── init_process_group("env://"): connects as a client ──>     now the store is started behind the socket
 
-A function that needs no process group costs no store. Clients that connect before the store runs wait in the
+If a function needs no process group, no store is started. Clients that connect before the store runs wait in the
 socket's backlog. On several machines the agent of node 0 hosts it, and starts it at once (``nodes/agent.py``).
 """
 

@@ -83,7 +83,7 @@ def fork_workers(
 
 def _fork() -> int:
     """Fork without a warning; the child keeps this process's warning filters."""
-    if sys.version_info < (3, 12):  # which does not warn
+    if sys.version_info < (3, 12):  # older versions do not warn
         return attached_debugger.fork()
     with warnings.catch_warnings():
         # Python warns about forking with threads; worker/ keeps workers from using anything of these threads.

@@ -50,7 +50,7 @@ _NEVER = 1 << 62
 class Watch:
     """Runs the checks of this process.
 
-    ``NBLAUNCH_CHECKS=off`` turns all checks off, ``NBLAUNCH_CHECKS=-name`` turns off the named ones.
+    ``NBLAUNCH_CHECKS=off`` turns all checks off; ``NBLAUNCH_CHECKS=-name`` turns off the named checks.
 
     Args:
         process: counts the steps of optimizers, and sends the observations of checks.
@@ -70,7 +70,7 @@ class Watch:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Examine the next steps, which are the first ones of a command."""
+        """Examine the next steps, which are the first steps of a command."""
         self._num_looked_at = 0
         self.due_at = 0 if self._checks else _NEVER
         self._until = _FIRST_WINDOW
@@ -99,7 +99,7 @@ class Watch:
             self._call("before_clip", self._prepared, optimizers)
 
     def after_evaluation(self) -> None:
-        """Run checks after a loop over a prepared loader that has trained nothing."""
+        """Run checks after a loop over a prepared loader without an optimizer step."""
         if self._prepared is not None:
             self._call("after_evaluation", self._prepared)
 

@@ -2,7 +2,7 @@
 
 operations.py   gather, reduce, broadcast and similar, over nested structures of tensors
 metrics.py      gather_for_metrics: gathers each sample of the dataset once
-nested.py       functions that walk these structures
+nested.py       functions that walk nested structures
 containers.py   reads a container's contents, and rebuilds the container with other contents
 dtensor.py      sharded tensors
 rng.py          random states: seeds and synchronises them, and saves them for checkpoints

@@ -60,7 +60,7 @@ def load(process: JoinedProcess) -> Any:
     """Import ``deepspeed``, and make it use this process's device type and process group."""
     with suppress(importlib.metadata.PackageNotFoundError):  # a source folder on the path has no version
         version = importlib.metadata.version("deepspeed")
-        if TorchVersion(version) < OLDEST:  # it would silently train wrong
+        if TorchVersion(version) < OLDEST:  # it would silently train incorrectly
             raise ImportError(
                 f"DeepSpeed {version} is too old: stage 2 accumulates gradients wrongly in 0.17 and fails in 0.18; "
                 f"{OLDEST} or newer is needed: pip install -U deepspeed"
