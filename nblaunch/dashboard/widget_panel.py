@@ -11,8 +11,8 @@ Only the values of widgets change, so nothing flickers. This module needs ipywid
 only to open a panel. There is no Output widget, which the front end fills asynchronously, and no JavaScript.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
-subshell's); kernels without subshells handle it when the running cell has ended. A click sends a request to the job; the
-panel shows the request at its next update.
+subshell's); kernels without subshells handle it when the running cell has ended. A click sends a request to the job;
+the panel shows the request at its next update.
 """
 
 from __future__ import annotations
