@@ -314,3 +314,30 @@ def test_resumed_ranks_without_reading_draw_equal_numbers(
 ) -> None:
     for drawn, again in ranks.run(_draw_after_resuming, 2, str(tmp_path / "state")):
         assert drawn == again
+
+
+def _rest_of_epoch(folder: str, is_stateful: bool, shuffle: bool, save_at: int) -> dict[str, list[list[int]]]:
+    """Read an epoch, and save at a step; then read the rest as a resumed job does."""
+    torch.manual_seed(3)
+    read: dict[str, list[list[int]]] = {"whole": [], "rest": []}
+    for part in read:
+        accelerator = _accelerator(use_stateful_dataloader=is_stateful)
+        loader = accelerator.prepare(DataLoader(torch.arange(11), batch_size=2, shuffle=shuffle))
+        if part == "rest":
+            accelerator.load_state(folder)
+            loader = accelerator.skip_first_batches(loader)
+        for batch in loader:
+            read[part].append(batch.tolist())
+            if part == "whole" and len(read[part]) == save_at:
+                accelerator.save_state(folder)
+    return read
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_a_resumed_epoch_fills_its_last_round_with_rows_of_the_first(
+    tmp_path: Path, is_stateful: bool, shuffle: bool
+) -> None:
+    for rank in ranks.run(_rest_of_epoch, 2, str(tmp_path), is_stateful, shuffle, 1):
+        assert rank["rest"] == rank["whole"][1:]
+        assert len(rank["whole"]) == 3

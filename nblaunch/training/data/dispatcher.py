@@ -15,12 +15,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.collectives import nested, operations
 from nblaunch.training.collectives.nested import TensorInformation
+from nblaunch.training.data.adapter import ORDER
 from nblaunch.training.data.loader import PreparedLoader
-from nblaunch.training.data.samplers import index_sampler_of
+from nblaunch.training.data.samplers import index_sampler_of, nested_samplers
 from nblaunch.training.shared_state import SharedState, get_shared_state
 
 
@@ -189,6 +190,22 @@ class DataLoaderDispatcher(PreparedLoader):
                 self._note_position(is_end=True)
             yield current, num_rows, upcoming is None
             current = upcoming
+
+    def _note_position(self, is_end: bool = False) -> None:
+        super()._note_position(is_end)
+        state = self.epochs.state
+        if state is not None and self._loop is not None and not is_end and self._needs_first_round:
+            # A loader that begins at this position still knows the first round. torchdata's would not.
+            position = vars(self._position_at(self._loop.step + 1))
+            self.epochs.state = {**state, ORDER: {**self._order_state(is_end), "position": position}}
+
+    @property
+    def _needs_first_round(self) -> bool:
+        """Whether rows of the first round fill up the last one, in an order that generators decide."""
+        owners = [*nested_samplers(index_sampler_of(self)), self.dataset]
+        if isinstance(self.dataset, IterableDataset) or any(hasattr(owner, "state_dict") for owner in owners):
+            return False
+        return not self._drops_last and self._expected_remainder() % self.num_processes != 0
 
     def _skipped_round(self) -> Any:
         """Return the epoch's first round if this loader starts after it; None if this loader has read that round."""
