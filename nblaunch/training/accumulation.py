@@ -20,7 +20,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,42 +34,85 @@ def _current_command() -> tuple[int, int]:
     return context.current().num_commands, 0 if shell is None else shell.execution_count
 
 
+class _Entry(NamedTuple):
+    """A loader that is being read.
+
+    Args:
+        command: the command that began to read it.
+        loader: a weak reference to it.
+        num_read: how many batches of the enclosing loaders had been read then, by the ids of these loaders.
+    """
+
+    command: tuple[int, int]
+    loader: weakref.ref[Any]
+    num_read: dict[int, int]
+
+
+def _num_read(loader: Any) -> int:
+    """Return how many batches of the epoch a prepared loader has returned; 0 for a loader of another class."""
+    loop = getattr(loader, "_loop", None)
+    return 0 if loop is None else int(loop.step)
+
+
 class LoaderStack:
     """The prepared loaders that a process is reading, outermost first."""
 
     def __init__(self) -> None:
         # The references are weak: a loader that the user drops in the middle of an epoch must be freed with its data.
-        self._entries: list[tuple[tuple[int, int], weakref.ref[Any]]] = []
+        self.entries: list[_Entry] = []
+        """The loaders; for code that runs at every step."""
 
     def enter(self, loader: Any) -> None:
         """Make ``loader`` the active one. Call it at the start of an epoch."""
-        self._entries.append((_current_command(), weakref.ref(loader)))
+        outer = [(each, _num_read(each)) for each in self.entered()]
+        self.entries.append(
+            _Entry(_current_command(), weakref.ref(loader), {id(each): number for each, number in outer})
+        )
 
     def leave(self, loader: Any) -> None:
         """Forget ``loader``, whose epoch ended or was left early. The enclosing loader, if any, is active again."""
-        for position in range(len(self._entries) - 1, -1, -1):
-            if self._entries[position][1]() is loader:
-                del self._entries[position]
+        for position in range(len(self.entries) - 1, -1, -1):
+            if self.entries[position].loader() is loader:
+                del self.entries[position]
                 return
 
     def forget_earlier_commands(self) -> None:
         """Forget loaders of earlier cells that a traceback or a variable keeps alive in the middle of an epoch."""
         now = _current_command()
-        self._entries = [entry for entry in self._entries if entry[0] == now]
+        self.entries = [entry for entry in self.entries if entry.command == now]
 
     @property
     def innermost(self) -> Any:
         """The active loader; None if no loader is being read."""
-        while self._entries:
-            loader = self._entries[-1][1]()
+        while self.entries:
+            loader = self.entries[-1].loader()
             if loader is not None:
                 return loader
-            self._entries.pop()
+            self.entries.pop()
         return None
+
+    def ending(self) -> Any:
+        """Return a loader whose last batch is in use: the active one, or one that is read in turns with it.
+
+        None if there is no such loader. A loop around the loop over the active loader does not count.
+        """
+        active = self.innermost
+        if active is None or active.end_of_dataloader:
+            return active
+        read_before = self.entries[-1].num_read
+        return next(
+            (
+                loader
+                for loader in self.entered()
+                if loader.end_of_dataloader
+                and _num_read(loader) > read_before.get(id(loader), _num_read(loader))
+            ),
+            None,
+        )
 
     def entered(self) -> list[Any]:
         """Return all loaders being read, outermost first."""
-        loaders = (reference() for _, reference in self._entries)
+        loaders = (entry.loader() for entry in self.entries)
         return [loader for loader in loaders if loader is not None]
 
 
@@ -182,11 +225,22 @@ class AccumulationState:
         return self._stack is loaders
 
     def enter(self, window: Window) -> Window | None:
-        """Begin a micro-step of ``window``: decide whether it ends in an optimizer step.
+        """Begin a micro-step of ``window``: decide whether it ends in an optimizer step. Called in every micro-step.
 
         Return the enclosing window, for :meth:`leave`; None if there is none.
         """
-        self._advance(window)
+        plugin, entries = self.plugin, self._stack.entries
+        window.size = 1 if window.sync_gradients else window.size + 1
+        window.step += 1
+        window.sync_gradients = window.step % plugin.num_steps == 0
+        if entries:
+            loader = entries[-1].loader()
+            if loader is None or len(entries) > 1:
+                loader = self._stack.ending()
+            if loader is not None and loader.end_of_dataloader and plugin.sync_with_dataloader:
+                window.step = 0  # the next epoch starts a fresh window
+                window.sync_gradients = window.sync_gradients or not self._ends_alone(loader)
+        window.is_short = window.sync_gradients and window.size < plugin.num_steps
         outer, self._entered = self._entered, window
         self.current = window
         return outer
@@ -196,20 +250,6 @@ class AccumulationState:
         self._entered = outer
         if outer is not None:
             self.current = outer
-
-    def advance(self) -> None:
-        """Begin a micro-step of the current window."""
-        self._advance(self.current)
-
-    def _advance(self, window: Window) -> None:
-        plugin, loader = self.plugin, self._stack.innermost
-        window.size = 1 if window.sync_gradients else window.size + 1
-        window.step += 1
-        window.sync_gradients = window.step % plugin.num_steps == 0
-        if loader is not None and loader.end_of_dataloader and plugin.sync_with_dataloader:
-            window.step = 0  # the next epoch starts a fresh window
-            window.sync_gradients = window.sync_gradients or not self._ends_alone
-        window.is_short = window.sync_gradients and window.size < plugin.num_steps
 
     def window_of(self, modules: Sequence[torch.nn.Module]) -> Window:
         """Return the window of exactly these models; create it if there is none.
@@ -305,10 +345,9 @@ class AccumulationState:
         finally:
             self._is_joining = before
 
-    @property
-    def _ends_alone(self) -> bool:
-        """Whether ranks have unequal numbers of batches of the active loader, in ``join_uneven_inputs``."""
-        return self._is_joining and bool(self.active_loader.is_uneven)
+    def _ends_alone(self, loader: Any) -> bool:
+        """Return whether ranks have unequal numbers of batches of a loader, in ``join_uneven_inputs``."""
+        return self._is_joining and bool(loader.is_uneven)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An unpickled optimizer uses the window of the process that unpickled it.

@@ -37,14 +37,15 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
         shared.check_models()
     if shared.process.slot.words[UPDATES] >= shared.watch.due_at:
         shared.watch.before_backward(preparer, loss)
-    shared.busy_time.is_in_backward = shared.is_shown
+    is_shown, busy_time = shared.is_shown, shared.busy_time
+    busy_time.is_in_backward = is_shown
     began_s = monotonic()
     if options and "learning_rate" in options and _lomo_optimizers(preparer):
         lomo_backward(preparer, loss / divisor, options["learning_rate"])
     else:
         preparer.strategy.backward(loss, divisor, preparer.precision, options)
-    if shared.is_shown:
-        ended_s = shared.busy_time.end_backward(began_s)
+    if is_shown:
+        ended_s = busy_time.end_backward(began_s)
         shared.losses.note(loss, None if shared.process.backend.is_lazy else ended_s)
     else:
         shared.losses.num_noted += 1

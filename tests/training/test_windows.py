@@ -227,6 +227,60 @@ def test_gradients_of_a_short_window_are_divided_as_asked(
         assert weights == pytest.approx(expected, rel=1e-12)
 
 
+def _beside(number: int, other: str) -> tuple[list[float], int]:
+    """Train on so many rows, one a micro-step, while another loader is read; return also the number of steps."""
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=WINDOW, divide_by_actual=True)
+    )
+    model, loader, longer = accelerator.prepare(
+        _model(1), DataLoader(_rows(number)), DataLoader(_rows(number + 3))
+    )
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    num_steps = 0
+
+    def step(rows: torch.Tensor) -> None:
+        nonlocal num_steps
+        with accelerator.accumulate(model):
+            accelerator.backward(_loss(model, rows, 1))
+            num_steps += accelerator.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        if other == "after":
+            for rows, _ in zip(loader, longer, strict=False):
+                step(rows)
+        elif other == "before":
+            for _, rows in zip(longer, loader, strict=False):
+                step(rows)
+        elif other == "between":
+            evaluated = iter(longer)
+            for rows in loader:
+                step(rows)
+                next(evaluated)
+        else:
+            for _ in accelerator.prepare(DataLoader(_rows(1))):  # always at its last batch
+                for rows in loader:
+                    step(rows)
+    return _weights([model]), num_steps
+
+
+@pytest.mark.parametrize("number", [2, 5])
+@pytest.mark.parametrize("other", ["after", "before", "between", "around"])
+def test_the_end_of_a_loader_closes_the_window_whatever_is_read_beside_it(number: int, other: str) -> None:
+    weights, num_steps = _beside(number, other)
+    model, batches = _model(1), _rows(number).split(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = [batches[start : start + WINDOW] for start in range(0, number, WINDOW)] * 2
+    for window in windows:
+        for rows in window:
+            (_loss(model, rows, 1) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert num_steps == len(windows)
+    assert weights == pytest.approx(_weights([model]), rel=1e-12)
+
+
 def test_short_windows_warn_once_about_their_divisor() -> None:
     for divides in (None, False, True):
         with warnings.catch_warnings(record=True) as shown:
