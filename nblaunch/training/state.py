@@ -128,7 +128,7 @@ def reset_message(cls: type[View]) -> str:
     """Return the error message for a view whose state was reset. It uses Accelerate's words, which users search for."""
     name = cls.__name__
     return (
-        f"`{name}` object no longer has attributes of the process. This happens if `{name}._reset_state()` was "
+        f"`{name}` object has no attribute of the process. This happens if `{name}._reset_state()` was "
         f"called, and no `Accelerator()` or `{name}()` was created since: create one"
     )
 
