@@ -14,6 +14,7 @@ import enum
 import os
 import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from nblaunch.host import proc
@@ -91,9 +92,16 @@ class ProcessMark:
 def this_machine() -> Machine:
     """Return the machine of this process."""
     name = socket.gethostname()
+    installed, boot_id, namespace = _lasting_ids(os.getpid())
+    return Machine(installed or name, boot_id, namespace, name)
+
+
+@cache
+def _lasting_ids(pid: int) -> tuple[str, str, str]:
+    """Return the ids of :class:`Machine` that stay the same while this process, ``pid``, runs."""
     installed = next(filter(None, map(proc.read, _MACHINE_IDS)), "")
     try:
         namespace = str(_PID_NAMESPACE.stat().st_ino)
     except OSError:  # no /proc
         namespace = ""
-    return Machine(installed or name, proc.read(_BOOT_ID), namespace, name)
+    return installed, proc.read(_BOOT_ID), namespace

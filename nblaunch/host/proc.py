@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,12 +39,17 @@ def read_bytes(path: Path | str) -> bytes:
 
 def open_files(folder: Path) -> list[str]:
     """Return the targets of a process's open descriptors, from its folder ``/proc/N/fd``."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # it has ended, or belongs to another user, or there is no /proc
+        return []
     targets = []
-    with suppress(OSError):  # it has ended, or belongs to another user, or there is no /proc
-        for entry in folder.iterdir():
-            # Skips descriptors that were closed since; in this process, always the one that listed the folder.
-            with suppress(OSError):
-                targets.append(os.readlink(entry))
+    beginning = f"{folder}/"
+    for name in names:
+        try:
+            targets.append(os.readlink(beginning + name))
+        except OSError:  # closed since; in this process, always the descriptor that listed the folder
+            continue
     return targets
 
 

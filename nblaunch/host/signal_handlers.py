@@ -14,6 +14,7 @@ would still call the handler in the main thread.
 
 from __future__ import annotations
 
+import _signal  # signal.getsignal() tries to make an enum of each handler, which takes ten times as long
 import os
 import signal
 import sys
@@ -102,7 +103,7 @@ def _note(number: int, frame: FrameType | None) -> Any:
 def _take_out() -> None:
     """Replace all handlers that were set from Python by :func:`_note`."""
     for number in _NUMBERS:
-        handler = signal.getsignal(number)
+        handler = _signal.getsignal(number)
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
             signal.signal(number, _note)
@@ -111,7 +112,7 @@ def _take_out() -> None:
 def _put_back() -> None:
     """Restore the handlers, except those that were set in the block."""
     for number, handler in list(_handlers.items()):
-        if signal.getsignal(number) is _note:
+        if _signal.getsignal(number) is _note:
             signal.signal(number, handler)
 
 

@@ -69,10 +69,13 @@ class LogFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._attempts: dict[int, Path] = {}
 
     def attempt_path(self, attempt: int) -> Path:
         """Return the folder of an attempt."""
-        return self.path / f"attempt_{attempt}"
+        if attempt not in self._attempts:
+            self._attempts[attempt] = self.path / f"attempt_{attempt}"
+        return self._attempts[attempt]
 
     def attempts(self) -> list[int]:
         """Return the numbers of the attempts so far."""

@@ -108,6 +108,7 @@ class JobRunner(Job):
         self._on_prompts = on_prompts
         self._saved: SavedCall | None = None
         self._random_states: RandomStates | None = None
+        self._must_advance = False
         self._supervisor: Supervisor | None = None
 
     # --- from the start to the end -------------------------------------------------------------------------------
@@ -126,7 +127,10 @@ class JobRunner(Job):
                 stack.enter_context(signal_handlers.held_back())
                 stack.enter_context(interrupts_as_requests(self.requests.interrupt))
             self._start()
-            self._finish()
+            try:
+                self._finish()
+            finally:
+                self._advance_generators()
         if self.outcome is not None and self.outcome.status == "done" and self.requests.interrupts:
             raise late_interrupt(self.outcome, "last_job().result()")
 
@@ -149,6 +153,7 @@ class JobRunner(Job):
         is_main = threading.current_thread() is threading.main_thread()
         if is_main:
             self._start()
+            self._advance_generators()
         begun = threading.Event()
         thread = threading.Thread(
             target=self._run_in_thread,
@@ -240,6 +245,7 @@ class JobRunner(Job):
         try:
             if starts_here:
                 self._start()
+                self._advance_generators()
         finally:
             begun.set()
         self._finish()
@@ -373,19 +379,28 @@ class JobRunner(Job):
         )
 
     def _start_from_launch_states(self) -> RunningAttempt:
-        """Start the workers with the random states of the launch; advance this process's generators, once.
+        """Start the workers with the random states of the launch.
 
         A restart repeats the random numbers of the first attempt, like a script that is run again with its seed.
         """
         attempt = self._make_attempt()
         if self.attempt == 0:
             running = start_attempt(attempt)
-            random_states.move_on()
+            self._must_advance = True
             return running
         if self._saved is not None or self._random_states is None:
             return start_attempt(attempt)
         with self._random_states.in_place():
             return start_attempt(attempt)
+
+    def _advance_generators(self) -> None:
+        """Advance this process's generators, once, after workers were started with their states.
+
+        A launch that blocks the cell does so at its end: while workers start, they need the processors.
+        """
+        if self._must_advance:
+            self._must_advance = False
+            random_states.move_on()
 
     def keep_weights(self, wanted: bool) -> None:
         """Set whether interrupted ranks send their trained states. Safe in signal handlers."""

@@ -46,9 +46,8 @@ class SpanRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         attempt = running.attempt
-        folder = attempt.log.attempt_path(attempt.number)
+        self._folder = attempt.log.attempt_path(attempt.number)
         self._board, self._ranks = running.board, attempt.ranks
-        self._before, self._path = (folder / name for name in _NAMES)
         self._watch = watch
         self._max_bytes = max_bytes
         self._clock = clock
@@ -81,11 +80,12 @@ class SpanRecorder:
         data, self._pending = b"".join(self._pending), []
         if not data:
             return
+        before, path = (self._folder / name for name in _NAMES)
         try:
             if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
-                os.replace(self._path, self._before)
+                os.replace(path, before)
                 self._num_bytes = 0
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
                 self._num_bytes += os.write(fd, data)
             finally:

@@ -1,4 +1,6 @@
-"""How many pages of the kernel's memory a worker copies. The count does not depend on what else the machine does."""
+"""How many pages of memory worker and kernel copy because they share them.
+
+The count does not depend on what else the machine does."""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.kernels import Kernel
+
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="a page is copied at the first write on Linux"),
@@ -14,6 +18,9 @@ pytestmark = [
 
 MAX_PAGES = 1450
 """More than a bare fork copies, by a worker whose function is empty. 1,306 were counted with Python 3.11."""
+
+MAX_PAGES_OF_KERNEL = 10_000
+"""Copied by a kernel during a launch. About 2,500 were counted, and 59,000 with a search of 2 million objects."""
 
 SCRIPT = """
 import concurrent.futures.process, concurrent.futures.thread, logging.handlers, multiprocessing.pool, os, resource
@@ -46,3 +53,18 @@ def test_a_worker_of_an_empty_function_copies_few_pages() -> None:
     command = [sys.executable, "-c", SCRIPT]
     output = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     assert int(output.split()[-1]) <= MAX_PAGES
+
+
+def test_a_launch_in_its_own_cell_does_not_search_the_heap(kernel: Kernel) -> None:
+    kernel.run(
+        "import resource, nblaunch\n"
+        "def nothing(): pass\n"
+        # A search writes to every object, and so to pages that the kernel has shared with workers.
+        "objects = [[number] for number in range(2_000_000)]\n"
+        "def copied():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    nblaunch.notebook_launcher(nothing, num_processes=1, backend='cpu', dashboard='none')\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "copied()"
+    )
+    assert max(kernel.run("copied()").value for _ in range(6)) < MAX_PAGES_OF_KERNEL

@@ -39,7 +39,7 @@ def opened() -> Iterator[Callable[..., int]]:
 
 
 def files_of(*fds: int) -> list[OpenFile]:
-    return [file for file in positions.open_files(()) if set(file.fds) & set(fds)]
+    return [file for file in positions.OpenDescriptors.of_this_process(()).files if set(file.fds) & set(fds)]
 
 
 def in_child(function: Callable[[], object]) -> bool:
@@ -167,8 +167,7 @@ def test_files_that_a_thread_opens_and_closes_meanwhile_are_no_obstacle(
         thread.start()
     try:
         for _ in range(300):
-            assert any(fd in file.fds for file in positions.open_files(()))
-            positions.written_channels(())
+            assert any(fd in file.fds for file in positions.OpenDescriptors.of_this_process(()).files)
     finally:
         is_over.set()
         for thread in threads:
@@ -205,5 +204,9 @@ def test_files_of_nblaunch_are_left_out_under_every_descriptor(
     fd = opened(path)
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # which has a descriptor of its own
         own = positions.identities([fd])
-        assert not [file for file in positions.open_files(own) if file.name == str(path)]
-        assert [file for file in positions.open_files(()) if file.name == str(path)]
+        assert not [
+            file for file in positions.OpenDescriptors.of_this_process(own).files if file.name == str(path)
+        ]
+        assert [
+            file for file in positions.OpenDescriptors.of_this_process(()).files if file.name == str(path)
+        ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from nblaunch import formatting, packages
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.worker.inheritance import positions
-from nblaunch.worker.inheritance.positions import Identity, OpenFile
+from nblaunch.worker.inheritance.positions import Identity, OpenDescriptors, OpenFile
 from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 _MAX_NAMED = 3
@@ -39,17 +39,28 @@ def _standard_outputs() -> set[int]:
     return {fd for fd in fds if isinstance(fd, int) and positions.is_open(fd)}
 
 
-def _history() -> frozenset[Identity]:
-    """Return the identity of IPython's history database, which only a thread of the kernel uses."""
-    manager = getattr(ipython_shell(), "history_manager", None)
-    path = getattr(manager, "hist_file", None)
-    if not isinstance(path, (str, os.PathLike)):
-        return frozenset()
+def _history() -> str:
+    """Return the path of IPython's history database, which only a thread of the kernel uses; empty if there is none."""
+    path = getattr(getattr(ipython_shell(), "history_manager", None), "hist_file", None)
+    return os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
+
+
+def _identities_of(path: str) -> frozenset[Identity]:
     try:
         status = os.stat(path)
     except OSError:  # it is in memory
         return frozenset()
     return frozenset({(status.st_dev, status.st_ino)})
+
+
+def _without_journals(files: Iterable[OpenFile], database: str) -> list[OpenFile]:
+    """Return ``files`` without the journals of ``database``, which SQLite creates for a change and then removes.
+
+    IPython writes its history when a cell starts, so nearly every launch would find a file that it has not seen before
+    and search the heap for its file object.
+    """
+    beginning = f"{database}-"
+    return [file for file in files if not (file.can_be_written and file.name.startswith(beginning))]
 
 
 @dataclass(frozen=True)
@@ -78,14 +89,15 @@ class KernelFiles:
             ours: nblaunch's descriptors, which are left alone.
             ranks: ranks that will be forked.
         """
-        left_out = positions.identities({*ours, *_standard_outputs()}) | _history()
-        files = positions.open_files(left_out)
-        channels = positions.written_channels(left_out)
+        history = _history()
+        left_out = positions.identities({*ours, *_standard_outputs()}) | _identities_of(history)
+        opened = OpenDescriptors.of_this_process(left_out)
+        files = _without_journals(opened.files, history)
         # Every kernel has sockets, and C code does not buffer what it writes to them.
-        streams = [fd for fd in channels if not positions.is_socket(fd)]
-        written = WrittenFiles.of_this_process(files, ranks, streams)
+        written = WrittenFiles.of_this_process(files, ranks, opened.streams)
+        channels = {**opened.streams, **opened.sockets}
         if written.has_objects:  # which were written: they may stand elsewhere now
-            files = positions.open_files(left_out)
+            files = _without_journals(OpenDescriptors.of_this_process(left_out).files, history)
         return cls(left_out, files, written, channels)
 
     def renew(self) -> None:
@@ -111,7 +123,7 @@ class KernelFiles:
 
         @packages.replacement_of(loop)  # also its name, by which a fresh process finds the original
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
-            positions.renew(positions.open_files(self.ours))
+            positions.renew(OpenDescriptors.of_this_process(self.ours).files)
             loop(*args, **kwargs)
 
         module._worker_loop = renew_and_loop

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -91,51 +91,62 @@ def identities(fds: Collection[int]) -> frozenset[Identity]:
     return frozenset(_identity(fd) for fd in fds)
 
 
-def open_files(ours: Collection[Identity]) -> list[OpenFile]:
-    """Return the regular files and folders that this process has open now.
+@dataclass(frozen=True)
+class OpenDescriptors:
+    """What this process has open now and a forked process inherits, except standard descriptors.
 
     Args:
-        ours: files of nblaunch, which are left out. Descriptors that no child inherits are left out, too.
+        files: regular files and folders.
+        streams: pipes and terminals that are open for writing, by descriptor.
+        sockets: sockets, by descriptor.
     """
-    alike: dict[OpenFile, list[int]] = {}
-    for fd in inherited(ours):
-        try:
-            file = _look_at(fd)
-        except OSError:  # closed in the meantime
-            continue
-        if file is not None:
-            alike.setdefault(file, []).append(fd)
-    return [
-        replace(file, fds=tuple(shared))
-        for file, fds in alike.items()
-        for shared in _sharing(fds, file.flags)
-    ]
+
+    files: Collection[OpenFile]
+    streams: Mapping[int, Identity]
+    sockets: Mapping[int, Identity]
+
+    @classmethod
+    def of_this_process(cls, ours: Collection[Identity]) -> OpenDescriptors:
+        """Look at each descriptor once.
+
+        Args:
+            ours: what nblaunch has open, which is left out. Descriptors that no child inherits are left out, too.
+        """
+        alike: dict[OpenFile, list[int]] = {}
+        streams: dict[int, Identity] = {}
+        sockets: dict[int, Identity] = {}
+        for fd in _numbers():
+            if fd < _FIRST or descriptors.is_kept_from_children(fd):
+                continue
+            try:
+                status = os.fstat(fd)
+                identity = status.st_dev, status.st_ino
+                if identity in ours:
+                    continue
+                kind = stat.S_IFMT(status.st_mode)
+                if kind == stat.S_IFSOCK:
+                    sockets[fd] = identity
+                elif kind in (stat.S_IFREG, stat.S_IFDIR):
+                    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                    if not flags & _PATH_ONLY:  # such a descriptor can't be read
+                        file = OpenFile((), flags, os.lseek(fd, 0, os.SEEK_CUR), *identity)
+                        alike.setdefault(file, []).append(fd)
+                # Drivers of other devices may react to each close.
+                elif (kind == stat.S_IFIFO or (kind == stat.S_IFCHR and os.isatty(fd))) and _is_writable(fd):
+                    streams[fd] = identity
+            except OSError:  # closed in the meantime
+                continue
+        files = [
+            replace(file, fds=tuple(shared))
+            for file, fds in alike.items()
+            for shared in _sharing(fds, file.flags)
+        ]
+        return cls(files, streams, sockets)
 
 
 def renew(files: Collection[OpenFile]) -> list[OpenFile]:
     """Give this process its own positions in inherited files; return the files for which that is impossible."""
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
-
-
-def written_channels(ours: Collection[Identity]) -> dict[int, Identity]:
-    """Return the descriptors of pipes, sockets and terminals that this process has open for writing now.
-
-    Args:
-        ours: as in :func:`open_files`.
-    """
-    channels = {}
-    for fd in inherited(ours):
-        try:
-            can_be_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-            status = os.fstat(fd)
-        except OSError:  # closed in the meantime
-            continue
-        mode = status.st_mode
-        # Drivers of other devices may react to each close.
-        is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
-        if can_be_written and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or is_terminal):
-            channels[fd] = (status.st_dev, status.st_ino)
-    return channels
 
 
 def is_open(fd: int) -> bool:
@@ -145,23 +156,6 @@ def is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def is_socket(fd: int) -> bool:
-    """Return whether ``fd`` is a socket."""
-    try:
-        return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError:  # closed in the meantime
-        return False
-
-
-def inherited(ours: Collection[Identity]) -> Iterator[int]:
-    """Yield the descriptors that a forked process inherits, except standard ones and nblaunch's ``ours``."""
-    for fd in _numbers():
-        if fd >= _FIRST and not descriptors.is_kept_from_children(fd):
-            with suppress(OSError):  # closed in the meantime
-                if _identity(fd) not in ours:
-                    yield fd
 
 
 def _identity(fd: int) -> Identity:
@@ -177,19 +171,8 @@ def _numbers() -> Iterator[int]:
         yield from range(_MAX_TRIED)
 
 
-def _look_at(fd: int) -> OpenFile | None:
-    """Return the file that ``fd`` refers to, without its descriptors; None if it is neither a file nor a folder.
-
-    Raises:
-        OSError: the descriptor does not exist.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & _PATH_ONLY:  # such a descriptor can't be read
-        return None
-    status = os.fstat(fd)
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        return None
-    return OpenFile((), flags, os.lseek(fd, 0, os.SEEK_CUR), status.st_dev, status.st_ino)
+def _is_writable(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 from nblaunch import packages
 
 _SEED_BITS = 256
+_NUMPY_SEED = f"{_SEED_BITS // 32}I"
 _TORCH_SEED_BYTES = 8  # a state begins with the seed that initial_seed() returns
 
 
@@ -93,11 +95,12 @@ def move_on() -> None:
 
 
 def _move_numpy_on(numpy_random: Any) -> None:
-    if numpy_random.get_state(legacy=False)["bit_generator"] == "MT19937":
-        numpy_random.seed(numpy_random.randint(0, 1 << 32, _SEED_BITS // 32, dtype="uint32"))
+    # NumPy 1.24 can replace the generator by one that the global functions can't seed.
+    generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
+    if generator is None or isinstance(generator, numpy_random.MT19937):
+        # Not randint(), which calls functions of NumPy and so copies pages that workers share.
+        numpy_random.seed(struct.unpack(_NUMPY_SEED, numpy_random.bytes(struct.calcsize(_NUMPY_SEED))))
         return
-    # The user has replaced the generator with another, which the global functions can't seed.
-    generator = numpy_random.get_bit_generator()
     if hasattr(generator, "jumped"):
         generator.state = generator.jumped().state
     else:
