@@ -1,6 +1,7 @@
 """How many pages of memory worker and kernel copy because they share them.
 
-The count does not depend on what else the machine does."""
+The count does not depend on what else the machine does.
+"""
 
 from __future__ import annotations
 
