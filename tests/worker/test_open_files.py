@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -179,15 +179,14 @@ def test_descriptors_closed_between_two_looks_at_them_are_left_out(
 ) -> None:
     fds = [opened(path, os.O_RDWR), opened(path, os.O_RDWR)]
     closing = os.open(path, os.O_RDWR)
-    look_at = positions._look_at
+    sharing = positions._sharing
 
-    def close_after_look(fd: int) -> OpenFile | None:
-        file = look_at(fd)
-        if fd == closing:
+    def close_first(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
+        if closing in fds:
             os.close(closing)
-        return file
+        return sharing(fds, flags)
 
-    monkeypatch.setattr(positions, "_look_at", close_after_look)
+    monkeypatch.setattr(positions, "_sharing", close_first)
     assert sorted(file.fds for file in files_of(*fds, closing)) == [(fds[0],), (fds[1],)]
 
 
