@@ -14,7 +14,8 @@ would still call the handler in the main thread.
 
 from __future__ import annotations
 
-import _signal  # signal.getsignal() tries to make an enum of each handler, which takes ten times as long
+# signal.getsignal() tries to make an enum of each handler, which takes thirty times as long.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import sys

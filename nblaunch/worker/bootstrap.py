@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +44,7 @@ from nblaunch.backends import process_group
 from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, PutUnread, Started, WorkerState
 from nblaunch.host import descendants
+from nblaunch.host.sockets import Connection
 from nblaunch.progress import frameworks, plain_loops
 from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board, Slot
@@ -256,10 +257,8 @@ class _Worker:
         frameworks.watch(assignment.rank)
         studies.watch(self._warn)
         if self.files is not None:
-            channels = self.files.channels
-            is_first = assignment.topology.local_rank == 0
-            closed = frozenset() if is_first else connections.leave_to_first_rank(channels)
-            connections.renew_http(closed.union(channels.values()))
+            closed = connections.leave_to_first_rank(self._closed_connections)
+            connections.renew(closed.union(self.files.channels.values()))
             self.files.watch(assignment.rank, self.locks, self._warn)
         else:
             unfinished_files.refuse_writes_to_copies()
@@ -313,11 +312,18 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Return the device's evidence about ``error``. A failure here never hides the error."""
+        """Return what connections and the device say about ``error``. A failure here never hides the error."""
         try:
-            return backends.find(self.assignment.backend).explain_failure(error)
+            of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
+            return *of_connections, *backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)
+
+    @property
+    def _closed_connections(self) -> Sequence[Connection]:
+        """The kernel's connections that belong to another rank."""
+        is_first = self.assignment.topology.local_rank == 0
+        return () if is_first or self.files is None else self.files.connections
 
     def _note(self, text: str) -> None:
         """Emit a note that is the same on all ranks, from the first rank only."""

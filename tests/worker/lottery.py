@@ -77,7 +77,13 @@ def compiled(number):
 
 RAY = """
 import ray
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+for attempt in range(3):  # Ray gives its raylet 30 s, which a busy machine may need
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        break
+    except Exception as error:
+        print(error)
+        ray.shutdown()
 
 @ray.remote(num_cpus=0)
 def add(a, b):

@@ -5,7 +5,7 @@ modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 message_settings.py  warning filters and logger settings, for the same workers
 child_processes.py  lets workers query programs that the kernel has started
-connections.py    reconnects HTTP clients; leaves other remote connections to the first rank
+connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank
 connected_engines.py  prevents forks of a process that is connected to Ray; fresh workers join the same cluster
 random_states.py  gives workers the kernel's random states, then advances them in the kernel
 files.py          files that the kernel has open, with positions.py and written_files.py

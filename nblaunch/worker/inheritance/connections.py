@@ -3,55 +3,66 @@
 A fork copies the descriptor of a connection. All ranks then write requests into one stream, and each byte of a reply
 reaches only one of them, so a rank may get the reply to another rank's request.
 
-HTTP clients keep connections for later requests. Each rank replaces these with its own, whatever the machine at the
-other end, and leaves the kernel's to the kernel: after a rank had used an encrypted connection, the kernel's next
+HTTP clients and log handlers keep connections for later. Each rank replaces these with its own, whatever the program at
+the other end, and leaves the kernel's to the kernel: after a rank had used an encrypted connection, the kernel's next
 request would fail.
 
-The first rank of this machine keeps the kernel's other connections to other machines. The other ranks see them closed
-by the other side. Clients with connection pools then reconnect; others raise.
+The first rank of this machine keeps the kernel's other connections, such as those to databases. The other ranks see
+them closed by the other side. Clients with connection pools then reconnect; others raise, and the error names the
+connection.
 
-Connections within this machine stay shared, because services to which several processes write in turn, such as
-experiment trackers, run there.
+Connections to the kernel itself and to programs that it has started stay shared, because services to which several
+processes write in turn, such as experiment trackers, run there. So do connections that others opened to the kernel.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
+import re
 import socket
-import stat
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nblaunch import packages
+from nblaunch import formatting, packages
+from nblaunch.host.sockets import Connection
 from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
+_MAX_NAMED = 3
+_ABOUT_CONNECTIONS = re.compile(r"connect|socket|server|pipe|\bEOF\b|closed|terminat", re.IGNORECASE)
 
-def leave_to_first_rank(channels: Iterable[int]) -> frozenset[Identity]:
-    """Replace the kernel's connections to other machines with closed ones, under the same descriptors.
 
-    Args:
-        channels: the kernel's open descriptors other than files.
+def leave_to_first_rank(connections: Sequence[Connection]) -> frozenset[Identity]:
+    """Replace the kernel's connections with closed ones, under the same descriptors.
 
     Returns:
         What these descriptors refer to now.
     """
-    fds = [fd for fd in channels if _is_connected_elsewhere(fd)]
-    if not fds:
+    if not connections:
         return frozenset()
     closed, other = socket.socketpair()
     with closed, other:
-        for fd in fds:
+        for connection in connections:
             with suppress(OSError):
-                os.dup2(closed.fileno(), fd, inheritable=os.get_inheritable(fd))
+                os.dup2(closed.fileno(), connection.fd, inheritable=os.get_inheritable(connection.fd))
         return positions.identities([closed.fileno()])
 
 
-def renew_http(channels: Collection[Identity]) -> None:
-    """Have HTTP clients open new connections in this worker instead of using the kernel's.
+def explain(error: BaseException, connections: Sequence[Connection], rank: int) -> tuple[str, ...]:
+    """Return a sentence that names closed ``connections`` if a failure looks like the use of one of them."""
+    if not connections or not _ABOUT_CONNECTIONS.search(f"{type(error).__name__}: {error}"):
+        return ()
+    places = list(dict.fromkeys(connection.place for connection in connections))
+    return (
+        f"a cell opened the connection to {formatting.first(places, _MAX_NAMED)}, which only the first rank keeps: "
+        f"rank {rank} finds it closed. Connect inside the function",
+    )
+
+
+def renew(channels: Collection[Identity]) -> None:
+    """Have HTTP clients and log handlers open new connections in this worker instead of using the kernel's.
 
     Args:
         channels: the kernel's open channels other than files, and their replacements in this worker.
@@ -98,6 +109,20 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
     module.HTTPConnectionPool._get_conn = take_here
 
 
+def _renew_in_log_handlers(module: Any, channels: Collection[Identity]) -> None:
+    """Drop the kernel's connection before a record, so that the handler connects again."""
+    send = module.SocketHandler.send
+
+    @packages.replacement_of(send)
+    def send_here(self: Any, data: bytes) -> Any:
+        if _is_kernels(self.sock, channels):
+            self.sock.close()
+            self.sock = None
+        return send(self, data)
+
+    module.SocketHandler.send = send_here
+
+
 def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:
     """Treat the kernel's connection as expired, so that the pool, which ``httpx`` also uses, opens another."""
     has_expired = module.HTTPConnection.has_expired
@@ -115,32 +140,6 @@ _CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {
     "http.client": _renew_in_library,
     "urllib3.connectionpool": _renew_in_urllib3,
     "httpcore._sync.connection": _renew_in_httpcore,
+    "logging.handlers": _renew_in_log_handlers,
 }
 """Module -> the function that renews its connections."""
-
-
-def _is_connected_elsewhere(fd: int) -> bool:
-    """Return whether ``fd`` is a network stream to another machine."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return False
-        connection = socket.socket(fileno=fd)
-    except OSError:  # closed in the meantime
-        return False
-    try:
-        if connection.type != socket.SOCK_STREAM or connection.family not in (
-            socket.AF_INET,
-            socket.AF_INET6,
-        ):
-            return False
-        here, there = (_address(name) for name in (connection.getsockname(), connection.getpeername()))
-        return here != there and not there.is_loopback
-    except (OSError, ValueError):  # not connected
-        return False
-    finally:
-        connection.detach()
-
-
-def _address(name: tuple[str, int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    address = ipaddress.ip_address(name[0].partition("%")[0])
-    return getattr(address, "ipv4_mapped", None) or address

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import formatting, packages
+from nblaunch.host import sockets
+from nblaunch.host.sockets import Connection
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.locks import WorkerLocks
 from nblaunch.worker.inheritance import positions
@@ -72,6 +74,7 @@ class KernelFiles:
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.
+        connections: connections that only the first rank keeps.
         shared: the files that a worker could not reopen.
     """
 
@@ -79,6 +82,7 @@ class KernelFiles:
     files: Collection[OpenFile]
     written: WrittenFiles
     channels: Mapping[int, Identity]
+    connections: Sequence[Connection] = ()
     shared: list[OpenFile] = field(default_factory=list)
 
     @classmethod
@@ -98,7 +102,7 @@ class KernelFiles:
         channels = {**opened.streams, **opened.sockets}
         if written.has_objects:  # which were written: they may stand elsewhere now
             files = _without_journals(OpenDescriptors.of_this_process(left_out).files, history)
-        return cls(left_out, files, written, channels)
+        return cls(left_out, files, written, channels, sockets.connections_to_others(opened.sockets))
 
     def renew(self) -> None:
         """Take over the files in this worker. Call it first, because a worker closes some of the kernel's files."""

@@ -100,8 +100,9 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.KEPT,
             "shared with the kernel and all ranks: each byte reaches one reader. HTTP clients (`requests`, `httpx`, "
-            "`urllib3`, `http.client`) reconnect. Other connections to other machines belong to the first rank; the "
-            "other ranks find them closed",
+            "`urllib3`, `http.client`) and log handlers reconnect. Other connections to other machines, and to "
+            "programs that the kernel has not started, such as databases, belong to the first rank; the other ranks "
+            "find them closed, and an error names them",
         ),
         fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
     ),

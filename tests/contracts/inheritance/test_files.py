@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import socketserver
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -170,6 +173,113 @@ def test_a_connection_to_another_machine_is_the_first_ranks(kernel: Kernel) -> N
         "def function(): return connection.recv(100)"
     )
     assert kernel.run(LAUNCH.format("fork")).value == [b"for the first rank", b""]
+
+
+class _Replies(socketserver.StreamRequestHandler):
+    """A service of the machine, such as a database: sends each line back."""
+
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(line)
+
+
+class _LocalServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+
+class _TcpServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, int] | str]:
+    """Address of a service that runs in this process, so that the kernel has not started it."""
+    path = str(tmp_path / "service")
+    is_local = request.param == "unix"
+    server: socketserver.BaseServer = (
+        _LocalServer(path, _Replies) if is_local else _TcpServer(("127.0.0.1", 0), _Replies)
+    )
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield path if is_local else ("127.0.0.1", server.server_address[1])
+        server.shutdown()
+        thread.join()
+
+
+CONNECT = """
+import nblaunch, os, socket
+address = {address!r}
+client = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+client.connect(address)
+replies = client.makefile("rb")
+
+def ask(number):
+    client.sendall(b"%d\\n" % number)
+    return int(replies.readline())
+
+assert ask(1) == 1
+
+def function():
+    numbers = list(range(100))
+    return os.environ["RANK"] != "0" or [ask(number) for number in numbers] == numbers
+
+def function_of_all():
+    return ask(int(os.environ["RANK"]))
+"""
+
+
+def test_a_service_of_the_machine_answers_the_first_rank(
+    kernel: Kernel, address: tuple[str, int] | str
+) -> None:
+    kernel.run(CONNECT.format(address=address))
+    assert kernel.run(LAUNCH.format("fork")).value == [True, True]
+    launch_all = LAUNCH.format("fork").replace("(function", "(function_of_all")
+    error = kernel.run(launch_all, raises="BrokenPipeError").raised
+    place = address if isinstance(address, str) else ":".join(map(str, address))
+    assert f"connection to {place}, which only the first rank keeps" in error.text
+    assert kernel.run("ask(2)").value == 2
+    kernel.run("replies.close(), client.close()")
+
+
+PROGRAM = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+connection, _ = server.accept()
+connection.sendall(connection.recv(2, socket.MSG_WAITALL))
+"""
+
+
+def test_a_program_that_the_kernel_has_started_serves_all_ranks(kernel: Kernel) -> None:
+    kernel.run(
+        "import nblaunch, os, socket, subprocess, sys\n"
+        f"service = subprocess.Popen([sys.executable, '-c', {PROGRAM!r}], stdout=subprocess.PIPE)\n"
+        "client = socket.create_connection(('127.0.0.1', int(service.stdout.readline())))\n"
+        "def function(): client.sendall(os.environ['RANK'].encode())"
+    )
+    kernel.run(LAUNCH.format("fork"))
+    assert sorted(kernel.run("client.recv(2, socket.MSG_WAITALL)").value) == sorted(b"01")
+    kernel.run("service.wait(), service.stdout.close(), client.close()")
+
+
+def test_a_log_handler_connects_again_in_each_rank(kernel: Kernel) -> None:
+    kernel.run(
+        "import logging.handlers, nblaunch, os, socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "server.settimeout(5)\n"
+        "handler = logging.handlers.SocketHandler(*server.getsockname())\n"
+        "log = logging.getLogger('remote'); log.addHandler(handler)\n"
+        "log.warning('of the kernel')\n"
+        "def function(): log.warning('of rank %s', os.environ['RANK'])"
+    )
+    kernel.run(LAUNCH.format("fork"))
+    received = kernel.run(
+        "connections = [server.accept()[0] for _ in range(3)]\n"
+        "handler.close(); server.close()\n"
+        "[connection.makefile('rb').read().count(b'of rank') for connection in connections]"
+    )
+    assert received.value == [0, 1, 1]
 
 
 def address_of_this_machine() -> str:
