@@ -10,6 +10,7 @@ from pathlib import Path
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
+_PARENT = 1
 _START = 19
 _POSIX_SESSION = 3  # its position among the fields after the command's name
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
@@ -70,6 +71,22 @@ def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 
 def _cpu_seconds(fields: list[str]) -> float | None:
     return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND if fields else None
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the children of a process, their children, and so on. Source: proc_pid_stat(5), ppid."""
+    children: dict[int, list[int]] = {}
+    for other in _all_pids():
+        fields = _stat_fields(other)
+        if len(fields) > _PARENT:
+            children.setdefault(int(fields[_PARENT]), []).append(other)
+    seen: set[int] = set()
+    pending = [pid]
+    while pending:
+        new = children.get(pending.pop(), ())
+        seen.update(new)
+        pending.extend(new)
+    return seen
 
 
 def _all_pids() -> list[int]:

@@ -141,9 +141,7 @@ def _place(stream: _Stream) -> str:
 
 def _served_by_own_programs(streams: list[_Stream]) -> set[int]:
     """Return the descriptors of ``streams`` that this process or its descendants serve, or an unknown program."""
-    import psutil  # only if there are such connections
-
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    own = {os.getpid(), *proc.descendants(os.getpid())}
     ours = {stream.fd for stream in streams if stream.server in own}
     tcp = [stream for stream in streams if not stream.server]
     if not tcp:
