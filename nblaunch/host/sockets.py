@@ -66,7 +66,7 @@ def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
     """Return the connections that this process has opened to programs which it has not started.
 
     Connections to this process itself, and connections that others have opened, are left out. So are connections
-    within the machine if the system does not tell who serves them.
+    within the machine if the system does not show who serves them.
 
     Args:
         fds: descriptors of this process's sockets.
@@ -141,13 +141,13 @@ def _place(stream: _Stream) -> str:
 
 def _served_by_own_programs(streams: list[_Stream]) -> set[int]:
     """Return the descriptors of ``streams`` that this process or its descendants serve, or an unknown program."""
-    own = {os.getpid(), *proc.descendants(os.getpid())}
-    ours = {stream.fd for stream in streams if stream.server in own}
+    pids = {os.getpid(), *proc.descendants(os.getpid())}
+    ours = {stream.fd for stream in streams if stream.server in pids}
     tcp = [stream for stream in streams if not stream.server]
     if not tcp:
         return ours
     inodes = _inodes_of_other_ends()
-    targets = {target for pid in own for target in proc.open_files(Path(f"/proc/{pid}/fd"))}
+    targets = {target for pid in pids for target in proc.open_files(Path(f"/proc/{pid}/fd"))}
     for stream in tcp:
         inode = inodes.get((stream.there, stream.here))
         if inode is None or f"socket:[{inode}]" in targets:
