@@ -94,7 +94,7 @@ def launch_node(node_rank: int, port: int) -> None:
     try:
         notebook_launcher(
             work, num_processes=1, backend="cpu", dashboard="none",
-            num_nodes=2, node_rank=node_rank, master_addr="127.0.0.1", master_port=port, rdzv_timeout_s=20,
+            num_nodes=2, node_rank=node_rank, master_addr="127.0.0.1", use_port=port, rdzv_timeout_s=20,
         )  # fmt: skip
     except BaseException as error:
         print(f"END {type(error).__name__}: {error}".replace("\n", " "), flush=True)
@@ -225,13 +225,18 @@ class Lottery:
             )
             for node in range(2)
         ]
-        while not processes("nblaunch.nodes.agent"):
+        while not processes("nblaunch.nodes.agent") and not any(node.poll() for node in nodes):
             time.sleep(0.01)
         self.wait(2 * SPAN_S)
         self.kill(lambda: first_of(processes("nblaunch.nodes.agent")))
         outputs = [node.communicate(timeout=RESULT_S)[0] for node in nodes]
         ends = [text.rpartition("END ")[2].strip() for text in outputs]
-        is_good = all(end == "value" or (end.startswith("NodeLost: ") and "node" in end) for end in ends)
+        reasons = (
+            "NodeLost: ",
+            "LaunchError: the agent of this node has died",
+            "LaunchError: not all nodes joined",
+        )
+        is_good = all(end == "value" or end.startswith(reasons) for end in ends)
         return "" if is_good else f"{ends}"
 
     def interrupt(self) -> str:
