@@ -31,6 +31,8 @@ HANG_TIMEOUT_S = 4.0
 PEER_TIMEOUT_S = 12.0
 IMPORT_TIMEOUT_S = 120.0
 NUM_AT_ONCE = 3
+TORCH_TYPES = {"float32": "float", "float64": "double", "float16": "half", "int32": "int", "int64": "long"}
+"""Types as torch names them in its errors."""
 MAX_AFTER_HANG_S = 2.0
 MAX_UNEXPLAINED = 0.05
 MAX_SHARE = 1.0
@@ -242,7 +244,8 @@ def _is_explained_by_torch(mismatch: Mismatch, detail: str) -> bool:
                     process.wait()
         text = output.read_text(errors="replace").lower()
         # torch writes types and shapes in its own way, and the source of the line that raised.
-        wanted = [word.lower().partition("[")[0] for word in mismatch.says if not word.startswith("if ")]
+        words = [word.lower().partition("[")[0] for word in mismatch.says if not word.startswith("if ")]
+        wanted = [TORCH_TYPES.get(word, word) for word in words]
         shapes = [word.partition("[")[2].rstrip("]") for word in mismatch.says if "[" in word]
         errors = "\n".join(
             line for line in text.splitlines() if "error" in line or "detected mismatch" in line
