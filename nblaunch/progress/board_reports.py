@@ -213,6 +213,7 @@ class LoopStack:
 
 
 _BUSY_INTERVAL_S = 0.005
+_BACKWARD = SpanKind.BACKWARD  # a member is slow to look up in its class, for every step
 
 
 class BusyTime:
@@ -239,7 +240,7 @@ class BusyTime:
         since_s = self._since
         self._since = now_s = monotonic()
         if self._spans is not None:
-            self._spans.put(SpanKind.BACKWARD, began_s, now_s)
+            self._spans.put(_BACKWARD, began_s, now_s)
         if since_s:
             self._sum_s += began_s - since_s
             self._num_steps += 1
@@ -337,6 +338,7 @@ class LossReport:
     def begin_anew(self) -> None:
         """Forget all losses, because later losses belong to another command of a session."""
         self._latest: torch.Tensor | float | None = None
+        # The last losses that are NaN, or that lie on a device and were not read yet.
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1
@@ -369,11 +371,15 @@ class LossReport:
         if loss.is_cpu:
             latest = loss.item()  # at once, as the caller may change it
             losses.sum += latest
+            is_number = latest == latest  # false for NaN; a call of ``isnan`` would cost more
         else:
-            latest = losses.add_on_device(loss)
+            latest, is_number = losses.add_on_device(loss), False
         losses.count += 1
         self._latest = latest
-        self._recent.append((num_updates, latest))
+        if not is_number:
+            self._recent.append((num_updates, latest))
+        elif self._recent:
+            self._recent.clear()
         if now_s is not None and now_s >= self._next_s:
             self.show_due()
 

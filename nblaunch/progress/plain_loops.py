@@ -42,6 +42,7 @@ _PLACE_S = 0.25
 
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # one batch in this many is measured
+_DATA = SpanKind.DATA  # a member is slow to look up in its class
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
@@ -77,7 +78,7 @@ def _watch_loaders(module: Any) -> None:
         try:
             if spans is not None:
                 size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
-                spans.put(SpanKind.DATA, began_s, ended_s, self._num_workers, size)
+                spans.put(_DATA, began_s, ended_s, self._num_workers, size)
             if not hasattr(self, _REPORTED):
                 plain_loops().note_batch(self, batch)
         except Exception as error:
@@ -142,17 +143,14 @@ def _watch_optimizers(module: Any) -> None:
         nonlocal shows_closures
         if torch.compiler.is_dynamo_compiling():
             return
-        if _made:
-            plain = _made[-1]
-            running = plain.reports.loops.running
-            if (
-                running is not None
-                and running is not plain._rounds
-                and not plain._readings
-                and not plain._held
-            ):
-                return  # a prepared loader reports its steps itself
         try:
+            if _made:
+                plain = _made[-1]
+                running = plain.reports.loops.running
+                is_alone = running is not None and not plain._readings and not plain._held
+                # A prepared loader reports its steps itself.
+                if is_alone and (running is not plain._rounds or plain._advance_rounds(running)):
+                    return
             plain_loops().note_step(sys._getframe(2))
         except Exception as error:
             give_up(error)
@@ -411,6 +409,21 @@ class PlainLoops:
         return before + total - rounds_left(reading.places) + 1, before + total
 
     # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _advance_rounds(self, loop: Any) -> bool:
+        """Count a round of the loop without a loader; return False if that takes :meth:`note_step`.
+
+        This is enough for most steps, so it calls as few functions as possible.
+        """
+        now_s, home = monotonic(), self.home()
+        is_due = now_s >= self._next_look_s or 0 <= loop.total <= loop.step
+        if is_due or self.reports.loops.shown is not loop or threading.get_ident() != self._thread:
+            return False
+        if home is None or not home.is_current:
+            return False
+        loop.step += 1
+        home.slot.advance(0, now_s)
+        return True
 
     def note_step(self, frame: FrameType | None) -> None:
         """Record that an optimizer begins a step: a round of the user's innermost loop if no loader is read."""

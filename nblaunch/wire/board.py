@@ -311,13 +311,19 @@ class Slot:
         ints = self._ints
         ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 
-    def advance(self, samples: int = 0) -> None:
-        """Count a batch, of so many samples, that the displayed loop hands to the user. Called at every step."""
+    def advance(self, samples: int = 0, now_s: float | None = None) -> None:
+        """Count a batch that the displayed loop hands to the user. Called at every step.
+
+        Args:
+            samples: number of samples in the batch.
+            now_s: ``monotonic()``, if the caller has just called it.
+        """
         ints = self._ints
         ints[_STEP] += 1
         ints[_STEPS_DONE] += 1
-        ints[_SAMPLES] += samples
-        self._doubles[_STEP_TIME] = monotonic()
+        if samples:
+            ints[_SAMPLES] += samples
+        self._doubles[_STEP_TIME] = monotonic() if now_s is None else now_s
 
     def advance_to(self, step: int) -> None:
         """Set the number of batches that the displayed loop has handed to the user."""

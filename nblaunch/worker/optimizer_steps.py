@@ -57,7 +57,10 @@ class OptimizerSteps:
         """Count steps on ``slot`` from now on. ``module`` is ``torch.optim.optimizer``."""
         import torch
 
+        kind = SpanKind.OPTIMIZER  # a member is slow to look up in its class
+
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+            # torch may still be importing when this hook is set, so its parts are looked up in every step.
             if torch.compiler.is_dynamo_compiling() or (
                 self._active is not None and self._is_nested(optimizer)
             ):
@@ -75,11 +78,11 @@ class OptimizerSteps:
                 return
             slot.words[UPDATES] += 1
             groups = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_pg_map", None)
-            if groups is None or not groups.keys() <= process_group.kept:
+            if groups is None or (groups and not groups.keys() <= process_group.kept):
                 process_group.keep_groups()
             if self._active is optimizer:
                 if slot.spans is not None:
-                    slot.spans.put(SpanKind.OPTIMIZER, self._began_s, time.monotonic())
+                    slot.spans.put(kind, self._began_s, time.monotonic())
                 self._active = None
                 self.num_done += 1
                 self.is_cut = False

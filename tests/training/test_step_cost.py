@@ -26,8 +26,8 @@ from nblaunch.spec import LaunchSpec
 SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
 # Calls of Python functions that a step may add, in a process without a launcher.
-MAX_CALLS = {"fixed batch": 8, "accumulate": 18, "loader": 9, "loader, accumulate": 20}
-MAX_CALLS_IN_WORKER = {"loader": 24, "loader, accumulate": 35}
+MAX_CALLS = {"fixed batch": 7, "accumulate": 15, "loader": 8, "loader, accumulate": 17}
+MAX_CALLS_IN_WORKER = {"loader": 23, "loader, accumulate": 32}
 Lap = Callable[[], object]
 
 

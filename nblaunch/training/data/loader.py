@@ -92,7 +92,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader, **options)
         if options.get("batch_sampler") is not None:
-            # Given a batch sampler, torch leaves these at None and a sequential sampler. Users read them.
+            # With a batch sampler, torch sets these to None and to a sequential sampler. Users read them.
             vars(self).update(
                 batch_size=getattr(self.batch_sampler, "batch_size", None),
                 sampler=sampler_of(self.batch_sampler),

@@ -256,7 +256,11 @@ class Strategy(ABC):
             precision: scales losses and gradients.
             options: the keyword arguments of ``Accelerator.backward``.
         """
-        precision.backward(loss / divisor if divisor > 1 else loss, options)
+        part = loss / divisor if divisor > 1 else loss
+        if precision.scales_gradients:
+            precision.backward(part, options)
+        else:  # without a call, because this runs in every micro-step
+            part.backward(**options)
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
