@@ -40,8 +40,7 @@ class RandomStates:
     @classmethod
     def of_this_process(cls) -> RandomStates:
         """Return the current states, without imports."""
-        numpy: Any = sys.modules.get("numpy.random")
-        torch: Any = sys.modules.get("torch")
+        numpy, torch = _imported("numpy.random"), _imported("torch")
         return cls(
             random=random.getstate(),
             numpy=None if numpy is None else pickle.dumps(numpy.get_state(legacy=False)),
@@ -86,12 +85,18 @@ def move_on() -> None:
     sequence shifted by one.
     """
     random.seed(random.getrandbits(_SEED_BITS))
-    numpy: Any = sys.modules.get("numpy.random")
+    numpy, torch = _imported("numpy.random"), _imported("torch")
     if numpy is not None:
         _move_numpy_on(numpy)
-    torch: Any = sys.modules.get("torch")
     if torch is not None:
         _move_torch_on(torch)
+
+
+def _imported(name: str) -> Any:
+    """Return a module; None if it was not imported, or if a thread is importing it at this moment."""
+    module = sys.modules.get(name)
+    is_partial = getattr(getattr(module, "__spec__", None), "_initializing", False)  # as importlib asks
+    return None if is_partial else module
 
 
 def _move_numpy_on(numpy_random: Any) -> None:
