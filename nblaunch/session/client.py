@@ -62,7 +62,7 @@ class SessionClient:
         busy: ranks that have not replied to the current command.
         busy_since_s: time at which the command was sent, by ``monotonic()``.
         num_interrupts: number of interrupts of the current or last command.
-        replies: replies to the current or last command so far.
+        replies: replies to the current command so far; empty between commands, because replies hold files.
         debugger: client of the debugger in the ranks.
     """
 
@@ -107,6 +107,7 @@ class SessionClient:
                 if self.num_interrupts:  # after the command was done: the rest of the cell must not run
                     raise KeyboardInterrupt
             finally:
+                self.replies = {}
                 self._lock.release()
 
     def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
