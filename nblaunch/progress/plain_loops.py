@@ -51,6 +51,7 @@ _HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
 
 def watch() -> None:
     """Set the hooks in this worker, now or when torch is imported."""
+    _made.clear()  # a forked worker has the kernel's, perhaps from the middle of a backward pass that failed
     packages.observe_when_imported("torch.utils.data.dataloader", _watch_loaders)
     packages.observe_when_imported("torch.autograd", _watch_backward)
     packages.observe_when_imported("torch.amp.grad_scaler", _watch_scaler)

@@ -40,10 +40,14 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
     is_shown, busy_time = shared.is_shown, shared.busy_time
     busy_time.is_in_backward = is_shown
     began_s = monotonic()
-    if options and "learning_rate" in options and _lomo_optimizers(preparer):
-        lomo_backward(preparer, loss / divisor, options["learning_rate"])
-    else:
-        preparer.strategy.backward(loss, divisor, preparer.precision, options)
+    try:
+        if options and "learning_rate" in options and _lomo_optimizers(preparer):
+            lomo_backward(preparer, loss / divisor, options["learning_rate"])
+        else:
+            preparer.strategy.backward(loss, divisor, preparer.precision, options)
+    except BaseException:
+        busy_time.is_in_backward = False
+        raise
     if is_shown:
         ended_s = busy_time.end_backward(began_s)
         shared.losses.note(loss, None if shared.process.backend.is_lazy else ended_s)

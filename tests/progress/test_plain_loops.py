@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nblaunch import Accelerator
+from nblaunch import Accelerator, notebook_launcher
 from nblaunch.dashboard.view import JobView
 from nblaunch.events import WorkerState
 from tests.progress.jobs import run_job
@@ -377,3 +377,35 @@ def test_a_library_that_hooks_do_not_fit_works_as_usual(monkeypatch: pytest.Monk
         warnings.simplefilter("default")  # in the workers, which inherit it
         _, steps = run_job(partial(trained, torch.ones(2, 4)), ranks=2)
     assert steps == [4, 4]
+
+
+class Unable(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArithmeticError("no gradient")
+
+
+def test_every_loss_counts_after_a_backward_failed_in_the_kernel() -> None:
+    def fail() -> None:
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(4, 1))
+        accelerator.backward(Unable.apply(model(torch.ones(1, 4))).sum())  # type: ignore[no-untyped-call]
+
+    def train() -> None:
+        model = Model()
+        for _epoch in range(2):
+            for _ in range(LENGTH):
+                model.optimizer.zero_grad()
+                model.loss().backward()
+                model.optimizer.step()
+
+    with pytest.raises(ArithmeticError):
+        notebook_launcher(fail, num_processes=1, backend="cpu", engine="inline", dashboard="none")
+    view, _ = run_job(train, ranks=1)
+    assert [epoch.loss for _, epoch in sorted(view.epochs.items())] == pytest.approx([3.0, 8.0])
