@@ -30,10 +30,8 @@ Point = tuple[float, float]
 LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
-_WIDTH, _WIDE = (
-    256,
-    526,
-)  # pixels; three charts, or a wide and another one, side by side in the cell of a laptop
+# Widths in pixels: the cell of a laptop has room for three charts, or for a wide and another one, side by side.
+_WIDTH, _WIDE = 256, 526
 LIVE_HEIGHT = 150
 """Height of a chart while the job runs, in pixels, without its texts."""
 _HEIGHT = 196

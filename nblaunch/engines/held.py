@@ -38,7 +38,8 @@ class Nodes:
             notebook_launcher(train, (model,), engine=nodes)  # in less than a second
 
     A launch on them takes the number of nodes and the engine from here. If one of the programs ends, all of them start
-    again in the next launch, which says so.
+    again in the next launch, which says so. A launch that begins before the engine has noticed the end fails and names
+    the node.
 
     Args:
         num_nodes: number of machines, or ``"min:max"``.

@@ -112,9 +112,8 @@ def _stream(fd: int) -> _Stream | None:
 
 
 def _local_stream(connection: socket.socket) -> _Stream | None:
-    if connection.getsockname() or not hasattr(
-        socket, "SO_PEERCRED"
-    ):  # the end of a server, or an unknown system
+    is_of_server = bool(connection.getsockname())
+    if is_of_server or not hasattr(socket, "SO_PEERCRED"):
         return None
     path = connection.getpeername()
     if not path:  # of a pair
