@@ -19,7 +19,7 @@ from nblaunch.detached import (
     attach as attach,
     jobs as jobs,
 )
-from nblaunch.engines.held import (
+from nblaunch.engines.kept_nodes import (
     Nodes as Nodes,
 )
 from nblaunch.errors import (
@@ -161,7 +161,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
             which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` has machines of
-            such an engine that stay ready between launches.
+            such an engine that are kept between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
             compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for

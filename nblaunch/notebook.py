@@ -36,7 +36,7 @@ from nblaunch.spec import (
 )
 
 if TYPE_CHECKING:
-    from nblaunch.engines.held import Nodes
+    from nblaunch.engines.kept_nodes import Nodes
     from nblaunch.session.session import Session
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def notebook_launcher(
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
             which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` has machines of
-            such an engine that stay ready between launches.
+            such an engine that are kept between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
             compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
@@ -221,8 +221,8 @@ def _machines(engine: "EngineName | Nodes", detach: bool, **given: Any) -> dict[
     Raises:
         ValueError: ``engine`` has other machines than ``given``, or the job is to outlive this process.
     """
-    held: Any = sys.modules.get("nblaunch.engines.held")
-    if held is None or not isinstance(engine, held.Nodes):
+    kept_nodes: Any = sys.modules.get("nblaunch.engines.kept_nodes")
+    if kept_nodes is None or not isinstance(engine, kept_nodes.Nodes):
         return {"engine": engine, **given}
     if detach:
         raise ValueError(

@@ -217,7 +217,7 @@ class LaunchSpec:
         is_session: whether the workers belong to a session, to which this process sends commands.
         is_detached: whether the job outlives this process; it then keeps the trained weights.
         is_spmd: whether one process drives all devices (XLA).
-        nodes: engine that keeps its nodes between launches, a ``HeldEngine``; None = a new one.
+        nodes: engine that keeps its nodes between launches, a ``KeptEngine``; None = a new one.
         accelerator_arguments: further defaults of ``Accelerator()`` in workers, argument -> value, such as
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _ROOT: Mapping[str, str] = {
     "debugging": "debug",
     "detached": "attach jobs",
-    "engines.held": "Nodes",
+    "engines.kept_nodes": "Nodes",
     "errors": (
         "CheckpointError CollectiveMismatch DistributedOperationException JobCancelled JobHung JobLost LaunchError "
         "NblaunchError NodeLost PayloadError ResultError WorkerDied WorkerError WorkerFailed"

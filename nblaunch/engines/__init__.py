@@ -16,7 +16,7 @@ In the launching process:
       coordinator.py     watches one attempt on all nodes
       link.py            the coordinator's view of a node
       stacks.py          a query for the stacks of ranks on several nodes
-    held.py              Nodes: machines that stay ready between launches
+    kept_nodes.py        Nodes: machines that are kept between launches
     engine.py            the interface of an engine; one file each:
       processes.py       processes on this machine
       ssh.py             hosts over ssh
@@ -30,7 +30,7 @@ In the launching process:
 On each node:
 
     node.py              the first lines of the node program
-      template.py        where nodes stay between launches: imports torch, forks a child for each job
+      node_forkserver.py where nodes are kept between launches: imports torch, forks a child for each job
       node_program.py    loads the call, runs attempts
       uplink.py          exchanges data with the coordinator while ranks run
 

@@ -76,11 +76,11 @@ class Engine(ABC):
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.
-        stays: whether the nodes stay for further jobs (``held.py``).
+        keeps_nodes: whether the nodes are kept for further jobs (``kept_nodes.py``).
     """
 
     is_this_machine = False
-    stays = False
+    keeps_nodes = False
 
     @abstractmethod
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
@@ -93,7 +93,11 @@ class Engine(ABC):
         """
 
     def keep(self, handles: Sequence[NodeHandle]) -> None:
-        """Keep nodes whose job is over for the next one, where :attr:`stays`; their handles are open."""
+        """Keep nodes whose job is over for the next one, where :attr:`keeps_nodes`; their handles are open."""
+
+    def take_kept(self) -> list[NodeHandle]:
+        """Return the nodes that are kept, which the engine then keeps no longer. Their programs may have ended."""
+        return []
 
     def close(self) -> None:
         """Release the engine's resources. All handles that it does not keep have been closed."""

@@ -91,7 +91,7 @@ class Boot:
         is_same_machine: whether paths of the launching process are valid here.
         address: address at which other nodes reach this node; empty if the program determines it.
         number: number of the node among those that were started.
-        stays: the node program stays for further jobs, each of which begins with a message of this kind.
+        is_kept: the node program is kept for further jobs, each of which begins with a message of this kind.
     """
 
     key: bytes = field(repr=False)
@@ -105,7 +105,7 @@ class Boot:
     is_same_machine: bool
     address: str
     number: int
-    stays: bool = False
+    is_kept: bool = False
 
 
 # --- coordinator to node -----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class Leave:
-    """The job is over; where :attr:`Boot.stays`, the node program stays, and says :class:`Hello` again."""
+    """The job is over; where :attr:`Boot.is_kept`, the node program says :class:`Hello` again."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def main() -> NoReturn:
     exit_code = 1
     try:
         boot = next_boot(channel)
-        if boot is not None and boot.stays:
-            from nblaunch.engines.template import serve
+        if boot is not None and boot.is_kept:
+            from nblaunch.engines.node_forkserver import serve
 
             serve(boot, channel, next_boot)
         elif boot is not None:

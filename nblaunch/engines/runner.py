@@ -15,7 +15,7 @@ import os
 import pickle
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from nblaunch import backends, errors
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines import find, shipping
 from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
-from nblaunch.engines.engine import Engine, NodesWanted
+from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.link import NodeLink, end_all, torch_notes
 from nblaunch.engines.messages import Boot, ClockIs, Ready, Refused
 from nblaunch.errors import JobCancelled, LaunchError
@@ -113,7 +113,7 @@ class EngineRunner(JobRunner):
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        handles = [link.leave() for link in self._links] if keeps and engine.stays else []
+        handles = [link.leave() for link in self._links] if keeps and engine.keeps_nodes else []
         kept = [handle for handle in handles if handle is not None]
         if kept and len(kept) == len(self._links):
             engine.keep(kept)
@@ -129,27 +129,53 @@ class EngineRunner(JobRunner):
     # --- nodes ---------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Start the nodes, and wait until all have loaded the call; the job then adopts their plan."""
+        """Start the nodes, or take those that are kept, and wait until all have loaded the call.
+
+        If the program of a kept node has ended, all nodes are started anew, once. The job then adopts their plan.
+        """
         assert self._engine is not None, "the job has started"
         assert self._saved is not None, "the job has started"
         wanted = NodesWanted(
             spec=self.spec,
             log_path=lambda number: self._new_log(f"node_{number}.log"),
             check=self._check_requests,
-            note=lambda text: self.emit(Note.of_job(text)),
+            note=self._note,
             path=self._saved.path,
             folder=self._saved.folder,
             environment=self._saved.environment,
         )
-        handles = self._engine.start_nodes(wanted)
+        kept = self._engine.take_kept()
+        try:
+            self._load_call(kept or self._engine.start_nodes(wanted), len(kept) or self.spec.min_nodes)
+        except _NodeEnded as ended:
+            if not kept:
+                raise LaunchError(str(ended)) from None
+            self._note(f"the programs of all nodes start again: {ended}")
+            end_all(self._links)
+        else:
+            self._adopt_plan()
+            return
+        self._gather()  # without kept nodes
+
+    def _load_call(self, handles: Sequence[NodeHandle], min_nodes: int) -> None:
+        """Send the call to the nodes, and wait until all have loaded it.
+
+        Raises:
+            _NodeEnded: fewer than ``min_nodes`` can load it, because the programs of others have ended.
+            LaunchError: a node can't run the call, or is not ready in time.
+        """
+        assert self._engine is not None, "the job has started"
+        assert self._saved is not None, "the job has started"
         self._links = [NodeLink(handle, number) for number, handle in enumerate(handles)]
         for text in self._engine.notes() if self.attempt == 0 else ():
             self.emit(Note.of_job(text))
         boots = _Boots(self.spec, self._saved, self._engine, self._key)
         deadline = time.monotonic() + self.spec.rendezvous_timeout_s
-        gathering = _Gathering(self._links, self.spec.min_nodes, boots, self._check_requests, wanted.note)
+        gathering = _Gathering(self._links, min_nodes, boots, self._check_requests, self._note)
         gathering.run(deadline, self.spec.rendezvous_timeout_s)
-        self._adopt_plan()
+
+    def _note(self, text: str) -> None:
+        self.emit(Note.of_job(text))
 
     def _new_log(self, name: str) -> Path:
         path = self.log.path / name
@@ -232,13 +258,17 @@ class _Boots:
             is_same_machine=is_same_machine,
             address="",
             number=0,
-            stays=engine.stays,
+            is_kept=engine.keeps_nodes,
         )
 
     def send(self, link: NodeLink) -> None:
         """Send the first message to a node, followed by the call."""
         boot = replace(self._boot, number=link.number, address=link.address_hint)
         link.send_boot(boot, pickle.dumps(boot), self.call_fd)
+
+
+class _NodeEnded(Exception):
+    """The program of a node that the job needs has ended before it was ready."""
 
 
 class _Gathering:
@@ -270,7 +300,8 @@ class _Gathering:
         """Wait until ``deadline`` (``monotonic()``), which is ``timeout_s`` seconds after the start.
 
         Raises:
-            LaunchError: a node has ended, can't run the call, or is not ready in time.
+            _NodeEnded: a node has ended, and too few are left.
+            LaunchError: a node can't run the call, or is not ready in time.
             Exception: an exception of ``check``, or an error of a node's plan.
         """
         note_s = time.monotonic() + _NOTE_S
@@ -314,7 +345,7 @@ class _Gathering:
         """Continue without a node that was never reached, if enough are left."""
         text = f"the program of {link.label} ended before it was ready: {link.how_ended()}"
         if link.hello is not None or len(self._links) <= self._min_nodes:
-            raise LaunchError(text)
+            raise _NodeEnded(text)
         self._note(f"{text}; continuing without that node")
         self._links.remove(link)
         link.close()

@@ -217,16 +217,7 @@ def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> Non
     notebook.wait_for_no_processes()
 
 
-START_AGAIN = """
-try:
-    again = go(train, engine=nodes, return_all=True)
-except nblaunch.LaunchError as error:
-    print("a node ended before ssh reported it:", error)
-    again = go(train, engine=nodes, return_all=True)
-"""
-
-
-def test_nodes_stay_between_launches_until_they_are_closed(notebook: Kernel, subject: Subject) -> None:
+def test_nodes_are_kept_between_launches_until_they_are_closed(notebook: Kernel, subject: Subject) -> None:
     notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
     notebook.run("""
 def train():
@@ -244,7 +235,7 @@ def fail():
         for before in ("os.environ['WANTED'] = 'a'", "del os.environ['WANTED']")
     ]
     first, second = ([value[:2] for value in found] for found in values)
-    assert {template for _, template in first} == {template for _, template in second}
+    assert {forkserver for _, forkserver in first} == {forkserver for _, forkserver in second}
     assert not {node for node, _ in first} & {node for node, _ in second}
     assert {number for found in values for _, _, number, _ in found} == {0}, "launches share nothing"
     if subject.settings["engine"] == "processes":
@@ -252,15 +243,16 @@ def fail():
     notebook.run("go(fail, engine=nodes)", timeout_s=120, raises="MyError")
     assert notebook.run("psutil.Process().children() != []").value is True
     notebook.run(f"os.kill({first[3][1]}, signal.SIGKILL)")
-    cell = notebook.run(START_AGAIN, timeout_s=120)
-    assert "SIGKILL" in cell.shown or "before ssh reported it" in cell.shown
-    assert notebook.run("again[0][1]").value not in {template for _, template in first}
+    cell = notebook.run("again = go(train, engine=nodes, return_all=True)", timeout_s=120)
+    assert "start again: the program of node 1 (host " in cell.shown
+    assert "SIGKILL" in cell.shown
+    assert notebook.run("again[0][1]").value not in {forkserver for _, forkserver in first}
     notebook.run("nodes.close()")
     notebook.wait_for_no_processes()
     notebook.run("go(train, engine=nodes)", raises="LaunchError")
 
 
-def test_nodes_that_wait_end_with_the_kernel(notebook: Kernel, subject: Subject) -> None:
+def test_kept_nodes_end_with_the_kernel(notebook: Kernel, subject: Subject) -> None:
     notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
     notebook.run("go(rank, engine=nodes)", timeout_s=120)
     notebook.kill()

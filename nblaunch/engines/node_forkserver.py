@@ -1,9 +1,10 @@
-"""The node program where nodes stay between jobs: a template with torch imported, which forks a child for each job.
+"""The node program where nodes are kept between jobs: a forkserver with torch imported, which forks a child for each
+job.
 
-    template ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
+    forkserver ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
        └── waits for the child, then says Hello again ──> next Boot, with another key
 
-Child and template have the same channel, of which the template reads nothing while a child lives. What a job changes,
+Both have the same channel, of which the forkserver reads nothing while a child lives. What a job changes,
 as variables, modules and random states, ends with its child.
 """
 
@@ -41,12 +42,12 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
                 importlib.import_module(name)
     next_boot: Boot | None = boot
     while next_boot is not None:
-        template = os.getpid()
+        forkserver = os.getpid()
         descriptors.forget(channel.reading_fd, channel.writing_fd)  # which the child uses
         child = os.fork()
         descriptors.keep_from_children(channel.reading_fd, channel.writing_fd)
         if not child:
-            process_control.end_with_parent(template, with_children=False)
+            process_control.end_with_parent(forkserver, with_children=False)
             removed = dict.fromkeys(first.keys() - next_boot.environment.keys())
             env.apply({**removed, **next_boot.environment})
             channel.key = next_boot.key

@@ -1,6 +1,6 @@
-"""Nodes: machines of an engine that stay ready between launches.
+"""Nodes: machines of an engine that are kept between launches.
 
-Nodes ── HeldEngine ── engine ──> node program on each machine: a template with torch imported (template.py)
+Nodes ── KeptEngine ── engine ──> node program on each machine: a forkserver with torch imported (node_forkserver.py)
 launch ── lend ──> the same programs; each forks a child, which runs the job and ends with it
 close, or the end of this process ──> the programs end
 """
@@ -8,7 +8,6 @@ close, or the end of this process ──> the programs end
 from __future__ import annotations
 
 import os
-import select
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ _CLOSE_S = 3.0
 
 
 class Nodes:
-    """Machines that stay ready between launches, so that only the first launch waits for Python and torch to start.
+    """Machines that are kept between launches, so that only the first launch waits for Python and torch to start.
 
     On each machine a program imports torch and waits. Each launch forks a fresh process from it, so launches share
     nothing, and nothing that a function changes lasts. The machines are reserved from the first launch until
@@ -37,9 +36,8 @@ class Nodes:
             notebook_launcher(train, (model,), engine=nodes)  # starts the programs
             notebook_launcher(train, (model,), engine=nodes)  # in less than a second
 
-    A launch on them takes the number of nodes and the engine from here. If one of the programs ends, all of them start
-    again in the next launch, which says so. A launch that begins before the engine has noticed the end fails and names
-    the node.
+    A launch on them takes the number of nodes and the engine from here. If one of the programs ends between launches,
+    the next launch starts all of them again, and a note says why.
 
     Args:
         num_nodes: number of machines, or ``"min:max"``.
@@ -72,11 +70,11 @@ class Nodes:
         )
         if not spec.is_on_nodes:
             raise ValueError(
-                f"engine={engine!r} starts no nodes that could stay ready; engines that do are 'processes', 'ray', "
+                f"engine={engine!r} has no nodes that could be kept; engines that have are 'processes', 'ray', "
                 "'ssh' and 'slurm'"
             )
         self._spec = spec
-        self._engine = HeldEngine(find(spec.engine)())
+        self._engine = KeptEngine(find(spec.engine)())
         weakref.finalize(self, self._engine.retire)
 
     def __repr__(self) -> str:
@@ -117,19 +115,19 @@ class Nodes:
         self.close()
 
 
-class HeldEngine(Engine):
+class KeptEngine(Engine):
     """An engine that keeps its nodes between launches, which take it in turn.
 
     Args:
         engine: starts them.
     """
 
-    stays = True
+    keeps_nodes = True
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.is_this_machine = engine.is_this_machine
-        self._idle: list[NodeHandle] = []
+        self._kept: list[NodeHandle] = []
         self._notes: Sequence[str] = ()
         self._in_use = threading.Lock()
         self._is_retired = False
@@ -149,20 +147,13 @@ class HeldEngine(Engine):
             )
         return self
 
+    def take_kept(self) -> list[NodeHandle]:
+        """Return the nodes of the previous launch."""
+        kept, self._kept = self._kept, []
+        return kept
+
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
-        """Return the nodes that are kept, or start them."""
-        idle, self._idle = self._idle, []
-        ended = [number for number, handle in enumerate(idle) if _has_ended(handle)]
-        if idle and not ended:
-            return idle
-        if ended:
-            why = "; ".join(
-                f"node {number} (host {idle[number].host}): {idle[number].how_ended()}" for number in ended
-            )
-            wanted.note(
-                f"the programs of all nodes start again, since some ended while they were not in use: {why}"
-            )
-            self._end(idle)
+        """Start nodes that later launches can use."""
         handles = self._engine.start_nodes(wanted)
         self._notes = self._engine.notes()
         return handles
@@ -174,39 +165,28 @@ class HeldEngine(Engine):
 
     def keep(self, handles: Sequence[NodeHandle]) -> None:
         """Keep these nodes for the next launch: their programs wait for it."""
-        self._idle = list(handles)
+        self._kept = list(handles)
 
     def close(self) -> None:
         """End the use by a launch. What it has not kept, it has closed."""
-        if not self._idle or self._is_retired:
-            self._end(self._idle)
+        if not self._kept or self._is_retired:
+            for handle in self.take_kept():
+                handle.close(_CLOSE_S)
+            self._engine.close()
         self._in_use.release()
 
     def retire(self) -> None:
         """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
         if os.getpid() != self._pid:
             # Its pipes are closed here, and other files may have their numbers: Python must not close them.
-            _kept_from_collection.append(self)
+            _never_collected.append(self)
             return
         self._is_retired = True
         if self._in_use.acquire(blocking=False):
             self.close()
 
-    def _end(self, handles: Sequence[NodeHandle]) -> None:
-        for handle in handles:
-            handle.close(_CLOSE_S)
-        self._idle = []
-        self._engine.close()
 
-
-_kept_from_collection: list[HeldEngine] = []
-
-
-def _has_ended(handle: NodeHandle) -> bool:
-    """Return whether the program of a node has ended, without reading what it has sent."""
-    poller = select.poll()
-    poller.register(handle.reading_fd, getattr(select, "POLLRDHUP", 0))
-    return bool(poller.poll(0))
+_never_collected: list[KeptEngine] = []
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""Nodes that stay between launches, on nodes of this machine; ``tests/contracts/test_engine.py`` tests all engines."""
+"""Nodes that are kept between launches, on this machine; ``tests/contracts/test_engine.py`` tests all engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_programs_end_with_the_last_reference_to_their_nodes(ready: Kernel) -> N
     ready.wait_for_no_processes()
 
 
-def test_workers_of_this_machine_leave_waiting_nodes_alone(ready: Kernel) -> None:
+def test_workers_of_this_machine_leave_kept_nodes_alone(ready: Kernel) -> None:
     ready.run("""
 def forget():
     import gc, __main__
@@ -86,6 +86,46 @@ os.unlink(path)
         timeout_s=120,
     )
     assert ready.run("count, launch(rank, engine=nodes)").value == ("1", 0)
+    ready.run("nodes.close()")
+
+
+ENDING = """
+class Ending:
+    def __reduce__(self):
+        return end, (path, times)
+
+def end(path, times):
+    for number in range(times):
+        with suppress(FileExistsError):
+            os.close(os.open(f"{path}.{number}", os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+import tempfile
+from contextlib import suppress
+path = tempfile.mkdtemp() + "/ended"
+before = node_programs()
+"""
+"""A call that kills the first programs that load it, as many as ``times`` says."""
+
+
+def test_a_kept_node_that_ends_before_the_call_is_loaded_starts_again_with_all_others(ready: Kernel) -> None:
+    ready.run(f"times = 1\n{ENDING}")
+    cell = ready.run("launch(lambda ending: rank(), Ending(), engine=nodes, return_all=True)", timeout_s=120)
+    assert cell.value == [0, 1, 2, 3]
+    assert "start again: the program of node" in cell.shown
+    assert "SIGKILL" in cell.shown
+    assert ready.run("set(before) & set(node_programs())").value == set()
+    ready.run("nodes.close()")
+    ready.wait_for_no_processes()
+
+
+def test_nodes_that_end_again_before_the_call_is_loaded_are_named(ready: Kernel) -> None:
+    ready.run(f"times = 3\n{ENDING}")
+    call = "launch(lambda ending: rank(), Ending(), engine=nodes)"
+    error = ready.run(call, timeout_s=120, raises="LaunchError").raised
+    assert "ended before it was ready: its process was killed by SIGKILL" in error.value
+    ready.wait_for_no_processes()
+    assert ready.run("launch(rank, engine=nodes)").value == 0
     ready.run("nodes.close()")
 
 
