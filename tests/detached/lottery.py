@@ -235,6 +235,8 @@ class Lottery:
             "NodeLost: ",
             "LaunchError: the agent of this node has died",
             "LaunchError: not all nodes joined",
+            # The killed agent had not opened the store yet.
+            "LaunchError: node 1 can't reach the rendezvous",
         )
         is_good = all(end == "value" or end.startswith(reasons) for end in ends)
         return "" if is_good else f"{ends}"

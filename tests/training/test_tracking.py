@@ -228,7 +228,6 @@ def test_the_launcher_receives_numbers_and_short_texts(emitted: list[Event]) -> 
         "loss": torch.tensor([0.5], requires_grad=True),
         "of": {"train": {"loss": 2}, "is": True},
         "text": "x" * 500,
-        "tensor": torch.ones(3),
         "none": None,
     }
     Accelerator().log(values, step=4)
@@ -381,6 +380,24 @@ def test_a_step_that_is_not_a_number_warns_and_keeps_its_text(emitted: list[Even
         accelerator.log({"loss": 0.5}, step=step)
     steps = [metric.step for metric in emitted if isinstance(metric, Metric)]
     assert steps == [3, "epoch 1", "epoch 2", "nan", "[4]", 2.5, None]
+
+
+def test_values_that_nothing_records_warn_once(emitted: list[Event]) -> None:
+    accelerator = Accelerator()
+    with pytest.warns(UserWarning, match=r"ignores 'lr' \(list\), 'eval/confusion' \(Tensor\)"):
+        accelerator.log({"loss": 0.5, "lr": [0.1], "eval": {"confusion": torch.ones(2, 2)}, "epoch": None})
+    accelerator.log({"loss": 0.25, "lr": [0.1]})
+    assert [metric.values for metric in emitted if isinstance(metric, Metric)] == [
+        {"loss": 0.5},
+        {"loss": 0.25},
+    ]
+
+
+def test_a_tracker_receives_values_that_the_display_lacks(emitted: list[Event], calls: list[Any]) -> None:
+    accelerator = Accelerator(log_with=Notebook())
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 0.5, "lr": [0.1]})
+    assert [metric.values for metric in emitted if isinstance(metric, Metric)] == [{"loss": 0.5}]
 
 
 class Recorder(types.ModuleType):

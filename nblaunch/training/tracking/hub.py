@@ -100,6 +100,7 @@ class TrackerHub:
         self._trackers: list[GeneralTracker] = []
         self._carried: list[Start] = []
         self._has_warned_of_step = False
+        self._has_warned_of_values = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
         """Start the trackers that were started in the notebook at their first use in this process.
@@ -139,10 +140,28 @@ class TrackerHub:
         for tracker in self.trackers:
             tracker.log(dict(named), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
         if self.process.topology.rank == 0:
-            logged = {name: _plain(value) for name, value in flat(named) if isinstance(value, _LOGGED)}
+            logged = self._values_to_show(named)
             step = self._step_to_show(step)
             epoch = self.process.slot.epoch
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
+
+    def _values_to_show(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the numbers and texts among the values; warn about the first others that no tracker receives."""
+        logged, lost = {}, {}
+        for name, value in flat(named):
+            if isinstance(value, _LOGGED):
+                logged[name] = _plain(value)
+            elif value is not None:
+                lost[name] = value
+        if lost and not self.trackers and not self._has_warned_of_values:
+            self._has_warned_of_values = True
+            described = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in lost.items())
+            warn(
+                f"accelerator.log ignores {described}: the display and job.metrics take only numbers and text. Log "
+                "single numbers, as in scheduler.get_last_lr()[0], or choose a tracker that takes such values: "
+                "Accelerator(log_with=...)"
+            )
+        return logged
 
     def _step_to_show(self, step: Any) -> int | float | str | None:
         """Return ``step`` as a number or a text; warn about the first step that is not a number."""
