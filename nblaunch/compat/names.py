@@ -186,7 +186,7 @@ _DELEGATED: Mapping[str, str] = {
         "attach_execution_device_hook remove_hook_from_module remove_hook_from_submodules"
     ),
     "inference": "prepare_pippy",
-    "test_utils": "torch_device",  # examples ask for it
+    "test_utils": "torch_device",  # Accelerate's examples import it
     "test_utils.training": "mocked_dataloaders mocked_dataloaders_for_autoregressive_models",
     "utils": (
         "PrepareForLaunch TORCH_DISTRIBUTED_OPERATION_TYPES "
@@ -234,7 +234,7 @@ _WITHOUT_OWN_NAMES = (
     "utils.bnb",
     "utils.offload",
 )
-"""Modules that have none but an installed Accelerate's names."""
+"""Modules whose names all come from an installed Accelerate."""
 
 
 def _homes(names_of: Mapping[str, str]) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
-Busy time is the time that a rank takes for a step without waits for other ranks. It reveals a straggler in lockstep:
+Busy time is the time that a rank spends on a step, without its waits for other ranks. It reveals a straggler in
+lockstep:
 
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
                                                               └────────── busy time ──────────┘
 
 If gradients are averaged, all ranks are as slow as the slowest rank, which has the longest busy time. On devices that
-compute asynchronously, busy time is only the time of Python. It then reveals slow loading and slow hosts, but not
-slow devices.
+compute asynchronously, busy time covers only Python's work. It then reveals slow loading and slow hosts, but not slow
+devices.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
-from nblaunch.progress.planned_epochs import EpochPlan, places_around, rounds_left
+from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, UPDATES, LossCurve, Slot
 from nblaunch.wire.spans import SpanKind
@@ -70,9 +71,8 @@ class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
     ``epoch`` is the number of the current or last epoch, from 1, also shown with loops that do not train.
-    ``last_training`` is the training loop that began last. ``plan`` is the information of the framework whose training
-    runs, or None. ``running`` is the innermost loop that runs, or None.
-    ``shown`` is the loop on the board, or None after its end.
+    ``last_training`` is the training loop that began last. ``plan`` is the plan of the framework that is training, or
+    None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board, or None after its end.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -126,7 +126,7 @@ class LoopStack:
             self._slot.count_samples(samples)
             if not loop.is_over_epochs:
                 self._slot.count_step()
-        elif loop not in self._stack:  # another command continues to read it
+        elif loop not in self._stack:  # a later command continues the loop
             if not self._stack:
                 self._outside = self._slot.state
             self._stack.append(loop)
@@ -141,7 +141,7 @@ class LoopStack:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no loop runs."""
+        """Whether no loop is running."""
         return not self._stack
 
     def move_to(self, loop: Loop, step: int) -> None:
@@ -182,7 +182,7 @@ class LoopStack:
             self._slot.start_loop(*shown)
         if is_shown:
             self.shown = None
-            # The finished loop stays on the board until another one moves; only the activity of the worker changes.
+            # The finished loop stays on the board until another one advances; only the activity of the worker changes.
             self._slot.set_state(self._outside if self.running is None else self.running.state)
         return True
 
@@ -205,15 +205,15 @@ class LoopStack:
             return epoch, epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
         places = places_around(sys._getframe(2))
         if places is not None and len(places) == 1 and places[0].num_before:
-            # A training that was resumed with a loop over the remaining epochs, whether or not its loader knows.
+            # The loop covers the remaining epochs of a resumed training; its loader may not know that.
             place = places[0]
             return place.num_before + place.position + 1, place.num_before + place.size
-        left = rounds_left(places)
+        left = iterations_left(places)
         return epoch, epoch - 1 + left if left else 0
 
 
 _BUSY_INTERVAL_S = 0.005
-_BACKWARD = SpanKind.BACKWARD  # a member is slow to look up in its class, for every step
+_BACKWARD = SpanKind.BACKWARD  # looking up an enum member at every step is slow
 
 
 class BusyTime:
@@ -231,7 +231,7 @@ class BusyTime:
         self.is_in_backward = False
 
     def end_backward(self, began_s: float) -> float:
-        """Add the busy time before a backward pass that ends now, and start measuring again. Return the time.
+        """Add the busy time before a backward pass that has just ended; measure anew, and return that time.
 
         Args:
             began_s: ``monotonic()`` when the pass began.
@@ -296,9 +296,7 @@ class _Bin:
         return value
 
     def absorb(self, other: _Bin) -> _Bin:
-        """Add another bin; both must have been read. A non-finite bin is left out, so that it does not spread over
-        the curve.
-        """
+        """Add another bin; both must have been read. Skip a non-finite bin, which would spread over the curve."""
         if not math.isfinite(self.total):
             return other
         if math.isfinite(other.total):
@@ -314,9 +312,9 @@ def _ignore(step: int) -> None:
 class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last loss, and means of all.
 
-    Reading a value from a device makes the process wait, so losses are summed on the device, in bins that end at
-    fixed optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step has ended
-    if any optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
+    Reading a value from a device makes the process wait, so losses are summed on the device, in bins that end at fixed
+    optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step ends when any
+    optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
     It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all
     losses; without a launcher, nothing else is kept of them.
@@ -342,7 +340,7 @@ class LossReport:
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1
-        self._num_steps = self._num_binned = 0  # begun; those that have a bin
+        self._num_steps = self._num_binned = 0  # steps that have begun; steps that have a bin
         self._num_updates = -1  # at the beginning of the last step
         self._epoch_total, self._epoch_count = 0.0, 0  # losses that were read since the last epoch
         self._is_epoch_known = True

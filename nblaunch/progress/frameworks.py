@@ -1,4 +1,4 @@
-"""Numbers of epochs and steps that transformers, Lightning and fastai know about their trainings.
+"""Numbers of epochs and steps from transformers, Lightning and fastai.
 
 Their loops are observed like the loops of any library (``plain_loops.py``). The number of epochs is not in the user's
 code, but in an object of the framework, which a hook queries at the beginning of each epoch.
@@ -54,7 +54,7 @@ def _watch_trainer(module: Any) -> None:
 
 
 def _hide_table(module: Any) -> None:
-    """Show no table, because rank 0 shows the same."""
+    """Hide the table, because rank 0 shows the same one."""
 
     def display(self: Any) -> None:
         """Do nothing."""

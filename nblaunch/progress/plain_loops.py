@@ -1,16 +1,16 @@
 """Training loops without nblaunch's Accelerator, in plain PyTorch or in any library.
 
     for batch in DataLoader(...):     _BaseDataLoaderIter.__next__   reads a batch
-        loss.backward()               torch.autograd.backward        marks the loop as an epoch; gives the loss
-        optimizer.step()              hook of torch.optim            counts a step; without a loader, a round of a loop
+        loss.backward()               torch.autograd.backward        marks the loop as an epoch; provides the loss
+        optimizer.step()              hook of torch.optim            counts a step; without a loader, an iteration
 
 Hooks on torch see these calls in every library. A loop over a loader that calls ``backward`` trains; any other loop
 evaluates. Some libraries read ahead, so batches that were read before the first ``backward``, except the last, count
 as not done.
 
-The loss is the tensor on which ``backward`` was called. It is shown as before a ``GradScaler`` multiplied it, and
-before the loop divided it by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it
-reports by itself.
+The loss is the tensor on which ``backward`` was called. It is shown without the factor of a ``GradScaler`` and without
+the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it reports by
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 
 from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
-from nblaunch.progress.planned_epochs import Place, places_around, rounds_left
+from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.spans import SpanKind
 
@@ -41,8 +41,8 @@ _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
 
 _MAX_HELD = 256  # losses of one optimizer step
-_BATCHES_PER_SIZE = 8  # one batch in this many is measured
-_DATA = SpanKind.DATA  # a member is slow to look up in its class
+_BATCHES_PER_SIZE = 8  # measure one batch in this many
+_DATA = SpanKind.DATA  # looking up an enum member is slow
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
@@ -51,7 +51,7 @@ _HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
 
 def watch() -> None:
     """Set the hooks in this worker, now or when torch is imported."""
-    _made.clear()  # a forked worker has the kernel's, perhaps from the middle of a backward pass that failed
+    _made.clear()  # the fork has copied the kernel's loops, perhaps in the middle of a failed backward pass
     packages.observe_when_imported("torch.utils.data.dataloader", _watch_loaders)
     packages.observe_when_imported("torch.autograd", _watch_backward)
     packages.observe_when_imported("torch.amp.grad_scaler", _watch_scaler)
@@ -90,7 +90,7 @@ def _watch_loaders(module: Any) -> None:
 
 
 def leave_out(iterator: Any) -> None:
-    """Do not count what is read from an iterator of torch's loader: the caller reports it."""
+    """Ignore reads from an iterator of torch's loader, because the caller reports them."""
     with suppress(AttributeError):
         setattr(iterator, _REPORTED, True)
 
@@ -150,7 +150,7 @@ def _watch_optimizers(module: Any) -> None:
                 running = plain.reports.loops.running
                 is_alone = running is not None and not plain._readings and not plain._held
                 # A prepared loader reports its steps itself.
-                if is_alone and (running is not plain._rounds or plain._advance_rounds(running)):
+                if is_alone and (running is not plain._without_loader or plain._advance_iterations(running)):
                     return
             plain_loops().note_step(sys._getframe(2))
         except Exception as error:
@@ -225,7 +225,7 @@ class PlainLoops:
     _held: list[Any] = field(default_factory=list)
     _is_in_backward: bool = False
     _began_s: float = 0.0  # when the backward pass began
-    _rounds: Any = None  # the loop over rounds, if no loader is read
+    _without_loader: Any = None  # the innermost loop, if no loader is read
     _next_look_s: float = 0.0
     _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
 
@@ -274,14 +274,14 @@ class PlainLoops:
         for reading in list(self._readings):
             iterated = reading.iterator()
             if iterated is None or (iterated is iterator and iterator._num_yielded <= reading.num_read):
-                self._end(reading)  # it was left, or begins again
+                self._end(reading)  # the user left the loop, or it begins again
             elif iterated is iterator:
                 return reading
         for reading in [reading for reading in self._readings if reading.num_read == reading.length]:
             self._end(reading)  # some libraries never request a batch after the last
         try:
             length = len(iterator)
-        except Exception:  # TypeError, or whatever a user's sampler raises where it can't know
+        except Exception:  # TypeError, or whatever a user's sampler raises if its length is unknown
             length = -1
         frame = sys._getframe(3)
         reading = _Reading(weakref.ref(iterator), length, places_around(frame) if _is_users(frame) else None)
@@ -313,7 +313,7 @@ class PlainLoops:
     def _is_ours(self) -> bool:
         """Return whether a batch belongs to a plain loop, not to nblaunch's loader or another thread."""
         running = self.reports.loops.running
-        is_plain = running is None or running.is_over_epochs or running is self._rounds
+        is_plain = running is None or running.is_over_epochs or running is self._without_loader
         if not is_plain and self._readings:
             is_plain = any(reading.loop is running for reading in self._readings)
         return is_plain and threading.get_ident() == self._thread
@@ -323,13 +323,13 @@ class PlainLoops:
         self.show_losses()
         for reading in list(self._readings):
             self._end(reading)
-        self._end_rounds()
+        self._end_loop_without_loader()
 
     def give_up(self) -> None:
         """Stop showing loops until the next command of a session."""
         self._thread = None
         self._is_in_backward = False
-        self._rounds = None
+        self._without_loader = None
         self._readings.clear()
         self._held.clear()
 
@@ -407,14 +407,14 @@ class PlainLoops:
         total = 1
         for place in reading.places:
             total *= place.size
-        return before + total - rounds_left(reading.places) + 1, before + total
+        return before + total - iterations_left(reading.places) + 1, before + total
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _advance_rounds(self, loop: Any) -> bool:
-        """Count a round of the loop without a loader; return False if that takes :meth:`note_step`.
+    def _advance_iterations(self, loop: Any) -> bool:
+        """Count an iteration of the loop without a loader; return False if the caller must call :meth:`note_step`.
 
-        This is enough for most steps, so it calls as few functions as possible.
+        Most steps need only this method, so it calls as few functions as possible.
         """
         now_s, home = monotonic(), self.home()
         is_due = now_s >= self._next_look_s or 0 <= loop.total <= loop.step
@@ -427,17 +427,17 @@ class PlainLoops:
         return True
 
     def note_step(self, frame: FrameType | None) -> None:
-        """Record that an optimizer begins a step: a round of the user's innermost loop if no loader is read."""
+        """Record that an optimizer begins a step: an iteration of the user's innermost loop if no loader is read."""
         loops = self.reports.loops
         running = loops.running
-        is_round = not self._readings and (running is None or running is self._rounds)
-        if is_round and threading.get_ident() == self._thread:
+        has_no_loader = not self._readings and (running is None or running is self._without_loader)
+        if has_no_loader and threading.get_ident() == self._thread:
             now_s = monotonic()
             if running is not None and now_s < self._next_look_s and not 0 <= running.total <= running.step:
                 loops.advance(running)
             else:
                 self._next_look_s = now_s + _PLACE_S
-                self._show_rounds(running, places_around(frame, is_inside=True))
+                self._show_iterations(running, places_around(frame, is_inside=True))
         num_trained = len(self._held)
         if num_trained:
             self.show_losses()
@@ -452,33 +452,33 @@ class PlainLoops:
         self.show_losses()
         self.reports.losses.count_update()
 
-    def _show_rounds(self, loop: Any, places: list[Place] | None) -> None:
+    def _show_iterations(self, loop: Any, places: list[Place] | None) -> None:
         """Show the positions of the user's loops around an optimizer step."""
         loops = self.reports.loops
         if not places:
             if loop is None:
-                self._rounds = loop = loops.begin(-1, 0, WorkerState.TRAINING, num_epochs=0)
+                self._without_loader = loop = loops.begin(-1, 0, WorkerState.TRAINING, num_epochs=0)
             loops.advance(loop)
             return
         innermost, *outer = places
         num_outer = 1
         for place in outer:
             num_outer *= place.size
-        epoch = num_outer - rounds_left(outer) + 1 if outer else 0
+        epoch = num_outer - iterations_left(outer) + 1 if outer else 0
         total = innermost.num_before + innermost.size
         step = innermost.num_before + innermost.position + 1
         if loop is None or loop.total != total or loop.epoch != epoch:
             if loop is not None:
                 loops.move_to(loop, max(loop.total, loop.step))
-            self._end_rounds()
+            self._end_loop_without_loader()
             num_epochs = num_outer if outer else 0
-            self._rounds = loop = loops.begin(
+            self._without_loader = loop = loops.begin(
                 total, epoch, WorkerState.TRAINING, step - 1, num_epochs=num_epochs
             )
         loops.move_to(loop, max(step, loop.step))
 
-    def _end_rounds(self) -> None:
-        loop, self._rounds = self._rounds, None
+    def _end_loop_without_loader(self) -> None:
+        loop, self._without_loader = self._without_loader, None
         if loop is not None:
             self.reports.losses.flush()
             if self.reports.loops.end(loop) and loop.epoch:
@@ -545,7 +545,7 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the rows of a batch: the first dimension of its first tensor or array, 0 if there is none.
+    """Return the number of rows of a batch: the first dimension of its first tensor or array, 0 if there is none.
 
     Looks only into lists, tuples and mappings, because a user's class may run arbitrary code when read.
     """
@@ -559,7 +559,7 @@ def _num_rows(batch: Any) -> int:
 
 
 def _num_elements(batch: Any) -> int:
-    """Return the elements of a batch's largest tensor or array, 0 if there is none."""
+    """Return the number of elements of a batch's largest tensor or array, 0 if there is none."""
     shape = getattr(batch, "shape", None)
     if isinstance(shape, tuple):
         return math.prod(size for size in shape if isinstance(size, int))
@@ -570,7 +570,7 @@ def _num_elements(batch: Any) -> int:
 
 
 def _divisor(loss: Any) -> float:
-    """Return the divisor of a loss in its last operation; 1 if it was not divided."""
+    """Return the number by which a loss's last operation divided it; 1 if that was not a division."""
     made_by = loss.grad_fn
     if made_by is None or made_by.name() != "DivBackward0":
         return 1.0

@@ -54,12 +54,12 @@ class EpochPlan(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The position of a loop among its rounds.
+    """The current iteration of a loop.
 
     Args:
-        position: position of the round, from 0.
-        size: number of rounds.
-        num_before: rounds of an earlier run: 3 in ``range(3, 10)``, which resumes a training.
+        position: index of the iteration, from 0.
+        size: number of iterations.
+        num_before: iterations of an earlier run: 3 in ``range(3, 10)``, which resumes a training.
     """
 
     position: int
@@ -67,8 +67,8 @@ class Place(NamedTuple):
     num_before: int = 0
 
 
-def rounds_left(places: Sequence[Place] | None) -> int:
-    """Return the remaining rounds of the innermost loop, including the current one; 0 if unknown."""
+def iterations_left(places: Sequence[Place] | None) -> int:
+    """Return the number of remaining iterations of the innermost loop, including the current one; 0 if unknown."""
     left, length = 1, 1
     for place in places or ():
         left += (place.size - 1 - place.position) * length
@@ -89,7 +89,7 @@ def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[P
         return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
     except _UnknownError:
         return None
-    except Exception:  # a misbehaving object of the user; a display must not end a training
+    except Exception:  # a user's object misbehaves; the display must not end the training
         return None
 
 
@@ -149,7 +149,7 @@ def _loops_at(
 
 
 def _read_at(body: Sequence[ast.stmt], line: int) -> str:
-    """Return the iterable, the loader, of the loop whose head is at ``line``; empty without such a loop."""
+    """Return the iterable (the loader) of the loop whose head is at ``line``; empty if there is no such loop."""
     nodes = (node for statement in body for node in ast.walk(statement))
     heads = (
         node for node in nodes if isinstance(node, ast.For) and node.lineno <= line < node.body[0].lineno
@@ -241,7 +241,7 @@ def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt
 
 
 def _place_in(loop: ast.For, frame: FrameType) -> Place:
-    """Return the position of a loop."""
+    """Return the current iteration of a loop."""
     counter = _counter_of(loop)
     items, is_counted = _items(loop.iter, frame)
     if is_counted != isinstance(loop.target, ast.Tuple):
@@ -255,10 +255,10 @@ def _place_in(loop: ast.For, frame: FrameType) -> Place:
 
 
 def _num_before(node: ast.expr, items: Sequence[Any]) -> int:
-    """Return the number of rounds before the first of ``items``; epochs count from 0 or from 1."""
+    """Return the number of iterations before the first of ``items``; epochs count from 0 or from 1."""
     if not isinstance(items, range) or items.step != 1 or items.start <= 0:
         return 0
-    while isinstance(node, ast.Call) and isinstance(node.args[0], ast.Call):  # of a bar around it
+    while isinstance(node, ast.Call) and isinstance(node.args[0], ast.Call):  # a bar around the range
         node = node.args[0]
     # ``range(start, num_epochs + 1)`` counts from 1.
     stop = node.args[-1] if isinstance(node, ast.Call) else None
@@ -291,7 +291,7 @@ def _items(node: ast.expr, frame: FrameType) -> tuple[Sequence[Any], bool]:
 
 
 def _is_standard(node: ast.expr, frame: FrameType) -> bool:
-    """Return whether a name such as ``range`` is Python's here, or a bar's that is not the user's own function."""
+    """Return whether a name such as ``range`` means Python's own function here, or a library's bar."""
     if isinstance(node, ast.Attribute):
         return True
     value = _value(node, frame)
@@ -309,7 +309,7 @@ def _whole(node: ast.expr, frame: FrameType) -> int:
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
-    """Return the value of an expression that runs no code of the user's."""
+    """Return the value of an expression that runs none of the user's code."""
     match node:
         case ast.Constant():
             return node.value

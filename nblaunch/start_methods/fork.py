@@ -86,7 +86,7 @@ def _fork() -> int:
     if sys.version_info < (3, 12):  # older versions do not warn
         return attached_debugger.fork()
     with warnings.catch_warnings():
-        # Python warns about forking with threads; worker/ keeps workers from using anything of these threads.
+        # Python warns about forking with threads; worker/ keeps workers from using anything that belongs to them.
         warnings.simplefilter("ignore", DeprecationWarning)
         return attached_debugger.fork()
 
@@ -131,7 +131,7 @@ def _ranks(assignments: Sequence[Assignment]) -> range:
 
 
 def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
-    """Restore ``random`` before the call: Python reseeds it in every child, but numpy and torch do not."""
+    """Restore ``random`` before the call: Python reseeds it in every child, unlike numpy's and torch's generators."""
     state = random.getstate()
 
     def load() -> FunctionCall:
@@ -228,7 +228,7 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def _executable_size() -> bytes | None:
-    """Return how much of this process's memory holds library code; None if the system does not count it.
+    """Return how much of this process's memory holds library code; None if the system does not report it.
 
     The value grows when a library is loaded. nblaunch does not ask the loader for its count, because the loader calls
     back under its lock: a thread that imports a module waits for that lock while it holds the interpreter's.

@@ -42,7 +42,7 @@ from nblaunch.worker import output, process_control
 from nblaunch.worker.failure import describe_failure
 
 _REPORT = struct.Struct("<iii")
-"""A report of the server to the kernel: kind, rank, and a process id or an exit code."""
+"""A report from the server to the kernel: kind, rank, and a process id or an exit code."""
 
 _STARTED, _ENDED = 0, 1
 
@@ -95,7 +95,7 @@ class ForkserverGroup(WorkerGroup):
             self._server_status = reap_with_group(self._server)
         ended = self._read_reports()
         if self._server_status is not None and self._alive:
-            # Workers die with their server, and how each one ended is unknown.
+            # Workers die with their server, which can't report how each one ended.
             status = ExitStatus(self._server_status.code, self._server)
             ended += [(rank, status) for rank in sorted(self._alive)]
             self._alive.clear()
@@ -167,7 +167,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
         # No worker can report it yet, so the server reports it for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
-        if isinstance(error, KeyboardInterrupt):  # it ends all ranks, as it would end each of them
+        if isinstance(
+            error, KeyboardInterrupt
+        ):  # the server ends as an interrupted rank would, and so do all ranks
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)

@@ -108,11 +108,11 @@ def start_program(
         inherited: descriptors that the process gets in addition to the memory files of message and call.
         call: the call that it will run. The process starts with the environment, search path and working folder that
             were saved with the call. None = it gets the variables of this process.
-        environment: all of its variables, if they differ from these.
+        environment: all variables of the process; None = as described for ``call``.
 
     Raises:
         OSError: the system refused to start the process.
-        LaunchError: another version of nblaunch was installed meanwhile, which the process would run.
+        LaunchError: another version of nblaunch was installed meanwhile, and the process would run it.
     """
     installation.check_new_process()
     message_fd = _written("nblaunch-message", message)

@@ -29,7 +29,7 @@ from nblaunch.worker.inheritance.settings import KernelSettings
 
 @dataclass(frozen=True)
 class SavedCall:
-    """A snapshot of a call, with all that a fresh process needs to run it as this process would have.
+    """A snapshot of a call, with everything that a fresh process needs to run it as this process would.
 
     Args:
         fd: memory file of the call, see ``wire/pickling/payload.py``.
@@ -40,7 +40,7 @@ class SavedCall:
         path: search path for modules.
         folder: the working folder; None if it was removed.
         argv: ``sys.argv``, which a function may parse.
-        authkey: key that processes of ``multiprocessing`` share: with it, a manager of the kernel answers workers.
+        authkey: key that processes of ``multiprocessing`` share; workers need it to reach the kernel's managers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         has_shell: this process is an IPython shell, so ``display`` must work in workers, too.
     """
@@ -123,7 +123,7 @@ def save_call(
 
 @contextmanager
 def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedCall]:
-    """Yield the call as saved earlier, or save it for the block only; raise like :func:`save_call`."""
+    """Yield the call that was saved earlier, or save it for the block only; raise like :func:`save_call`."""
     if saved is not None:
         yield saved
         return

@@ -47,7 +47,7 @@ def whole(value: Any) -> Any:
 
 
 def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
-    """Put ``state`` into ``module``; shards of tensors are copied one by one, without a full copy of them.
+    """Load ``state`` into ``module``; copy sharded tensors shard by shard, without assembling them.
 
     Unchanged tensors are skipped: copying them would take time, and memory if their pages belong to a file. Modules
     with their own loading code get all of their tensors, unsharded.
@@ -81,7 +81,7 @@ def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
 
 
 def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
-    """Return tensors to replace tensors of ``module`` that have only a shape; shared parameters stay shared."""
+    """Return tensors that replace ``module``'s meta tensors, which have only a shape; shared parameters stay shared."""
     torch: Any = sys.modules["torch"]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     made: dict[int, Any] = {}

@@ -3,7 +3,7 @@
     block = torch.compile(block)                  block._orig_mod.0.weight ──> block.0.weight
     block = DistributedDataParallel(block)        block.module.0.weight    ──> block.0.weight
 
-A file or another process knows the module without the wrappers. States are therefore read from and loaded into
+Files and other processes use the names without wrappers. States are therefore read from and loaded into
 :func:`without_wrappers_inside`, which has the same parameters under plain names.
 """
 
@@ -20,7 +20,7 @@ _ADDED = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapp
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a weight without parts that wrappers add, which a file of another program may contain."""
+    """Return the name of a weight without the parts that wrappers add; files of other programs may contain them."""
     return _ADDED.sub("", name)
 
 
@@ -35,7 +35,7 @@ def without_wrappers_inside(module: Any) -> Any:
 
 
 def _copied(module: Any, wrappers: set[int], made: dict[int, Any]) -> Any:
-    """Return ``module``, or a copy of it if wrappers are below it."""
+    """Return ``module``, or a copy of it if it contains wrappers."""
     inner = module
     while id(inner) in wrappers:
         inner = _inside(inner)

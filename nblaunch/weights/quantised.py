@@ -1,4 +1,4 @@
-"""Quantised weights: frozen low-bit numbers in the format of a library.
+"""Quantised weights: frozen low-bit numbers in a library's own format.
 
 bitsandbytes  a subclass of ``Parameter`` that carries its scales; the state dict lists them as well, but a 4-bit module
               cannot load them, nor can an 8-bit module after its first forward

@@ -110,8 +110,8 @@ def is_fsdp1_module(module: Any) -> bool:
 
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the position of a shard in the full tensor: its offset and its shape, one number per dimension each. Uses
-    torch's own arithmetic, which also handles shards of shards, as in FSDP2 over tensor parallelism.
+    """Return the position of a shard in the full tensor: its offset and its shape, each with one number per dimension.
+    Uses torch's own arithmetic, which also handles shards of shards, as in FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
 
@@ -147,8 +147,7 @@ def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) 
 def _deepspeed_shard(parameter: Any) -> TensorShard:
     """Return this rank's shard of a parameter that DeepSpeed has sharded, without the padding."""
     shard = parameter.ds_tensor.detach().reshape(-1)
-    # The group itself knows the rank: end_training() has left the default group, without which torch.distributed does
-    # not.
+    # Ask the group: end_training() has left the default group, which torch.distributed needs to find the rank.
     start = min(parameter.ds_process_group.rank() * shard.numel(), parameter.ds_numel)
     length = min(shard.numel(), parameter.ds_numel - start)
     return TensorShard(tuple(parameter.ds_shape), (start,), shard[:length].to("cpu", copy=True), is_flat=True)
@@ -157,7 +156,7 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
     """Return whether no lower rank on this machine holds the same shard.
 
-    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same form: with tensor
+    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same shape: with tensor
     parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank counts as
     the first.
     """

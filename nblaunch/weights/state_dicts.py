@@ -1,7 +1,8 @@
 """State dicts: the versions that torch stores with them, and whether a module can load one.
 
 :func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
-all that fits before it raises. :func:`give_own_memory` makes a module's tensors writable by copies.
+all that fits before it raises. :func:`give_own_memory` prepares a module's tensors so that values can be copied into
+them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def shape_mismatches(
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a value; None without a shape, and for parameters of lazy layers, which accept any."""
+    """Return the shape of a value; None if it has none, and for parameters of lazy layers, which accept any shape."""
     is_lazy = sys.modules["torch"].nn.parameter.is_lazy(value)
     return None if is_lazy or not hasattr(value, "shape") else tuple(value.shape)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.progress.planned_epochs import places_around, rounds_left
+from nblaunch.progress.planned_epochs import iterations_left, places_around
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,7 +80,7 @@ def run(body: str) -> list[int]:
     seen: list[int] = []
 
     def note() -> None:
-        seen.append(rounds_left(places_around(sys._getframe(1))))
+        seen.append(iterations_left(places_around(sys._getframe(1))))
 
     def counted() -> Iterator[int]:
         yield from (0, 1)
