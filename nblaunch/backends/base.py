@@ -320,7 +320,7 @@ class Backend(ABC):
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """Explain the device's part in ``error``, which ended the function, and what to try, line by line."""
+        """Explain the device's role in ``error``, which ended the function, and what to try, line by line."""
         return ()
 
     def empty_cache(self) -> None:

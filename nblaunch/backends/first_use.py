@@ -192,7 +192,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do what a worker does first, in a child for probing. Raises if torch refuses it."""
+    """Do what a worker does first, in a probe process. Raises if torch refuses it."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
@@ -277,7 +277,7 @@ def xla_backward_hazard() -> str | None:
 
 
 def _xla_backward() -> None:
-    """Run the first backward on an XLA device in a probing child; the device is the CPU on every host."""
+    """Run the first backward on an XLA device in a probe process; the device is the CPU on every host."""
     env.apply({"PJRT_DEVICE": "CPU"})
     import torch
 
@@ -295,9 +295,9 @@ def keep_torch_tpu_away() -> None:
     """Keep a later import of torch from importing torch_tpu if it is installed.
 
     With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU acquire the chips of a TPU host;
-    on other hosts, the import uses 300 MB and some seconds for nothing. Once torch is imported, the variable gets its
-    old value again, so that programs that cells start are not affected. A value of 1 is not the user's choice:
-    torch_tpu sets it in a process that imports it, and child processes inherit it.
+    on other hosts, the import wastes 300 MB and several seconds. Once torch is imported, the variable gets its old
+    value again, so that programs that cells start are not affected. A value of 1 is not the user's choice: torch_tpu
+    sets it in a process that imports it, and child processes inherit it.
     """
     before = env.read(AUTOLOAD)
     if "torch" not in sys.modules and before in (None, "1") and packages.is_installed("torch_tpu"):
@@ -356,7 +356,7 @@ def _run_probe(attempt: Callable[[], None], writer: int) -> None:
 
 
 def small_backward() -> None:
-    """Run the smallest backward on the CPU; called in a child for probing."""
+    """Run the smallest backward on the CPU; called in a probe process."""
     import torch
 
     # One number is too small for OpenMP, whose threads a fork does not copy either.

@@ -189,7 +189,7 @@ def explain(error: BaseException) -> tuple[str, ...]:
     """Explain an error of a GPU or of NCCL and what to try, one line each; return nothing for any other error.
 
     The message alone decides: after most of these errors, CUDA answers every call with the same error. Errors that only
-    report the loss of another rank are not explained here; that rank's own end explains them.
+    report the loss of another rank are not explained here; that rank's own error explains them.
 
     Args:
         error: the exception, with its causes.
@@ -218,10 +218,11 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         r"device-side assert triggered",
-        "An operation on the GPU got a number out of range: usually a class that is not below the number of the "
+        "An operation on the GPU got an index out of range: usually a class that is not below the number of the "
         "model's outputs, or a token that has no row in the embedding. This rank's log shows the failed check, as "
         "`Assertion ... failed`.",
-        f"the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at its line. {_LATER}",
+        "the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at the failing line. "
+        f"{_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
@@ -245,8 +246,8 @@ FAULTS = (
     ),
     Fault(
         r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
-        "A CUDA library could not be started: usually because the GPU's memory is full, or because a number out of "
-        "range stopped the GPU just before.",
+        "A CUDA library could not be started: usually because the GPU's memory is full, or because an index out of "
+        "range has just stopped the GPU.",
         f"a smaller batch; the same function with backend='cpu'. {_LATER}",
     ),
     Fault(
@@ -257,7 +258,7 @@ FAULTS = (
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",
-        "NCCL found no room in /dev/shm, which GPUs without direct links communicate through; containers have 64 MB.",
+        "NCCL found no room in /dev/shm, which GPUs without direct links communicate through; a container has 64 MB.",
         "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
     ),
 )  # fmt: skip

@@ -76,7 +76,7 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
 def extend_collective_timeout() -> None:
     """Let collectives wait for a day if their group has no time limit, because a rank may be in a debugger.
 
-    This does not change the limit of a collective that already waits.
+    This does not change the limit of a collective that is already waiting.
     """
     global _is_timeout_extended
     _is_timeout_extended = True

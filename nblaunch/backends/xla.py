@@ -190,7 +190,8 @@ class XlaBackend(Backend):
             atexit.register(self._report_exchanged_copies, topology)
         folder = env.read("NBLAUNCH_XLA_CACHE") or (_default_cache() if xla_runtime.kind() == "TPU" else "")
         if folder:
-            # On the CPU, executables can be written but not read back (torch_xla 2.9), so the cache is only on request.
+            # On the CPU, executables can be written but not read back (torch_xla 2.9), so the cache is used only on
+            # request.
             os.makedirs(folder, exist_ok=True)
             xla_runtime.package()
             xla_runtime.part("runtime").initialize_cache(folder)

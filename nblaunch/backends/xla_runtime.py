@@ -65,7 +65,7 @@ def version_mismatch() -> str | None:
 
 
 def unknown_chips() -> str | None:
-    """Return what to do if torch_xla is too old for this host's chips, which would end the workers with its errors."""
+    """Return what to do if torch_xla is too old for this host's chips, and would end the workers."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
@@ -219,9 +219,9 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
 
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
-# For functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes only if it was
-# initialised as by its own launcher. Otherwise each worker is a world of one process: xr.world_size() is 1, and
-# xm.optimizer_step reduces nothing. On the CPU this is always so.
+# For functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes only if it is
+# initialised as its own launcher does it. Otherwise each worker is a world of one process: xr.world_size() is 1, and
+# xm.optimizer_step reduces nothing. On the CPU, this is always the case.
 
 # Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.
 _ENTRIES = (
@@ -237,7 +237,7 @@ _ENTRIES = (
 
 
 def join_at_first_use(topology: Topology) -> None:
-    """Make this worker join the others like torch_xla's launcher, when torch_xla first needs a device or the world.
+    """Make this worker join the others as torch_xla's launcher does, when torch_xla first needs a device or the world.
 
     It can't join earlier: the runtime then waits for all workers, and some functions never use it.
     """
@@ -299,6 +299,6 @@ def separate_stores(topology: Topology) -> None:
 def has_exchanged_copies() -> bool:
     """Return whether a collective of torch.distributed ran on copies of XLA tensors and so left the tensors unchanged.
 
-    torch has no kernel of such collectives for XLA tensors: it copies the arguments to the host, but not back.
+    torch has no kernel for such collectives on XLA tensors: it copies the arguments to the host, but not back.
     """
     return any(name.startswith("c10d::") for name in part("debug.metrics").counter_names())

@@ -22,7 +22,7 @@ class XpuBackend(GpuBackend):
     runtime = first_use.LEVEL_ZERO
 
     def affinity(self) -> int:
-        # Next to a GPU of NVIDIA or AMD, it is probably the processor's own.
+        # Next to a GPU of NVIDIA or AMD, an Intel GPU is probably the processor's own.
         return min(super().affinity(), 9)
 
     def build_refusal(self) -> str | None:
@@ -41,7 +41,7 @@ class XpuBackend(GpuBackend):
         return self.build_refusal() or ""
 
     def overlooked(self) -> str | None:
-        return None  # nearly every Intel processor has a GPU, but few users mean to train on it
+        return None  # nearly every Intel processor has a GPU, but few users want to train on it
 
     def device_count(self) -> int:
         return drm.num_visible_intel_gpus()

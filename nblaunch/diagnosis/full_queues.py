@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from nblaunch import formatting
 from nblaunch.diagnosis.stacks import Position, frames_inside_user_code
-from nblaunch.host.waits import Wait, has_what_is_awaited, wait_for_others
+from nblaunch.host.waits import Wait, has_awaited_object, wait_for_others
 
 _PERIOD_S = 0.5
 LONG_S = 2.0
@@ -63,7 +63,7 @@ class FullQueueDetector:
         if now_s - since_s < LONG_S or self._reported.get(rank) == address:
             return False
         self._reported[rank] = address
-        return has_what_is_awaited(pid)
+        return has_awaited_object(pid)
 
 
 def is_confirmed(position: Position) -> bool:

@@ -44,7 +44,7 @@ def carry(tag: int) -> None:
 
 
 class Descendants:
-    """The processes with one tag. Create it before the first of them starts."""
+    """The processes with one tag. Create this object before the first of them starts."""
 
     def __init__(self) -> None:
         self.tag = _LOWEST_TAG + secrets.randbits(_TAG_BITS)

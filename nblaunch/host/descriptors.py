@@ -35,7 +35,7 @@ def is_kept_from_children(fd: int) -> bool:
 
 @contextmanager
 def forks_held_back() -> Iterator[None]:
-    """Let forks of other threads wait while the block runs.
+    """Make forks in other threads wait while the block runs.
 
     ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
     meanwhile, it would wait as long as that child lives.

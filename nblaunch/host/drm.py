@@ -18,7 +18,7 @@ from nblaunch.host.gpus import DeviceMeter, Gpu, visible_devices
 
 _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"
-_INTEGRATED = "0000:00:02.0"  # place of the GPU inside Intel's processors on the PCI bus
+_INTEGRATED = "0000:00:02.0"  # PCI address of the GPU inside Intel's processors
 
 
 def amd_gpus() -> tuple[Gpu, ...]:
@@ -70,7 +70,7 @@ class AmdMeter(DeviceMeter):
 
 
 def num_intel_gpus() -> int:
-    """Return the number of Intel GPUs as torch counts them: tiles of cards; integrated GPUs only without cards."""
+    """Return the number of Intel GPUs as torch counts them: tiles of cards; without cards, integrated GPUs."""
     folders = [
         card / "device"
         for card in _CLASSES.glob("drm/card[0-9]*")

@@ -1,4 +1,4 @@
-"""GPUs of this host: NVIDIA's without a CUDA context, which of them workers may use, and how busy devices are.
+"""GPUs of this host, read without a CUDA context: which ones workers may use, and how busy they are.
 
 All readings of NVIDIA GPUs come from NVML, the driver's own library, through nvidia-ml-py (module ``pynvml``). NVML
 does not initialise CUDA, so the process can still be forked. No program is started, because nvidia-smi takes seconds
@@ -31,7 +31,8 @@ _TRUTHFUL_DRIVER = (550, 40, 7)  # newer drivers no longer claim P2P for them
 
 
 class DeviceMeter:
-    """Reads how busy a backend's devices are, from outside the workers, until it is closed. This class reads none.
+    """Reads how busy a backend's devices are, from outside the workers, until it is closed. This base class reads no
+    device.
 
     The launcher uses it while workers run, so it must not create a device context. Workers report device memory
     themselves (``Backend.device_memory``).
@@ -40,7 +41,7 @@ class DeviceMeter:
     def read(self) -> list[float | None]:
         """Return the utilisation of each device, in the order of local ranks. Never raises.
 
-        The utilisation is the fraction of the last moments in which the device computed, 0 to 1; None if unknown.
+        The utilisation is the fraction of recent time in which the device computed, 0 to 1; None if unknown.
         """
         return []
 
@@ -76,7 +77,7 @@ class Gpu:
 def physical_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs of this host in the driver's order, regardless of CUDA_VISIBLE_DEVICES.
 
-    NVML is asked again until it answers, because a cell may install nvidia-ml-py.
+    NVML is queried again until it answers, because a cell may install nvidia-ml-py.
     """
     try:
         return _listed()
@@ -169,8 +170,8 @@ def _is_numbered_alike() -> bool:
 def lacks_p2p() -> str | None:
     """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
 
-    Collectives over them hang or fail. It concerns several cards of the GeForce RTX 40 series with a driver before
-    550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not concerned).
+    Collectives over them hang or fail. The fault affects several GeForce RTX 40 cards in one machine with a driver
+    before 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not affected).
     """
     names = [gpu.name for gpu in _may_be_visible() if _WITHOUT_P2P in gpu.name]
     if not names or len(visible()) < 2:
@@ -197,7 +198,7 @@ def descriptions() -> list[str]:
 
 
 def open_meter() -> DeviceMeter:
-    """Open a meter of the visible devices; it reads none if it is not known which number CUDA gives to which."""
+    """Open a meter of the visible devices; it reads nothing if CUDA's numbers for them are unknown."""
     uuids = visible() if _is_numbered_alike() else []
     try:
         return NvmlMeter(uuids, _initialised()) if uuids else DeviceMeter()

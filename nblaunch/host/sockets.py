@@ -79,7 +79,7 @@ def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
         for stream in streams
         if stream.there
         and stream.here[1] not in listening
-        # Both ends in this process.
+        # Both ends are in this process.
         and not (stream.is_local and (stream.there, stream.here) in ends)
     ]
     unknown = [stream for stream in clients if stream.is_local]
@@ -116,7 +116,7 @@ def _local_stream(connection: socket.socket) -> _Stream | None:
     if is_of_server or not hasattr(socket, "SO_PEERCRED"):
         return None
     path = connection.getpeername()
-    if not path:  # of a pair
+    if not path:  # an end of a socket pair
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     server, _, _ = _CREDENTIALS.unpack(credentials)

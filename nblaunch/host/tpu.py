@@ -170,7 +170,7 @@ def holder_refusal(is_ours: bool, where: str = "") -> str | None:
 
     Args:
         is_ours: whether this process is known to use them.
-        where: names the cell that did, after a space.
+        where: names the cell that took them, after a space.
     """
     holder = lock_holder()
     if is_ours or holder == os.getpid():
@@ -248,7 +248,7 @@ class TpuSlice:
 
 
 def slice_of_host(num_chips: int) -> TpuSlice:
-    """Return the slice of this host, which has ``num_chips`` chips by any way of counting."""
+    """Return the slice of this host, which has ``num_chips`` chips, however they were counted."""
     server = None if env.read("TPU_SKIP_MDS_QUERY") else ask_metadata_server("tpu-env")
     match = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
     named = env.read("TPU_ACCELERATOR_TYPE") or (match[1] if match else "")
@@ -265,7 +265,7 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 def ask_metadata_server(key: str) -> str | None:
     """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
-    # No proxy: the server is on this machine's link.
+    # Use no proxy: the server has a link-local address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:

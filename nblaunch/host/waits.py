@@ -6,7 +6,7 @@ thread of the same process can wake it, or a signal handler. If all threads of a
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
 
-The main thread may also wait for an object that the calling process has, too, such as a pipe or a semaphore between
+The main thread may also wait for an object that the calling process has as well, such as a pipe or a semaphore between
 processes. Only other processes can then end the wait.
 
 On systems that do not show system calls (no ``/proc``, other processors, a sandbox), this module reports nothing.
@@ -91,14 +91,14 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
 
 
 def wait_for_others(pid: int) -> Wait | None:
-    """Return the main thread's wait to write, or for a lock between processes; None if it has none."""
+    """Return the main thread's wait for a write, or for a lock between processes; None if it waits for neither."""
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields or (fields[0] != str(_WRITE) and not _is_shared_futex(fields)):
         return None
     return pid, fields[1], _num_sleeps(f"/proc/{pid}/task/{pid}")
 
 
-def has_what_is_awaited(pid: int) -> bool:
+def has_awaited_object(pid: int) -> bool:
     """Return whether the calling process also has the pipe, socket or semaphore of :func:`wait_for_others`."""
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields:

@@ -11,7 +11,7 @@ From a worker:
     board.py            progress in shared memory; the losses as a bounded number of means
     collective_calls.py the last collectives of each rank, behind the board
     spans.py            how each rank spent its time, behind the board
-    outbox.py           return value, weights, states of optimizers
+    outbox.py           return value, weights, optimizer states
     originals.py        which weights have not changed
     exceptions.py       an exception with its causes, as text and as an object
 
@@ -19,7 +19,7 @@ In both directions between launcher and workers:
 
     pickling/           values in memory files, pickled
     argument_paths.py   torch modules and optimizers in the arguments, by argument path
-    worker_commands.py  commands of a session and to the debugger, and replies, on a socket pair
+    worker_commands.py  commands to a session or the debugger, and replies, on a socket pair
     stop_agreement.py   the step at which all ranks stop, over the board
 
 Between ranks and between nodes:

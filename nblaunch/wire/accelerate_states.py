@@ -39,7 +39,7 @@ class _Settings:
 
 
 _settings: _Settings | None = None
-"""The settings of the notebook's states, in a process that has received them."""
+"""The settings of the notebook's states, in a process that has received these settings."""
 
 
 def reset_in_worker() -> None:
@@ -75,7 +75,7 @@ def _instance(name: str, settings: _Settings | None) -> Any:
 
 
 def _settings_of(module: Any) -> _Settings | None:
-    """Return the settings of the states of this process; None if it has none."""
+    """Return the settings of the states of this process; None if there are none."""
     partial, state = module.PartialState._shared_state, module.AcceleratorState._shared_state
     if not partial:
         return None

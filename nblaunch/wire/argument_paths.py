@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ArgPath = int | str
-"""An argument path: the position of an argument, or the way to an object inside it: ``args[0]['generator']``."""
+"""An argument path: the position of an argument, or the path to an object inside it: ``args[0]['generator']``."""
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 1000
@@ -122,7 +122,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     cls = type(value)
     if issubclass(cls, (list, tuple)):
         if len(value) <= _MAX_ITEMS:
-            names = getattr(cls, "_fields", None)  # of a named tuple
+            names = getattr(cls, "_fields", None)  # the fields of a named tuple
             yield from ((f".{names[i]}" if names else f"[{i}]", part) for i, part in enumerate(value))
     elif issubclass(cls, dict):
         if len(value) <= _MAX_ITEMS:

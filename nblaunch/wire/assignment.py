@@ -27,7 +27,7 @@ NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.S
 """Asks again, if a worker blocked in native code has not answered: its frames may then be read at any moment."""
 
 NUM_THREADS = "threads of Python: "
-"""Prefix of the line after a stack that a worker has written itself."""
+"""Prefix of the line that follows a stack written by the worker itself."""
 
 
 @dataclass(frozen=True)

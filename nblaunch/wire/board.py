@@ -8,9 +8,9 @@ Behind the slots, the same file holds the last collectives of each rank (``colle
 spans (``spans.py``).
 
 Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so no locks
-are needed: a reading may combine fields of two neighbouring steps, but each number in it is whole. The loss curve has
-many words, and a version number that is odd while the worker writes it. Writing a step takes well under a microsecond,
-and no system call.
+are needed: a reading may combine fields of two neighbouring steps, but never parts of two numbers. The loss curve has
+many words, so it has a version number that is odd while the worker writes it. Writing a step takes well under a
+microsecond, and no system call.
 
 A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
@@ -199,7 +199,7 @@ class Slot:
     num_updates = _Word(UPDATES)
     """Steps of any optimizer."""
     num_progress_signs = _Word(_PROGRESS_SIGNS)
-    """Other signs of progress: collectives, bars that advanced, the begin of a session's command."""
+    """Other signs of progress: collectives, bars that advanced, the start of a session's command."""
     built_bytes = _Word(_BUILT_BYTES)
     """Bytes of parameters that this process has built."""
     num_checks = _Word(_CHECKS)
@@ -228,7 +228,7 @@ class Slot:
         self.spans: SpanWriter | None = None
         """Records the rank's time spans; None before :meth:`record_spans`."""
         self.words: memoryview
-        """The integers of the slot, for code that runs at every step, in which a call of a method would be slow."""
+        """The integers of the slot, for code that runs at every step, where a method call would be slow."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
@@ -377,7 +377,7 @@ class Slot:
         ints[_DEVICE_LIMIT_BYTES] = limit
 
     def begin_check(self) -> tuple[int, int]:
-        """Count a check of ``accelerator.should_stop``; return what :meth:`StepBoundaries.begin_check` does."""
+        """Count a check of ``accelerator.should_stop``; return the same as :meth:`StepBoundaries.begin_check`."""
         ints = self._ints
         ints[_CHECKS] = number = ints[_CHECKS] + 1
         return number, ints[_STOP_PROPOSAL]
@@ -441,7 +441,7 @@ def private_slot() -> Slot:
 
 
 class Board:
-    """All slots of a job, in a memory file that both forked and fresh workers can map by its descriptor."""
+    """All slots of a job, in a memory file that forked and fresh workers alike can map by its descriptor."""
 
     def __init__(self, num_slots: int, fd: int) -> None:
         self.fd = fd
@@ -506,7 +506,7 @@ class Board:
             slot.release()
         self._slots = []
         self._view.release()
-        self._map.close()  # it holds its own descriptor
+        self._map.close()  # the mapping has its own descriptor
         os.close(self.fd)
         self.fd = -1
 

@@ -39,7 +39,7 @@ from nblaunch.events import Event, Note
 from nblaunch.wire import signing
 
 _HEADER = struct.Struct("<8sQ")
-"""Header of a packet: its event, and the remaining bytes of this event, including this packet."""
+"""Header of a packet: the id of its event, and the event's remaining bytes, including this packet."""
 
 _BODY_BYTES = select.PIPE_BUF - _HEADER.size
 _READ_BYTES = 1 << 18
@@ -59,7 +59,7 @@ class EventSender:
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one whole event. Do not fail if the launcher is gone: its workers are about to end, too.
+        """Write one whole event. Ignore a missing launcher: its workers are about to end, too.
 
         Raises:
             OSError: this process has closed the descriptor; its number may now belong to another file.
@@ -75,7 +75,7 @@ class EventSender:
         with suppress(BrokenPipeError):
             for packet in _packets(signing.seal(body, self._key)):
                 while packet:
-                    # A pipe accepts all of it; a file on a full disk may not.
+                    # A pipe accepts the whole packet; a file on a full disk may not.
                     packet = packet[os.write(self.fd, packet) :]
 
 
@@ -88,11 +88,11 @@ def _packets(body: bytes) -> Iterator[bytes]:
 class EventReceiver:
     """The launcher's end: combines received bytes into whole events.
 
-    An event that can't be read becomes a warning; the following events are not lost.
+    An event that can't be read becomes a warning; later events still arrive.
 
     Args:
         fd: reading end of the pipe.
-        source: the sender, for such a warning: ``"rank 3"``.
+        source: the sender, as named in such a warning: ``"rank 3"``.
         key: key that events are signed with; b"" = they are not signed.
     """
 
@@ -205,7 +205,7 @@ def _plain(value: Any) -> Any:
 
 
 def dump_plain(message: Any) -> bytes:
-    """Pickle a message in the way of events: it only names classes of nblaunch and of ``builtins``.
+    """Pickle a message as events are pickled: it only names classes of nblaunch and of ``builtins``.
 
     Raises:
         RecursionError: an object of another class contains itself.

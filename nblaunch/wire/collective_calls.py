@@ -10,8 +10,9 @@ comparison needs nothing else. Chains are computed from integers, whose hashes d
 because collectives that torch starts from C++ leave no other trace here. They are evidence and not a rule, so they are
 not part of a chain.
 
-All memory has a fixed size. When the texts are full, texts and calls start again. A call takes about a microsecond and
-no system call. A reading may happen while a rank writes: it omits entries that were overwritten meanwhile.
+All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes about
+a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
+meanwhile.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Group:
     Args:
         ranks: ranks of the job, in the order of the group.
         number: number of earlier groups of the process with the same ranks.
-        is_default: it is the group of the whole job.
+        is_default: whether it is the group of the whole job.
     """
 
     ranks: tuple[int, ...] = ()
@@ -84,7 +85,7 @@ class Group:
 
     @cached_property
     def digest(self) -> int:
-        """A number for it that is the same in all processes."""
+        """A number for the group that is the same in all processes."""
         return zlib.crc32(f"{self.ranks} {self.number} {self.is_default}".encode())
 
 
@@ -249,7 +250,7 @@ class CallWriter:
         return serial
 
     def withdraw(self, serial: int) -> None:
-        """Remove a call that torch has refused, so that it is not read."""
+        """Remove a call that torch has rejected, so that no reader sees it."""
         start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size
         if _SERIAL.unpack_from(self._memory, start)[0] == serial:
             _SERIAL.pack_into(self._memory, start, 0)
@@ -363,7 +364,7 @@ class CallReader:
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:
-        """Read the last calls; none if the rank keeps starting its texts again."""
+        """Read the last calls; return none if the rank restarts its texts during every attempt."""
         words = self._words
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
@@ -402,7 +403,7 @@ class CallReader:
                 return _group_of(line)
             group = self._sites[values[1]] if values[1] >= 0 else None
             return Site(values[0], group if isinstance(group, Group) else None, *values[2:])
-        except (ValueError, IndexError, TypeError):  # started again during the reading
+        except (ValueError, IndexError, TypeError):  # the texts were restarted meanwhile
             return Site("")
 
     def _calls(self, data: bytes, serials: range) -> tuple[Call, ...]:

@@ -20,7 +20,7 @@ MAX_CHARACTERS = 1 << 16
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """Return ``text`` in about the allowed number of characters, with the number of missing characters."""
+    """Return ``text`` in about the allowed number of characters, and say how many characters are missing."""
     missing = len(text) - max_characters
     if missing <= 0:
         return text
@@ -29,7 +29,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def fewer_lines(text: str, max_lines: int) -> str:
-    """Return ``text`` in at most ``max_lines`` lines, one of them with the number of missing lines; keep the last."""
+    """Return ``text`` in at most ``max_lines`` lines, one of which says how many are missing; keep the last line."""
     lines = text.splitlines()
     missing = len(lines) - max_lines + 1
     if missing <= 1:

@@ -17,7 +17,7 @@ idle while it waits for memory."""
 
 
 class WorkerLocks:
-    """Two locks and a semaphore, as held by one worker; they are independent.
+    """One worker's view of two locks and a semaphore, which are independent.
 
     Args:
         fd: descriptor of the file that all workers lock; -1 = there are no other workers, so calls never wait.

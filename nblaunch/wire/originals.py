@@ -3,7 +3,7 @@
 Workers do not send unchanged tensors back.
 
     forked worker  ── the memory of the process that forked it, at the same addresses
-    fresh worker   ── the memory file of its call, which its tensors are mapped on (copied on write)
+    fresh worker   ── the memory file of its call, on which its tensors are mapped (copied on write)
 
 Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
 detects every change: by an optimizer, ``.data``, NumPy, or a replacement of the tensor. ``requires_grad`` does not show
@@ -21,7 +21,7 @@ from typing import Any
 
 from nblaunch.wire.argument_paths import ArgPath
 
-_CHUNK_BYTES = 1 << 18  # stays in a core's cache between being read and compared
+_CHUNK_BYTES = 1 << 18  # small enough to stay in a core's cache between reading and comparing
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -29,7 +29,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Replaces, in a state dict, a tensor of this shape that is unchanged and therefore was not sent."""
+    """Stands in a state dict for a tensor of this shape that was not sent because it is unchanged."""
 
     shape: tuple[int, ...]
 
@@ -63,7 +63,7 @@ class Originals:
     def of_this_process(cls) -> Originals | None:
         """Return the originals for processes forked from this one; None if the system hides the memory of processes.
 
-        The file stands for this process's memory in every process that inherits it: the system checks permissions when
+        The file refers to this process's memory in every process that inherits it: the system checks permissions when
         it is opened, not when it is read. Source: proc_pid_mem(5), and ``proc_mem_open`` in Linux's fs/proc/base.c.
         """
         try:
@@ -82,7 +82,7 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return ``id`` of a tensor in ``state`` -> test whether its values, on the CPU, equal the original ones.
+        """Return ``id`` of a tensor in ``state`` -> test whether the tensor's copy on the CPU equals the original.
 
         Tensors whose originals can't be read have no test.
         """
@@ -123,7 +123,7 @@ def _never(tensor: Any) -> bool:
 
 
 def _original(tensor: Any) -> _Original | None:
-    """Return where a tensor is; None if it is not plainly in this process's memory, so it counts as changed."""
+    """Return where a tensor is; None (it counts as changed) if it is not plainly in this process's memory."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

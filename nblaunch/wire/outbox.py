@@ -43,7 +43,7 @@ class RankResult:
 
 
 Reader = Callable[[int, ValueLocation, Mapping[ArgPath, StateSent]], RankResult]
-"""Called with the descriptor of an outbox, the place of the value, and the sent states, like :func:`read`."""
+"""A function with the parameters of :func:`read`: descriptor of an outbox, place of the value, and sent states."""
 
 
 class Outbox:
@@ -122,8 +122,9 @@ def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSen
 def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value, and why it can't be rebuilt.
 
-    Callers keep the value. A value that takes up almost all of a large file stays there. Any other value is copied:
-    otherwise a loss would keep the weights next to it in memory, and a thousand losses a thousand descriptors.
+    Callers keep the value. A value that takes up almost all of a large file stays in the file. Any other value is
+    copied: otherwise a loss would keep the weights next to it in memory, and a thousand losses would keep a thousand
+    descriptors open.
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)

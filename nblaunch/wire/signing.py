@@ -2,7 +2,7 @@
 
 Between ranks:
 
-    launcher ── key: in the memory that workers inherit, never in a file, a variable or on a store ──> workers
+    launcher ── key: in memory that workers inherit, never in a file, a variable or a store ──> workers
     rank 0   ── signature + pickle ──> process group ──> rank 1: checks the signature, then reads the pickle
 
 Workers find each other through a store on a loopback port, which every user of the machine can reach. Without a

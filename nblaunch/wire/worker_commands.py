@@ -164,7 +164,7 @@ class Execute(SessionCommand):
 
     @property
     def is_name(self) -> bool:
-        """Whether it only reads a variable, so that no rank needs another."""
+        """Whether the code only reads a variable, so that ranks do not need each other."""
         return self.code.isidentifier()
 
 
@@ -222,8 +222,8 @@ class ReadVariables(DebugCommand):
     """Describe the local variables of a frame; the reply's value is a :class:`FrameVariables`.
 
     Args:
-        function: name and first line of the function whose innermost frame is meant; None, or a function that does
-            not run = the innermost frame of the user's code.
+        function: name and first line of the function whose innermost frame to describe; None, or a function that is not
+            running = the innermost frame of the user's code.
         number: number of this command; the reply repeats it.
     """
 
@@ -264,9 +264,9 @@ class Prompted:
 
     Args:
         text: its output since the last line, without the prompt.
-        stop: identifies a ``breakpoint()`` by file, line and count; None after that, and in pdb of a failure. Ranks
-            that run the same code have equal stops.
-        prompt: pdb's prompt: another one for the rest of a statement, for the commands of a breakpoint, or in its
+        stop: identifies a ``breakpoint()`` by file, line and count; None after that, and in post-mortem pdb. Ranks that
+            run the same code have equal stops.
+        prompt: pdb's prompt; it differs for the rest of a statement, for the commands of a breakpoint, and in
             ``interact``.
     """
 
@@ -289,7 +289,7 @@ class FrameVariables:
     Args:
         function: its name and first line.
         filename: file of the code.
-        line: line that the frame is at.
+        line: current line of the frame.
         aspects: name of an aspect of a variable, such as ``batch.shape`` -> its text.
         stack: name and first line of each running function of the user's code, innermost first.
     """
@@ -334,7 +334,7 @@ class Reply:
 
     @property
     def has_outbox(self) -> bool:
-        """Whether its outbox comes with it."""
+        """Whether an outbox comes with the reply."""
         return self.returned is not None or self.interrupted is not None
 
     @classmethod

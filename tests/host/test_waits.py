@@ -141,4 +141,4 @@ def test_semaphore_of_the_caller_is_recognised(is_shared: bool) -> None:
 def assert_waits_for(pid: int, is_shared: bool) -> None:
     while waits.wait_for_others(pid) is None:
         time.sleep(0.01)
-    assert waits.has_what_is_awaited(pid) is is_shared
+    assert waits.has_awaited_object(pid) is is_shared

@@ -24,7 +24,7 @@ class MappedFile:
         self._view = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
     def part(self, offset: int, size: int) -> Any:
-        """Return ``num_bytes`` bytes that can be read and written."""
+        """Return ``size`` bytes that can be read and written."""
         return self._view[offset : offset + size]
 
 
@@ -36,7 +36,7 @@ class CopiedFile:
         self._parts: dict[tuple[int, int], Any] = {}
 
     def part(self, offset: int, size: int) -> Any:
-        """Return ``num_bytes`` bytes that can be read and written."""
+        """Return ``size`` bytes that can be read and written."""
         if (offset, size) not in self._parts:
             self._parts[offset, size] = self._copy(offset, size)
         return self._parts[offset, size]
@@ -44,7 +44,7 @@ class CopiedFile:
     def _copy(self, offset: int, size: int) -> Any:
         if size < _MIN_PAGES_BYTES:
             whole: Any = bytearray(size)
-        else:  # these need no zeroing, and return to the system as soon as they are released
+        else:  # new pages need no zeroing, and return to the system as soon as they are released
             whole = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         rest = memoryview(whole)
         while rest:

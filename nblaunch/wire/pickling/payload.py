@@ -68,7 +68,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
         self._main_by_reference = main_by_reference
         self._main = sys.modules.get("__main__")
         if not main_by_reference:
-            # The global names of a function, by the id of its globals here.
+            # The globals of a function in the reading process, by the id of its globals here.
             self.globals_ref[id(vars(self._main))] = _NAMES_OF_MAIN
 
     def reducer_override(self, obj: Any) -> Any:
@@ -139,7 +139,7 @@ def _same(value: Any) -> Any:
 
 
 class _NamesOfMain:
-    """Stands for the names in ``__main__`` of the reading process."""
+    """Stands for the namespace of ``__main__`` in the reading process."""
 
 
 _NAMES_OF_MAIN = _NamesOfMain()
@@ -177,7 +177,7 @@ def send_cells_by_value() -> None:
 
 @contextmanager
 def cells_sent_by_value() -> Iterator[None]:
-    """Act like :func:`send_cells_by_value` only during the block, because this is the user's process."""
+    """Do what :func:`send_cells_by_value` does, but only during the block, because this is the user's process."""
     pickler: Any = ForkingPickler
     before = vars(pickler).get("reducer_override")
     send_cells_by_value()
@@ -191,7 +191,7 @@ def cells_sent_by_value() -> Iterator[None]:
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
-    # Tasks for existing processes, which may be forks with the same cells, are pickled by name.
+    # Pickle by name for existing processes: they may be forks, which have the cells.
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
@@ -346,13 +346,13 @@ def _check(fd: int, at: int, key: bytes) -> None:
 
 
 def pickles_in(fd: int) -> list[bytes]:
-    """Return the pickles in the output of :func:`dump`, unread: descriptions of tensors and arrays, and the value."""
+    """Return the pickles in the output of :func:`dump` without reading them: descriptions of arrays, and the value."""
     file = MappedFile(fd)
     body, _ = _parts(file, file.part(0, _HEADER.size))
     data = bytes(body)
     pickles = []
     while data:
-        *_, (_, _, last) = pickletools.genops(data)  # STOP, of one byte
+        *_, (_, _, last) = pickletools.genops(data)  # STOP, which takes one byte
         assert last is not None, "positions in bytes are known"
         pickles.append(data[: last + 1])
         data = data[last + 1 :]
@@ -402,7 +402,7 @@ class _Pickler(NotebookPickler):
         self._writer = writer
         self._tests = tests
         self.descriptions: list[tuple[Any, ...]] = []
-        # Objects are stored with their numbers, so that no other object gets the same id, and their memory stays.
+        # Keep the objects alive, so that no other object gets the same id and their memory is not reused.
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._torch: Any = sys.modules.get("torch")
         self._numpy: Any = sys.modules.get("numpy")
@@ -493,7 +493,7 @@ def _raw(dense: Any) -> Any:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether the tensor consists of dense numbers only; other kinds use their own pickling."""
+    """Return whether the tensor consists only of dense numbers; other kinds use their own pickling."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
@@ -504,7 +504,7 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 
 
 def _is_plain_array(array: Any) -> bool:
-    """Return whether the array consists of dense numbers or fixed-size texts only, each with its own memory."""
+    """Return whether the array consists only of dense numbers or fixed-size texts, each with its own memory."""
     dtype = array.dtype
     return (
         dtype.kind in _PLAIN_KINDS

@@ -22,7 +22,7 @@ Reduction = tuple[Any, ...]
 
 
 class NotPicklable(TypeError):
-    """An object can't be pickled as a whole. It does not help the user to know which of its parts can't."""
+    """An object can't be pickled as a whole; naming one of its parts would not help the user."""
 
 
 def reduction(obj: Any) -> Reduction | None:
