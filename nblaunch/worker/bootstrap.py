@@ -195,7 +195,7 @@ class _Worker:
     def _report_failure(self, error: BaseException) -> int:
         """Send ``error``, which ended the function or its preparation, to the launcher; return the exit code."""
         if self._is_subprocess:
-            if isinstance(error, KeyboardInterrupt):  # the rank shows it
+            if isinstance(error, KeyboardInterrupt):  # the rank reports the interrupt
                 return 1
             traceback.print_exception(error)
             return _end_subprocess(1)
@@ -312,7 +312,7 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Return what connections and the device say about ``error``. A failure here never hides the error."""
+        """Return what connections and the device report about ``error``. A failure here never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
             return *of_connections, *backends.find(self.assignment.backend).explain_failure(error)
@@ -368,8 +368,8 @@ class _Worker:
                 self.files.end()
             output.flush_c_streams()
             if exit_code == 0:
-                # NCCL waits for operations that it began with other ranks; after a failure, until the launcher kills
-                # them.
+                # NCCL waits for operations that it began with other ranks; after a failure, it would wait until the
+                # launcher kills this process.
                 process_group.leave_at_exit()
         except BaseException as error:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)

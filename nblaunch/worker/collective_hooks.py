@@ -93,7 +93,7 @@ def _watch(hooks: _Hooks, spans: SpanWriter | None) -> None:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Return whether an error ended a collective that had begun, rather than rejected its arguments."""
+    """Return whether an error ended a collective that had begun, rather than rejecting its arguments."""
     return type(error).__name__.startswith("Dist")
 
 
@@ -281,7 +281,7 @@ class _Hooks:
     ) -> Callable[..., Any]:
         places = {name: place for place, name in enumerate(inspect.signature(original).parameters)}
         resolve = getattr(module, "_resolve_group", None) or module._resolve_group_name
-        torch = sys.modules["torch"]  # may be only partly imported now
+        torch = sys.modules["torch"]  # the module may be only partly imported at this point
         recorder = self._recorder
 
         def argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,7 +420,7 @@ class _Hooks:
                     STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
                     value=float(rate) if isinstance(rate, (int, float)) else -1.0,
                 )  # fmt: skip
-            except Exception:  # for example an unhashable optimizer of the user, which is left out
+            except Exception:  # for example, a user's unhashable optimizer; skip it
                 return
 
         module.register_optimizer_step_pre_hook(record)

@@ -100,7 +100,7 @@ class CollectiveRecorder:
             size: number of elements, which must be the same on all ranks.
             reduction: name of the reduction; empty if there is none.
             root: rank of the root in the group; -1 if there is none.
-            detail: what else must be the same.
+            detail: any other property that must be the same on all ranks.
         """
         group = self.group_of(pg)
         if group is None:
@@ -143,11 +143,11 @@ class CollectiveRecorder:
 
         Args:
             kind: kind of the call.
-            number: how many calls of this kind there were.
+            number: number of calls of this kind so far.
             group: group of the call.
             form: form of its tensor.
             root: rank of the group at the other end.
-            detail: what else is known.
+            detail: any other property of the call.
             value: as in :class:`nblaunch.wire.collective_calls.Call`.
         """
         _, dtype, num_dimensions, shape = form

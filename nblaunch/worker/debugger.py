@@ -62,7 +62,7 @@ class Debugger:
         self._rank = rank
         self._connection = connection
         self._sending = threading.Lock()
-        self._terminal: _Terminal | None = None  # of the last pdb
+        self._terminal: _Terminal | None = None  # terminal of the last pdb
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
@@ -215,7 +215,7 @@ class _Terminal:
         self._lines.put(text)
 
     def close(self) -> None:
-        """End pdb. It may be waiting for the rest of a statement, of which ``q`` would become a part."""
+        """End pdb, even if it is waiting for the rest of a statement, where it would read ``q`` as a part of that."""
         self._is_closed = True
         self._lines.put(None)
 

@@ -25,7 +25,7 @@ from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox
 from nblaunch.worker.optimizer_steps import steps
 
-_MAX_NAMED = 3  # tensors in one line
+_MAX_NAMED = 3  # tensors named in one line
 _ABSENT = "its arguments do not contain this object; a __getstate__ may leave it out when they are pickled"
 
 
@@ -160,7 +160,8 @@ class Delivery:
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
     def _put_optimizer_state(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
-        """Write the state of an optimizer or scheduler, the same on all ranks; return what :meth:`_put_weights` does.
+        """Write the state of an optimizer or scheduler, which is the same on all ranks; return the same as
+        :meth:`_put_weights`.
 
         Raises:
             RuntimeError: every rank has a shard of the state.

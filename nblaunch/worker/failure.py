@@ -20,7 +20,7 @@ from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
 
 _MAX_FRAMES = 60
-_MAX_PARTS = 20  # of an exception group
+_MAX_PARTS = 20  # exceptions of a group
 _MAX_FORMATTED_FRAMES = 2000
 """Largest number of frames. Only the last frames of a longer traceback are formatted, because Python takes seconds to
 format a runaway recursion.
@@ -49,7 +49,7 @@ _CONNECTION_WORDS = (
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""The longest time between closing a process's files and its end."""
+"""Longest time from the closing of a process's files to its end."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:

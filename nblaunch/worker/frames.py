@@ -109,7 +109,7 @@ def _aspects(name: str, value: Any) -> Mapping[str, str]:
         if isinstance(value, (list, tuple, dict, set, frozenset)) and isinstance(value, Sized):
             return {f"type({name})": type(value).__name__, f"len({name})": str(len(value))}
         return {f"type({name})": f"{type(value).__module__}.{type(value).__qualname__}"}
-    except Exception as error:  # of the user's classes; the other variables are still shown
+    except Exception as error:  # raised by the user's classes; the other variables are still shown
         return {name: f"<can't be described: {type(error).__name__}>"}
 
 

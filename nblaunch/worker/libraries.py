@@ -119,7 +119,7 @@ def _be_a_printer(console: Any) -> None:
 
 
 def _ignore(self: object, value: object) -> None:
-    """Ignore where a console claims to run."""
+    """Ignore what a console says about the place where it runs."""
 
 
 _MARK = "_nblaunch_worker"

@@ -1,7 +1,7 @@
 """Files that the function leaves open. Python closes such files when a script exits, but ``os._exit`` does not.
 
-Files of the kernel are the business of ``inheritance/written_files.py``. They are in the heap that is frozen before the
-function begins, which the collector does not list.
+``inheritance/written_files.py`` handles the kernel's files. They are in the heap that is frozen before the function
+begins, so the collector does not list them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _bases_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 
 _imported_in = os.getpid()
 _mark: list[None] = []
-"""An object of the kernel, in the process that imported this module and in processes forked from it."""
+"""An object that belongs to the process that imported this module, usually the kernel. Forked workers have a copy."""
 
 
 def leave_out_present_objects() -> None:
@@ -31,7 +31,7 @@ def leave_out_present_objects() -> None:
 
 
 def write_left_open() -> None:
-    """Flush the files that this process opened. An error of one file is printed and does not affect the others."""
+    """Flush the files that this process opened. An error in one file is printed and does not affect the others."""
     objects = gc.get_objects()
     if os.getpid() != _imported_in and id(_mark) in set(map(id, objects)):
         return  # the function has unfrozen the heap, so the list would include the kernel's files
@@ -51,7 +51,7 @@ def write_left_open() -> None:
         _attempt(file.flush, file)
     for file in others:
         _attempt(file.close, file)
-    for file in buffers:  # the text files have written to these
+    for file in buffers:  # again, because the text files have written to them
         _attempt(file.flush, file)
 
 
@@ -64,7 +64,7 @@ def _attempt(write: Callable[[], object], file: Any) -> None:
     try:
         write()
     except OSError as error:
-        with contextlib.suppress(Exception):  # of a user's class
+        with contextlib.suppress(Exception):  # raised by a user's class
             print(f"{file!r:.200} was left open and could not be written: {error}", file=sys.stderr)
     except BaseException:  # closed, or only partly constructed
         return

@@ -1,8 +1,8 @@
 """Optimizer steps: counted on the board, and never split by an interrupt.
 
 Parameters change only in optimizer steps. After an interrupt between two steps, a model has the weights of the last
-one. An interrupt during a step is held until the step ends, for at most :data:`HOLD_S`, because a step may wait for
-another rank, or run a closure over a whole data set.
+complete step. An interrupt during a step is held until the step ends, for at most :data:`HOLD_S`, because a step may
+wait for another rank, or run a closure over a whole data set.
 
     handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
                                         └──> yes: the hook after the step raises it
@@ -57,7 +57,7 @@ class OptimizerSteps:
         """Count steps on ``slot`` from now on. ``module`` is ``torch.optim.optimizer``."""
         import torch
 
-        kind = SpanKind.OPTIMIZER  # a member is slow to look up in its class
+        kind = SpanKind.OPTIMIZER  # looking up an enum member at every step is slow
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
             # torch may still be importing when this hook is set, so its parts are looked up in every step.
@@ -111,11 +111,11 @@ class OptimizerSteps:
         """Return whether an interrupt must wait, given the ``frame`` that the signal interrupted."""
         if self._num_sent:
             self._num_sent -= 1
-            return True  # the sender raises it
+            return True  # _stop_here, which sent it, raises the interrupt
         if self._is_reminded:
             self._is_reminded = False
             if self._held_since_s is None:
-                return True  # raised in the meantime
+                return True  # the hook after the step has already raised it
         if not _is_in_step(frame):
             self._held_since_s = None
             return False

@@ -59,13 +59,14 @@ class FunctionBounds:
         while frame is not None:
             if frame.f_code is self._caller and (inner is not None or is_again):
                 self._is_pending = False
-                return False  # also in a function without frames such as time.sleep, which still runs the second time
+                # The second time, the function may also be running C code without a frame, such as time.sleep.
+                return False
             if frame.f_code is self._caller or frame.f_code is self._owner:
                 self._is_pending = True
                 _thread.start_new_thread(self._send_again, ())  # as in optimizer_steps.py
                 return True
             inner, frame = frame, frame.f_back
-        return False  # of a greenlet, say
+        return False  # for example, the frame belongs to a greenlet
 
     def leave(self) -> None:
         """Drop a held interrupt, because the block is over and the function has returned."""
@@ -102,8 +103,8 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # The launcher reads this count: a worker that noticed the interrupt gets its grace period, one stuck in C
-        # code may not.
+        # The launcher reads this count: a worker that has noticed the interrupt gets its grace period, but a worker
+        # that is stuck in C code may not.
         self._slot.note_interrupt()
         if not self._are_raised:
             self._is_pending = True

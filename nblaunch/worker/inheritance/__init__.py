@@ -1,4 +1,4 @@
-"""The state that a worker inherits from the kernel, and its treatment.
+"""The state that a worker inherits from the kernel, and how it is treated.
 
 inventory.py      the table: every kind of state, and its treatment under each start method
 modules.py        the user's modules that a fresh process could not import

@@ -34,7 +34,7 @@ _has_children = False
 def remember() -> None:
     """Note whether this process, which is about to fork, has children."""
     global _has_children
-    if sys.platform == "darwin":  # has no waitid()
+    if sys.platform == "darwin":  # this system has no waitid()
         _has_children = True
         return
     try:

@@ -50,7 +50,7 @@ def _history() -> str:
 def _identities_of(path: str) -> frozenset[Identity]:
     try:
         status = os.stat(path)
-    except OSError:  # it is in memory
+    except OSError:  # the database is in memory
         return frozenset()
     return frozenset({(status.st_dev, status.st_ino)})
 
@@ -100,7 +100,7 @@ class KernelFiles:
         # Every kernel has sockets, and C code does not buffer what it writes to them.
         written = WrittenFiles.of_this_process(files, ranks, opened.streams)
         channels = {**opened.streams, **opened.sockets}
-        if written.has_objects:  # which were written: they may stand elsewhere now
+        if written.has_objects:  # flushing them may have moved their positions
             files = _without_journals(OpenDescriptors.of_this_process(left_out).files, history)
         return cls(left_out, files, written, channels, sockets.connections_to_others(opened.sockets))
 
@@ -125,7 +125,7 @@ class KernelFiles:
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop
 
-        @packages.replacement_of(loop)  # also its name, by which a fresh process finds the original
+        @packages.replacement_of(loop)  # keeps the name, by which a fresh process finds the original
         def renew_and_loop(*args: Any, **kwargs: Any) -> None:
             positions.renew(OpenDescriptors.of_this_process(self.ours).files)
             loop(*args, **kwargs)

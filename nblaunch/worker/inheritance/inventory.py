@@ -18,7 +18,7 @@ class Treatment(Enum):
     KEPT = "kept"
     """As in the kernel."""
     RENEWED = "renewed"
-    """The worker gets its own, which works."""
+    """The worker gets a working one of its own."""
     DROPPED = "dropped"
     """The state belongs to the kernel alone; the worker starts without it."""
     REFUSED = "refused"

@@ -115,7 +115,7 @@ def _leave_interactive_mode() -> None:
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
-    # Lightning checks once, at import. Its modules are searched only if it is imported: a look at every loaded module
+    # Lightning checks once, at import. Search for its modules only if it is imported: looking at every loaded module
     # copies 1,400 pages and takes milliseconds in every worker.
     if not sys.modules.keys().isdisjoint(_LIGHTNING):
         for name, module in list(sys.modules.items()):

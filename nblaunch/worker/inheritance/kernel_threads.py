@@ -27,7 +27,7 @@ of_kernel: list[threading.Thread] = []
 """The threads that ran in the kernel at the fork, as seen in a forked worker."""
 
 _listeners: list[Any] = []
-"""Objects whose methods these threads run, if they are of the class ``QueueListener``."""
+"""Objects of the class ``QueueListener`` whose methods these threads run."""
 
 _reported: set[int] = set()
 
@@ -80,7 +80,7 @@ def _restart_listener(records: Any) -> None:
 
 
 def _empty(records: Any) -> None:
-    """Drop the kernel's records, which its own thread handles, and the state of the wait of that thread."""
+    """Drop the kernel's records, which its own thread handles, and the state of that thread's wait."""
     if isinstance(records, queue.Queue):
         queue.Queue.__init__(records, records.maxsize)
         return

@@ -224,7 +224,7 @@ class _HandlerRecipe:
         return handler
 
 
-class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't index it
+class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't subscript StreamHandler
     """Writes to the current standard stream: workers of a forkserver do not have the server's streams."""
 
     def __init__(self, name: str) -> None:

@@ -27,7 +27,7 @@ _MARK = "_nblaunch_made_in"
 _kept: list[Any] = []
 """Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
 _changing = threading.RLock()
-"""Held while a pool is recreated, because several threads of a worker may use it first at the same moment."""
+"""Held while a pool is recreated, because several threads of a worker may start to use it at the same moment."""
 
 
 _watched: set[str] = set()

@@ -107,10 +107,10 @@ class OpenDescriptors:
 
     @classmethod
     def of_this_process(cls, ours: Collection[Identity]) -> OpenDescriptors:
-        """Look at each descriptor once.
+        """Return the open descriptors, after looking at each of them once.
 
         Args:
-            ours: what nblaunch has open, which is left out. Descriptors that no child inherits are left out, too.
+            ours: nblaunch's own descriptors, which are skipped. Descriptors that no child inherits are skipped, too.
         """
         alike: dict[OpenFile, list[int]] = {}
         streams: dict[int, Identity] = {}
@@ -150,7 +150,7 @@ def renew(files: Collection[OpenFile]) -> list[OpenFile]:
 
 
 def is_open(fd: int) -> bool:
-    """Return whether this process has a descriptor of this number."""
+    """Return whether this process has a descriptor with this number."""
     try:
         os.fstat(fd)
     except OSError:

@@ -95,7 +95,7 @@ def move_on() -> None:
 def _imported(name: str) -> Any:
     """Return a module; None if it was not imported, or if a thread is importing it at this moment."""
     module = sys.modules.get(name)
-    is_partial = getattr(getattr(module, "__spec__", None), "_initializing", False)  # as importlib asks
+    is_partial = getattr(getattr(module, "__spec__", None), "_initializing", False)  # as importlib checks
     return None if is_partial else module
 
 
@@ -116,5 +116,5 @@ def _move_numpy_on(numpy_random: Any) -> None:
 def _move_torch_on(torch: Any) -> None:
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
     state = torch.Generator().manual_seed(seed).get_state()
-    state[:_TORCH_SEED_BYTES] = torch.get_rng_state()[:_TORCH_SEED_BYTES]  # initial_seed() stays the user's
+    state[:_TORCH_SEED_BYTES] = torch.get_rng_state()[:_TORCH_SEED_BYTES]  # keep the user's initial_seed()
     torch.set_rng_state(state)

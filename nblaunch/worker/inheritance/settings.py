@@ -324,7 +324,7 @@ _TORCH = (
         "backends.mkldnn.enabled",
         "backends.mkldnn.deterministic",
         "backends.quantized.engine",
-        # After the older names of the same settings, which also set them.
+        # These come after the older names of the same settings, which also set them.
         "backends.fp32_precision",
         "backends.cudnn.fp32_precision",
         "backends.cudnn.conv.fp32_precision",

@@ -97,7 +97,7 @@ def refuse_writes(fds: Collection[int]) -> None:
 
 
 def refuse_writes_to_copies() -> None:
-    """Make writes to unfinished files raise that this worker received by pickle."""
+    """Make writes raise for unfinished files that this worker received by pickle."""
     for writer in _WRITERS:
         if writer.is_pickled:
             packages.when_imported(writer.module, functools.partial(_change_in, writer))
@@ -169,10 +169,10 @@ def _descriptor(obj: Any, path: str) -> int:
     """Return the descriptor of the file to which ``obj`` writes; -1 for memory or a closed file."""
     try:
         used = attrgetter(path)(obj)
-        if hasattr(used, "_extfileobj"):  # a stream of tarfile
+        if hasattr(used, "_extfileobj"):  # tarfile's stream
             used = used.fileobj
         number: int = used.fileno() if hasattr(used, "fileno") else used.fd
-    except Exception:  # from a class of the user
+    except Exception:  # raised by a user's class
         return -1
     return number
 
