@@ -78,8 +78,8 @@ class Accelerator(AcceleratorProperties):
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` counts the samples of all ranks together. None: as in
             ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: as in the earlier Accelerator; at first,
-            as in ``notebook_launcher``, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: as in an earlier Accelerator, else as in
+            ``notebook_launcher``, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
         cpu: compute on the CPU even if there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
@@ -187,7 +187,7 @@ class Accelerator(AcceleratorProperties):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy, AccumulationState]:
-        """Choose the plugin, precision, accumulation and strategy for the process, in the order of dependence."""
+        """Choose the process's plugin, precision, accumulation and strategy; each may depend on earlier ones."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         plugin = passed or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
@@ -587,8 +587,8 @@ class Accelerator(AcceleratorProperties):
         DistributedDataParallel adds its first gradients in another order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-        collective or end, only the main process was meant to save (``if is_main_process:``). It then saves without
-        their random states, or raises an error if they hold shards of the weights.
+        collective or end, nblaunch concludes that only the main process shall save (``if is_main_process:``). It then
+        saves without their random states, or raises an error if they hold shards of the weights.
 
         Args:
             output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
@@ -597,8 +597,8 @@ class Accelerator(AcceleratorProperties):
             asynchronous: copy the state to CPU memory, return, and write in a thread. The next ``save_state`` or
                 ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises errors of the thread. The memory
                 is reused until ``end_training``. With an ``fsdp_plugin``, every rank does this with its shards; a
-                strategy without support writes shards before returning. A worker exits only after the thread has
-                finished.
+                strategy that does not support this writes its shards before the call returns. A worker exits only after
+                the thread has finished.
             main_process_only: only the main process saves, without waiting and without the random states of other
                 ranks. Other ranks return at once, and need not call it.
 
@@ -606,7 +606,7 @@ class Accelerator(AcceleratorProperties):
             The folder.
 
         Raises:
-            ValueError: the folder is missing or a file, an automatically named one already exists, or
+            ValueError: ``output_dir`` is missing or a file, an automatically named folder already exists, or
                 ``main_process_only`` is set although every rank holds a shard of the weights.
             CheckpointError: the checkpoint could not be written; the message names the rank and the reason.
         """
@@ -639,7 +639,7 @@ class Accelerator(AcceleratorProperties):
             load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
                 execute code. Without it, states of registered objects may contain objects of the notebook's classes.
             **model_options: ``strict=False`` accepts weights whose names differ from the model's; ``map_location``,
-                ``"cpu"`` (default) or ``"on_device"``, is where weights and optimizers are read to.
+                ``"cpu"`` (default) or ``"on_device"``, is the device that weights and optimizers are read to.
 
         Raises:
             ValueError: the folder does not exist.
@@ -683,7 +683,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             hook: gets the models, as for saving, and the folder. ``load_state`` does not load models that the hook
                 removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards, these are loaded
-                before, and ``models`` is empty.
+                first, and ``models`` is empty.
 
         Returns:
             A handle; its ``remove()`` removes the hook.

@@ -320,7 +320,7 @@ class AccumulationState:
         self._of_optimizers.clear()
 
     def gradient_factor(self, optimizer: Any) -> float:
-        """Return the factor from gradients divided by ``num_steps`` to the mean over the optimizer's window."""
+        """Return the factor that turns gradients divided by ``num_steps`` into the mean over the optimizer's window."""
         window = self.window_for(optimizer)
         return self.num_steps / window.size if window.sync_gradients and window.size else 1.0
 
@@ -335,7 +335,7 @@ class AccumulationState:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Make all ranks reduce in the same micro-steps in the block, although their loaders end at different ones.
+        """Make all ranks reduce in the same micro-steps in the block, although their loaders end at different times.
 
         The end of a loader closes no window in the block if ranks have unequal numbers of batches.
         """

@@ -3,10 +3,10 @@
 Settings that the Accelerators of a process share (precision, strategy, parallelism) default to the earlier
 Accelerator's. All others default to the launcher's, the environment's, or the documented default. Functions return the
 resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and
-makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. Their dataclasses are in ``options.py``. The
-launcher's defaults are ``LaunchSpec.accelerator_defaults``, which a process has in its context. ``spec.py`` builds them
-from the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets only the precision; a
-configuration file or the command line can set both.
+makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. The dataclasses for arguments are in
+``options.py``. The launcher's defaults are ``LaunchSpec.accelerator_defaults``, which a process has in its context.
+``spec.py`` builds them from the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets
+only the precision; a configuration file or the command line can set both.
 """
 
 from __future__ import annotations

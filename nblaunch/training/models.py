@@ -103,7 +103,7 @@ def without_parallel_wrappers(model: Any) -> Any:
 
 
 def wrappers_and_module(model: Any) -> Iterator[Any]:
-    """Yield ``model``, the wrappers inside it, and last the user's module."""
+    """Yield ``model``, the wrappers inside it, and finally the user's module."""
     yield model
     while (inner := _inside(model)) is not model:
         yield (model := inner)

@@ -63,7 +63,7 @@ SCHEDULER = f"{SCHEDULER_NAME}.bin"
 
 _VERSION = 2
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_MAX_NAMED = 8  # files in one message
+_MAX_NAMED = 8  # files named in one message
 _BLOCK_BYTES = 2**22  # one read: fits into the CPU's caches, and lets other threads run in between
 _NUM_READERS = 8  # threads that read files at the same time
 
@@ -75,7 +75,9 @@ def numbered(name: str, index: int) -> str:
 
 
 def custom(index: int, rank: int = 0) -> str:
-    """Return the name of the file for the n-th registered object; for ranks above 0, of the rank's own state."""
+    """Return the name of the file for the n-th registered object; for ranks above 0, of the file for the rank's own
+    state.
+    """
     return f"custom_checkpoint_{index}.pkl" if rank == 0 else f"custom_checkpoint_{index}_rank{rank}.pkl"
 
 

@@ -43,7 +43,7 @@ _SPLIT_ARGUMENTS = (
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
 _LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments of only load_checkpoint_in_model; with the first one, Accelerate loads any model."""
+"""Arguments of load_checkpoint_in_model alone; with the first one, Accelerate loads any model."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
@@ -202,7 +202,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
     state = module.state_dict()
     saved = _in_own_names(model_files.read_weights(path), state)
     views = {name: view_of(value)[0] for name, value in state.items() if isinstance(value, torch.Tensor)}
-    held = {views.get(name) for name in saved} - {None}  # files may leave out other names of these
+    held = {views.get(name) for name in saved} - {None}  # files may have only one name of a tied tensor
     frozen = quantised_entries(module, state).keys()
     special = tuple(special_prefixes(module))
     wrong = [

@@ -112,7 +112,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; rename it first, to never show it half removed."""
+    """Remove a folder; rename it first, so that no process finds it half removed."""
     doomed = path.with_name(f".{path.name}{_DOOMED}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)

@@ -341,7 +341,7 @@ class Participant(_Side):
         self._rank = rank
         self._store = _default_store()
         self._thread_mail = _Mail(self._store)  # the thread waits in this one
-        # Guards the answer that this rank is present, and taking the round for which it is.
+        # Held while this rank answers that it is present, and while it takes the round that it answered.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0

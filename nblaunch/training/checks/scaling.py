@@ -37,4 +37,4 @@ class CollapsedScale(Check):
             )
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        self._num_overflows = 0  # it steps
+        self._num_overflows = 0  # the scaler let the optimizer step

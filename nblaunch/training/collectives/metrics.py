@@ -64,7 +64,7 @@ def _as_list(leaf: Any) -> Any:
 
 
 def _rows_of_data_ranks(gathered: torch.Tensor, num_alike: int) -> torch.Tensor:
-    """Return the rows of every ``num_alike``-th rank; the ranks between have the same data."""
+    """Return the rows of every ``num_alike``-th rank; the ranks between them have the same data."""
     parts = gathered.reshape(operations.world_size(), -1, *gathered.shape[1:])
     return parts[::num_alike].flatten(0, 1)
 
@@ -193,24 +193,29 @@ class _Tail:
         completed: number of samples including padding; in a single process, which adds none, the rows in a full batch.
             0: unknown.
         num_ranks: number of ranks with different data.
-        is_lone: no samples were added.
+        is_short: whether the batch stayed short, because no samples were added.
     """
 
     samples: int
     completed: int
     num_ranks: int
-    is_lone: bool
+    is_short: bool
 
     def cut(self, gathered: Any) -> Any:
         """Return the gathered data without the added samples."""
         if isinstance(gathered, torch.Tensor):
             return self._cut_tensor(gathered)
         parts = containers.children(gathered)
-        if parts is None or (self.is_lone and _is_column(gathered, False)):
+        if parts is None or (self.is_short and _is_column(gathered, False)):
             return self._cut_items(gathered)
         is_list = isinstance(gathered, Sequence) and not isinstance(gathered, tuple)
         per_rank = self.completed // self.num_ranks
-        if is_list and not self.is_lone and len(parts) == per_rank > 1 and all(map(self._is_of_ranks, parts)):
+        if (
+            is_list
+            and not self.is_short
+            and len(parts) == per_rank > 1
+            and all(map(self._is_of_ranks, parts))
+        ):
             raise self._unclear(f"a list of {len(parts)} tensors with one row")
         return containers.rebuilt(gathered, [self.cut(part) for part in parts])
 
@@ -220,7 +225,7 @@ class _Tail:
     def _cut_tensor(self, rows: torch.Tensor) -> torch.Tensor:
         if not rows.ndim or not self._is_cut(len(rows), f"a tensor of shape {list(rows.shape)}"):
             return rows
-        if self.is_lone and self.completed % self.samples == 0 and not bool((rows == rows[:1]).all()):
+        if self.is_short and self.completed % self.samples == 0 and not bool((rows == rows[:1]).all()):
             # Each sample may have several rows, or the user may have padded the tensor.
             raise self._unclear(f"a tensor of shape {list(rows.shape)}")
         return rows[: self.samples]
@@ -237,12 +242,12 @@ class _Tail:
         """Return whether ``length`` rows are one per sample; raise ValueError if this is unclear."""
         if length == self.completed or not self.completed:
             return True
-        if self.is_lone or length == self.num_ranks:
+        if self.is_short or length == self.num_ranks:
             return False
         raise self._unclear(what)
 
     def _unclear(self, what: str) -> ValueError:
-        added = f"was completed to {self.completed}" if not self.is_lone else "is not full"
+        added = f"was completed to {self.completed}" if not self.is_short else "is not full"
         return ValueError(
             f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
             f"ranks has {self.samples} samples and {added}. It drops the added samples of tensors with one row per "

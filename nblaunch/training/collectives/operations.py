@@ -1,7 +1,7 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type, except for ``pad_across_processes`` and
-the functions for objects. While a rank waits in a collective, the board shows it. In a lone process, these functions
+the functions for objects. While a rank waits in a collective, the board shows it. In a single process, these functions
 return their argument, and ``reduce`` returns a copy of it. A rank that has not joined its job yet joins it in its first
 collective.
 

@@ -33,7 +33,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    # torch has already seeded other devices. It may be too early to choose one, because the script may set variables.
+    # torch has already seeded other devices. It may be too early to choose a device: the script may still set
+    # variables.
     if context.exists() or "torch_xla" in sys.modules or env.read("PJRT_DEVICE"):
         context.current().backend.seed(seed)
     if deterministic:

@@ -56,7 +56,7 @@ from nblaunch.training.state import GradientState
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A data loader for one rank of the job. The rank reads its batches itself, unless a subclass differs.
+    """A data loader for one rank of the job. The rank reads its batches itself, unless a subclass overrides that.
 
     Args:
         dataset, **options: as for :class:`torch.utils.data.DataLoader`.

@@ -54,7 +54,7 @@ class SeedableRandomSampler(RandomSampler):
         self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
 
     def end_epoch(self) -> None:
-        """Advance to the next epoch. Call it once the order was read to its end."""
+        """Advance to the next epoch. Call it once the order has been read to its end."""
         self.set_epoch(self.epoch + 1)
 
     def __iter__(self) -> Iterator[int]:

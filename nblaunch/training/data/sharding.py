@@ -42,8 +42,8 @@ class BatchSamplerShard(BatchSampler):
             all ranks then get the same number of batches of equal size. Without a ``batch_size`` in the sampler, add
             whole batches. False: some ranks may get one batch fewer, or a shorter batch.
 
-    Once an epoch was read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0 without
-    padding. ``completed_rows`` is the number of rows in that batch, including padding.
+    Once an epoch has been read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0
+    without padding. ``completed_rows`` is the number of rows in that batch, including padding.
 
     Raises:
         ValueError: ``split_batches`` is set, and the batch sampler has no ``batch_size``, or one that is not a multiple

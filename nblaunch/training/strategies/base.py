@@ -331,7 +331,7 @@ class Strategy(ABC):
 
 
 def report_shards(name: str, model_bytes: int, own_bytes: int, rest: str) -> None:
-    """Emit a note of how much of a sharded model every rank holds. All ranks call this.
+    """Emit a note about how much of a sharded model every rank holds. All ranks call this.
 
     Args:
         name: name of the model's class.

@@ -202,7 +202,7 @@ class DdpStrategy(Strategy):
 
 
 class _Ending(Joinable):
-    """Learns from ``Join`` whether this rank was among the last to reach the end of their data.
+    """Learns from ``Join`` whether this rank was among the last to reach the end of its data.
 
     Args:
         other: another member of the ``Join``, which determines device and process group.

@@ -1,4 +1,4 @@
-"""Log and show progress bars in several processes: only once instead of N times, or in the order of ranks."""
+"""Log and show progress bars in several processes: only once instead of N times, or in rank order."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ def _gather_as_one(library: Any, model: torch.nn.Module, class_names: str | None
 
 
 def _report(engine: Any, name: str, process: JoinedProcess) -> None:
-    """Emit a note of how a model of class ``name`` is sharded, if several ranks hold shards. All ranks call this."""
+    """Emit a note about how a model of class ``name`` is sharded, if several ranks hold shards. All ranks call this."""
     stage, num_ranks = int(engine.zero_optimization_stage()), process.topology.world_size
     if not stage or num_ranks == 1:
         return

@@ -48,7 +48,7 @@ class StandIns:
         return self._own[module]
 
     def show(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Put ``other`` in the place of a tensor, as a parameter if it is one."""
+        """Put ``other`` in place of a tensor, as a parameter if the tensor is one."""
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, requires_grad=tensor.requires_grad)
         self._put(id(tensor), other)
@@ -65,7 +65,7 @@ class StandIns:
         self.show(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
 
     def replace(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Put ``other`` in the place of a tensor when the block ends."""
+        """Put ``other`` in place of a tensor when the block ends."""
         self._final[id(tensor)] = other
 
     def _put(self, key: int, tensor: torch.Tensor) -> None:

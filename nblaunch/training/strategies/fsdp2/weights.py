@@ -112,7 +112,7 @@ class FullWeights:
             self._put(tensor, moved)
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Put ``new`` in the place of an ignored parameter."""
+        """Put ``new`` in place of an ignored parameter."""
         self._put(old, new)
         self._ignored.remove(old)
         self._ignored.add(new)
