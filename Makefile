@@ -2,7 +2,7 @@
 # They need make and Python >= 3.10 with venv. Everything else is installed into .venv.
 
 # The first Python that runs, is new enough and can create environments. A version manager may offer a command that then
-# refuses to run, so each candidate is executed. 3.11 comes first because the pins are tested on it most.
+# refuses to run, so each candidate is executed. 3.11 comes first because the pins are tested mostly on it.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
 	if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
 	then echo $$python; break; fi; done)
