@@ -17,7 +17,7 @@ from tests import left_behind, watchman
 from tests.golden_files import Golden
 from tests.kernels import Kernel, close_forkservers, remember_environment
 
-# By what they take on two quiet cores. None is to be the last that runs, while the other core has nothing to do.
+# Ordered by their time on two idle cores, so that no long group runs last while the other core is idle.
 LONGEST_FIRST = (
     "tests/nodes",
     "tests/browser",
@@ -55,22 +55,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     left_behind.adopt_orphans()
-    # Detached jobs of the tests are not among the user's own.
+    # Keep the tests' detached jobs apart from the user's.
     os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"nblaunch-tests-{os.getuid()}")
     watchman.begin()
-    # How long one example takes says more about the machine's load than about the code; pytest's timeout holds.
+    # The time of an example depends on the machine's load more than on the code; pytest's timeout applies instead.
     hypothesis.settings.register_profile("nblaunch", deadline=None)
     hypothesis.settings.load_profile("nblaunch")
-    # A shell that starts the tests in the background has them ignore SIGINT, and so would every program they start.
+    # A shell that starts the tests in the background makes them ignore SIGINT, and their programs would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without a look for garbage, and leave all that was imported alone from then on.
+    """Collect tests without garbage collections, and exclude all imported objects from later ones.
 
-    A look at the heap of all tests takes half a second, and many tests end with one: see ``left_behind``.
+    Collecting the heap of all tests takes half a second, and many tests end with a collection: see ``left_behind``.
     """
     gc.disable()
     try:
@@ -81,7 +81,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    remember_environment()  # torch and others have set variables when the tests were imported
+    remember_environment()  # torch and other libraries have set variables at import
 
 
 def pytest_unconfigure() -> None:
@@ -89,14 +89,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the groups that take longest."""
+    """Run the longest groups first."""
     places = {group: place for place, group in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(_group(item.nodeid), len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Keep together, in one of several test processes, what must not run side by side: see :func:`_group`."""
+    """Run tests that must not run in parallel in one test process: see :func:`_group`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
@@ -107,22 +107,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def _group(nodeid: str) -> str:
-    """The tests of a module share kernels, with three exceptions."""
+    """Return a test's group: its module, whose tests share kernels, with three exceptions."""
     module = nodeid.partition("::")[0]
     if module.startswith("tests/nodes/"):
-        return "tests/nodes"  # without network namespaces, two machines meet at fixed ports of the loopback
+        return "tests/nodes"  # without network namespaces, two machines meet at fixed loopback ports
     if module.startswith("tests/browser/"):
-        return "tests/browser"  # a Chromium and a server at a time
+        return "tests/browser"  # one Chromium and one server at a time
     if module == "tests/notebooks/test_notebooks.py":
-        return nodeid.rpartition("-")[2]  # share nothing, and take long; one notebook runs once at a time
+        # these share nothing and take long; each notebook runs only once at a time
+        return nodeid.rpartition("-")[2]
     return module
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test ends with the processes, file descriptors and threads that it began with.
+    """Check that a test leaves no process, file descriptor or thread behind.
 
-    ``@pytest.mark.leaves_behind("why")`` excuses one.
+    ``@pytest.mark.leaves_behind("why")`` exempts a test.
     """
     marker = request.node.get_closest_marker("leaves_behind")
     if marker is not None and not (marker.args and isinstance(marker.args[0], str)):
@@ -139,7 +140,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def first_store() -> None:
-    """Start a store once: torch's store library makes a pipe at its first use and keeps it for good."""
+    """Start a store once, because torch's store library creates a permanent pipe at its first use."""
     from torch.distributed import TCPStore
 
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -147,12 +148,12 @@ def first_store() -> None:
 
 @pytest.fixture
 def kernel(nothing_left_behind: None) -> Iterator[Kernel]:
-    """A fresh IPython kernel; after the test, all that came from it must be gone."""
+    """Start a fresh IPython kernel; after the test, all its processes must be gone."""
     with Kernel.start() as kernel:
         yield kernel
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """Compares a text with its golden file."""
+    """Return a function that compares a text with its golden file."""
     return Golden(request.config.getoption("--update-golden"))

@@ -1,4 +1,4 @@
-"""Control groups of the tests' own, with a limit on memory or on processes. Needs root, and version 1 or 2 of them."""
+"""Control groups for tests, with a limit on memory or on processes. They need root, and cgroups of version 1 or 2."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path("/sys/fs/cgroup")
-# By controller: its hierarchy in version 1 and the file of its limit there, then the file in version 2.
+# Controller -> its hierarchy and limit file in version 1, and its limit file in version 2.
 _LIMITS = {"memory": ("memory.limit_in_bytes", "memory.max"), "pids": ("pids.max", "pids.max")}
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """An empty group; ``folder`` shows it, ``limit`` is the file of its limit."""
+    """An empty group: its ``folder``, and the file of its ``limit``."""
 
     folder: Path
     limit: Path
@@ -28,7 +28,7 @@ class ControlGroup:
 
 @contextmanager
 def control_group(controller: str) -> Iterator[ControlGroup]:
-    """A new group for the block, after which its processes are killed; skips the test where none can be made."""
+    """Create a group for the block, and kill its processes afterwards; skip the test if that is impossible."""
     first, second = _LIMITS[controller]
     for parent, name in ((_ROOT / controller, first), (_ROOT, second)):
         folder = parent / f"nblaunch-test-{os.getpid()}"

@@ -10,9 +10,9 @@ from jupyter_core.utils import ensure_event_loop
 
 @pytest.fixture(scope="module", autouse=True)
 def event_loop() -> Iterator[None]:
-    """Made before the first test that executes a notebook, so that no test seems to leave it behind.
+    """Create the loop before the first test that executes a notebook, so that no test seems to leave it behind.
 
-    A test module takes it by importing it.
+    A test module uses the fixture by importing it.
     """
     loop = ensure_event_loop()
     yield

@@ -1,6 +1,6 @@
-"""A package in the place of torch_tpu: it adds a device ``tpu`` to torch that can be named, seeded and joined by gloo.
+"""A stub of torch_tpu: it adds a device ``tpu`` to torch that can be named, seeded and joined by gloo.
 
-As with the real one, torch imports it by itself where that is not switched off, and a seed takes the chips.
+Like the real package, torch imports it automatically unless that is switched off, and a seed takes the chips.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ atexit.register(TpuDeviceModule._shutdown_runtime)
 
 
 def write(folder: Path) -> str:
-    """Write the package into a folder; return what has to stand in PYTHONPATH."""
+    """Write the package into a folder; return the value for PYTHONPATH."""
     for name, text in _FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

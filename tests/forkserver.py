@@ -1,12 +1,11 @@
-"""Forks kernels from a process that has imported what most of them import: torch alone takes longer than most tests.
+"""Forks kernels from a process that has made their common imports: importing torch takes longer than most tests.
 
     test process ──── request ────> fork server ── fork ──> middle ── fork ──> kernel
          ^                                                                        │
          └───── becomes its parent, by prctl's subreaper, since the middle ends ──┘
 
-Such a kernel is a child of the test process, in a POSIX session of its own, with its own environment, folder and
-output, as one that starts in a new interpreter; but torch is imported in it from the beginning, and at its end nothing
-imported is released. Linux only.
+Such a kernel is a child of the test process with its own POSIX session, environment, folder and output, like a kernel
+in a new interpreter. But torch is imported from the beginning, and at the end no module is released. Linux only.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What a process was started with is read from its own memory (/proc/PID/environ), where the fork server keeps room for
-# the value of this variable: by it a kernel is found, and all that came from it.
+# Tests find a kernel and its descendants by this variable in /proc/PID/environ, which shows the memory of the process.
+# The fork server reserves room there for its value.
 TOKEN_VARIABLE = "NBLAUNCH_TEST_KERNEL"
 TOKEN_LENGTH = 16
 
-# torch._dynamo is what the first optimizer imports: a second in each rank whose kernel has not.
+# The first optimizer imports torch._dynamo, which takes a second in each rank if the kernel has not imported it.
 _IMPORTS = (
     "ipykernel.kernelapp", "ipykernel.debugger", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed",
     "torch._dynamo",
 )  # fmt: skip
-# What torch_xla imports, which takes ten times as long as the rest of it; a kernel that does so may be what is tested.
+# torch_xla's imports, which take ten times as long as its own code; torch_xla itself may be under test.
 _IMPORTS_FOR_XLA = ("torch._inductor.fx_passes.post_grad", "requests")
-# No import reads these (or only OpenMP, where a test knows it), so they may differ between kernels. The compiler's is
-# set in the process of the tests itself, as soon as a test imports it.
+# No import reads these variables (except OpenMP, in tests that know it), so they may differ between kernels. Importing
+# the compiler sets its variable in the test process itself.
 _FREE_VARIABLES = (
     "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_",
     "OMP_NUM_THREADS", "PJRT_DEVICE", "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR",
     "XLA_FLAGS",
 )  # fmt: skip
-# No frame of a file of these tests is below those of the module that is run, as if the user had called it.
+# No frame of these test files is below the frames of the executed module, as if the user had started it.
 _PROGRAM = f"""
 import runpy, sys
 sys.path[0] = {str(Path(__file__).parents[1])!r}
@@ -61,14 +60,14 @@ _LIMIT_S = 60.0
 
 
 class ForkedProcess:
-    """A running child that ``subprocess`` has not started, with the part of ``Popen`` that kernels need."""
+    """A running child that ``subprocess`` did not start, with the methods of ``Popen`` that kernels need."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; returns its exit code, negative for a signal.
+        """Wait for its end; return its exit code, negative for a signal.
 
         Raises:
             subprocess.TimeoutExpired: it did not end within ``timeout`` seconds.
@@ -91,10 +90,11 @@ class ForkedProcess:
 
 
 class Forkserver:
-    """A process of one interpreter, ready to be forked."""
+    """A process of an interpreter, ready to fork."""
 
     def __init__(self, python: str, env: Mapping[str, str]) -> None:
-        self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
+        # a socket that keeps message boundaries
+        self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(
                 [python, "-c", _PROGRAM, str(its.fileno())],
@@ -115,15 +115,15 @@ class Forkserver:
         output: int,
         limit_s: float = _LIMIT_S,
     ) -> ForkedProcess:
-        """Do in a new process what ``python -m module *args`` does.
+        """Do what ``python -m module *args`` does, in a new process.
 
         Args:
-            module: its name.
+            module: name of the module.
             args: the rest of ``sys.argv``.
-            env: all of its environment, with a token.
+            env: its whole environment, including a token.
             cwd: its working folder.
             output: the file descriptor of its stdout and stderr.
-            limit_s: how long the answer may take.
+            limit_s: seconds that the answer may take.
 
         Raises:
             TimeoutError: there was no answer.
@@ -146,7 +146,7 @@ class Forkserver:
             process = ForkedProcess(int(pid))
             if int(number) == self._num_requests:
                 return process
-            process.kill()  # a request before this one was given up
+            process.kill()  # an earlier request was given up
             process.wait(_LIMIT_S)
 
     @property
@@ -159,16 +159,16 @@ class Forkserver:
 
 
 def imported_with(env: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that an import may have read."""
+    """Return the part of an environment that an import may have read."""
     return {name: value for name, value in env.items() if not name.startswith(_FREE_VARIABLES)}
 
 
 def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
-    """Fork a process per request until the tests close their end. Returns in each of them: its request and output."""
+    """Fork a process per request until the tests close their end. Return request and output in each new process."""
     while True:
         text, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 1)
         if not text:
-            os._exit(0)  # at once: nothing is open but what was imported
+            os._exit(0)  # fork at once, while only imports have opened files
         request = json.loads(text)
         reading, writing = os.pipe()
         if (middle := os.fork()) == 0:
@@ -177,7 +177,7 @@ def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
                 for fd in (reading, writing):
                     os.close(fd)
                 channel.close()
-                _wait_for_end(middle)  # from then on the tests' process is the parent
+                _wait_for_end(middle)  # from now on, the test process is the parent
                 return request, descriptors[0]
             os.write(writing, str(pid).encode())
             os._exit(0)
@@ -193,13 +193,13 @@ def _wait_for_end(pid: int) -> None:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        return  # it has ended, and its parent knows
+        return  # it has ended, and its parent has noticed
     select.select([pidfd], [], [])
     os.close(pidfd)
 
 
 def _begin(request: dict[str, Any], output: int) -> None:
-    """Make this process what a new interpreter would be that was started for the request."""
+    """Make this process look like a new interpreter that was started for the request."""
     os.setsid()
     for fd in (1, 2):
         os.dup2(output, fd)
@@ -211,7 +211,7 @@ def _begin(request: dict[str, Any], output: int) -> None:
     for name in ("tests", "tests.forkserver"):
         del sys.modules[name]
     sys.path[0] = os.getcwd()
-    sys.argv[1:] = request["args"]  # runpy sets the first
+    sys.argv[1:] = request["args"]  # runpy sets the first entry entry
     sys.orig_argv[1:] = ["-m", request["module"], *request["args"]]
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -219,7 +219,9 @@ def _begin(request: dict[str, Any], output: int) -> None:
 
 
 def _show_token(token: str) -> None:
-    """Write it where /proc/PID/environ shows it: into the memory that the system filled when this program started."""
+    """Write the token into the memory that /proc/PID/environ shows, which the system filled at the start of this
+    program.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     # env_start and env_end; the first field after the name is the third (source: man 5 proc)
     start, end = (int(fields[number - 3]) for number in (50, 51))
@@ -229,14 +231,14 @@ def _show_token(token: str) -> None:
 
 
 def serve(fd: int) -> str:
-    """Import, then fork for the requests that come; returns in the new processes only: the module to run."""
+    """Import, then fork for each request; return only in the new processes, with the module to run."""
     has_xla = importlib.util.find_spec("torch_xla") is not None
     gc.disable()
     for name in (*_IMPORTS, *(_IMPORTS_FOR_XLA if has_xla else ())):
-        with contextlib.suppress(ModuleNotFoundError):  # the packages of Colab's kernel are fewer
+        with contextlib.suppress(ModuleNotFoundError):  # Colab's kernel has fewer packages
             importlib.import_module(name)
     gc.enable()
-    # Once, where imports would have had dozens of looks at a heap that grows.
+    # Collect garbage once, instead of dozens of times while imports make the heap grow.
     gc.collect()
     with socket.socket(fileno=fd) as channel:
         request, output = _fork_for_requests(channel)
@@ -246,9 +248,10 @@ def serve(fd: int) -> str:
 
 
 def end() -> None:
-    """End this process as an interpreter ends, but for the release of all that was imported.
+    """End this process as an interpreter ends, but without releasing imported modules.
 
-    That takes half of the processor time of a kernel with a launch: it copies every page shared with the fork server.
+    Their release would take half of a kernel's processor time, because it copies every page shared with the fork
+    server.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,10 +1,11 @@
-"""Golden files: the exact text of a surface, one file each in ``tests/golden``, so that other tests need no sentences.
+"""Golden files in ``tests/golden``: the exact text of each display, so that other tests need no sentences.
 
     def test_the_table(golden: Golden) -> None:
         golden.check("table.txt", {"a running job": render_text(view)})
 
-A test compares what it sees with the file; ``make golden`` (``pytest --update-golden``) writes the files anew, and the
-difference is read in the commit. What differs from run to run, as process ids, times and paths, is replaced first.
+A test compares the displayed text with the file; ``make golden`` (``pytest --update-golden``) rewrites the files, and
+the commit shows the difference. Parts that differ between runs, such as process ids, times and paths, are replaced
+first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "golden"
 
-# In this order: a path may hold a process id.
+# The order matters, because a path may contain a process id.
 VOLATILE = (
     (re.compile(r"\x1b\[[0-9;]*m"), ""),
     (re.compile(r"/\S*/rank_(\d+)\.log"), r"LOGS/rank_\1.log"),
@@ -26,13 +27,13 @@ VOLATILE = (
     (re.compile(rf"\bon {re.escape(socket.gethostname())}\b"), "on HOST"),
     (re.compile(r"Cell In\[\d+\], line"), "Cell In[N], line"),
     (re.compile(r"\b\d+(\.\d+)? s\b"), "SECONDS"),
-    # Python from 3.11 on underlines the part of a line that failed.
+    # Python 3.11 and later underline the failed part of a line.
     (re.compile(r"^ *[~^]+ *\n", re.MULTILINE), ""),
 )
 
 
 def normalised(text: str, is_volatile: bool = True) -> str:
-    """``text`` without spaces at the ends of lines, and unless set otherwise without what differs from run to run."""
+    """Return ``text`` without trailing spaces and, by default, without the parts that differ between runs."""
     for pattern, replacement in VOLATILE if is_volatile else ():
         text = pattern.sub(replacement, text)
     return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n") + "\n"
@@ -40,21 +41,21 @@ def normalised(text: str, is_volatile: bool = True) -> str:
 
 @dataclass
 class Golden:
-    """Compares texts with the golden files, or writes these.
+    """Compares texts with the golden files, or writes them.
 
     Args:
-        is_updating: the files are written.
+        is_updating: write the files.
     """
 
     is_updating: bool
 
     def check(self, name: str, sections: dict[str, str], *, is_volatile: bool = True) -> None:
-        """Fail unless these texts are those of a file.
+        """Fail unless these texts equal the texts in a file.
 
         Args:
-            name: of the file.
-            sections: texts by their headings.
-            is_volatile: whether process ids, times and paths are replaced first.
+            name: name of the file.
+            sections: heading -> text.
+            is_volatile: whether to replace process ids, times and paths first.
         """
         path = FOLDER / name
         text = "\n".join(

@@ -1,4 +1,4 @@
-"""Real Jupyter kernels for tests: start one, run cells, interrupt, and prove that nothing survives it.
+"""Real Jupyter kernels for tests: start one, run cells, interrupt it, and check that nothing survives it.
 
     with Kernel.start() as kernel:
         cell = kernel.run("print('hello')")                     # fails the test if the cell raises
@@ -13,12 +13,13 @@
 
 Most tests take the ``kernel`` fixture of ``conftest.py``, which starts one and closes it.
 
-Messages are read by the thread of the test, while it waits; there is no reader thread. Every wait has a timeout, and
-one that runs out aborts the kernel with SIGABRT first: its fault handler then writes the stack of every thread, which
-the error message shows together with the cell's output.
+The test's thread reads messages while it waits; there is no reader thread. Every wait has a timeout. At a timeout, the
+kernel is aborted with SIGABRT: its fault handler writes the stack of every thread, and the error message shows the
+stacks and the cell's output.
 
-Every process that a kernel starts inherits an environment variable with a token of this kernel, also across ``setsid``,
-``exec`` and the death of its parent. So ``kernel.processes()`` finds them all, and ``close`` fails if one is left.
+Every process that a kernel starts inherits an environment variable with the kernel's token, even across ``setsid``,
+``exec`` and the death of its parent. ``kernel.processes()`` therefore finds them all, and ``close`` fails if one is
+left.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class CellError:
-    """What a cell raised, as a frontend gets it.
+    """The exception of a cell, as a front end receives it.
 
     Args:
         name: class name of the exception.
         value: its text.
-        traceback: the blocks that IPython formatted, with colours; ``text`` is what a reader sees.
+        traceback: the blocks that IPython formatted, with colours; ``text`` is the visible text.
     """
 
     name: str
@@ -70,12 +71,12 @@ class CellError:
 
     @property
     def text(self) -> str:
-        """The traceback as plain text."""
+        """Return the traceback as plain text."""
         return _ANSI.sub("", "\n".join(self.traceback))
 
     @property
     def lines(self) -> list[str]:
-        """The lines of ``text``."""
+        """Return the lines of ``text``."""
         return self.text.splitlines()
 
 
@@ -84,11 +85,11 @@ class Display:
     """One place in a cell's output area.
 
     Args:
-        data: the MIME bundle it shows now, after all updates.
-        metadata: that belongs to ``data``.
-        display_id: its name for updates; None where it can't be updated.
-        num_updates: how often it was updated.
-        is_result: True for the value of the cell's last expression.
+        data: the MIME bundle after all updates.
+        metadata: metadata of ``data``.
+        display_id: its name for updates; None if it can't be updated.
+        num_updates: number of updates.
+        is_result: whether it is the value of the cell's last expression.
     """
 
     data: dict[str, Any]
@@ -100,15 +101,15 @@ class Display:
 
 @dataclass(eq=False)
 class Cell:
-    """One execution of a cell: what is known so far, or all of it once ``is_done``.
+    """One execution of a cell: its messages so far, complete once ``is_done``.
 
     Args:
-        kernel: where it runs.
+        kernel: the kernel that runs it.
         source: its code.
-        msg_id: of its execute request.
-        messages: what arrived on IOPub for it, oldest first, also after the reply (from threads).
+        msg_id: id of its execute request.
+        messages: its messages from IOPub, oldest first, including messages after the reply (from threads).
         reply: content of the execute reply; None before it arrived.
-        prompts: of ``input()``, not answered yet.
+        prompts: unanswered prompts of ``input()``.
     """
 
     kernel: Kernel
@@ -123,7 +124,7 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        """Whether both the reply and the last output of the blocking part arrived."""
+        """Whether both the reply and the last output of the blocking part have arrived."""
         return self.reply is not None and self.is_idle
 
     @property
@@ -146,18 +147,18 @@ class Cell:
 
     @property
     def result(self) -> str | None:
-        """The repr of the last expression; None where there is none."""
+        """The repr of the last expression; None without one."""
         return next((d.data.get("text/plain") for d in self.displays if d.is_result), None)
 
     @property
     def value(self) -> Any:
-        """The value of the last expression, a literal; fails the test where there is none."""
+        """The value of the last expression, a literal; fails the test without one."""
         assert self.result is not None, self.describe()
         return ast.literal_eval(self.result)
 
     @property
     def displays(self) -> list[Display]:
-        """What the output area shows apart from streams and errors, in its final state, updates applied."""
+        """The displays in the output area, without streams and errors, after all updates."""
         shown: list[Display] = []
         for message in self.messages:
             kind, content = message["msg_type"], message["content"]
@@ -177,24 +178,24 @@ class Cell:
 
     @property
     def error(self) -> CellError | None:
-        """What the cell raised; None where it did not, or not yet."""
+        """The exception that the cell raised; None if it has not raised any."""
         for content in self.contents("error"):
             return CellError(content["ename"], content["evalue"], content["traceback"])
         return None
 
     @property
     def raised(self) -> CellError:
-        """What the cell raised; fails the test where that is nothing, with all that the cell shows."""
+        """The exception that the cell raised; without one, fails the test with the cell's output."""
         assert self.error is not None, self.describe()
         return self.error
 
     @property
     def shown(self) -> str:
-        """What a reader without HTML sees: all that was printed, then every display."""
+        """The text that a reader without HTML sees: all printed lines, then every display."""
         return self.stdout + "".join(display.data.get("text/plain", "") for display in self.displays)
 
     def contents(self, msg_type: str) -> list[dict[str, Any]]:
-        """The contents of all messages of one type, as "comm_open" or "update_display_data"."""
+        """Return the contents of all messages of one type, such as "comm_open" or "update_display_data"."""
         return [message["content"] for message in self.messages if message["msg_type"] == msg_type]
 
     def wait(self, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
@@ -208,25 +209,25 @@ class Cell:
         timeout_s: float = CELL_TIMEOUT_S,
         what: str = "a condition",
     ) -> Cell:
-        """Wait until ``condition(cell)`` is true. It is asked again after each message."""
+        """Wait until ``condition(cell)`` is true, checking it after each message."""
         self.kernel.wait_until(lambda: bool(condition(self)), timeout_s, what, self)
         return self
 
     def wait_for_input(self, timeout_s: float = CELL_TIMEOUT_S) -> str:
-        """Wait until the cell asks by ``input()``; return the prompt. Fails at once if it ends without."""
+        """Wait until the cell calls ``input()``; return the prompt. Fail at once if the cell ends before."""
         self.wait_for(lambda cell: cell.prompts or cell.is_done, timeout_s, "the cell to ask for input")
         if not self.prompts:
             raise AssertionError(f"the cell ended without asking for input\n{self.describe()}")
         return self.prompts[-1]
 
     def type(self, text: str) -> None:
-        """Answer ``input()``, once the cell has asked."""
+        """Answer ``input()`` once the cell has called it."""
         self.wait_for_input()
         self.prompts.clear()
         self.kernel.reply_input(text)
 
     def wait_for_text(self, text: str, timeout_s: float = CELL_TIMEOUT_S) -> Cell:
-        """Wait until the cell has printed ``text``, on stdout or stderr. Fails at once if it ends without."""
+        """Wait until the cell has printed ``text``, on stdout or stderr. Fail at once if the cell ends before."""
         self.wait_for(
             lambda cell: cell._printed(text) or cell.is_done, timeout_s, f"the cell to print {text!r}"
         )
@@ -235,7 +236,7 @@ class Cell:
         return self
 
     def describe(self) -> str:
-        """Everything about this cell that helps to understand a failed test."""
+        """Return everything about this cell that helps to understand a failed test."""
         parts = [f"cell ({self.status or 'running'}, {self.elapsed_s:.1f} s):", _indent(self.source.strip())]
         for title, text in (
             ("stdout", self.stdout),
@@ -266,21 +267,22 @@ class Cell:
 
 
 class KernelTimeout(AssertionError):
-    """A kernel did not do what the test waited for; the message holds its output and the stacks of its threads."""
+    """The awaited condition did not come true in time; the message has the kernel's output and its threads' stacks."""
 
 
 class LeftBehind(AssertionError):
-    """Processes of a kernel were still there after it ended."""
+    """Processes of a kernel were still running after its end."""
 
 
 class Kernel:
-    """A running IPython kernel. Make one with :meth:`start`, as a context manager."""
+    """A running IPython kernel. Create one with :meth:`start`, as a context manager."""
 
     def __init__(self, manager: KernelManager, token: str, folder: Path) -> None:
         self._manager = manager
         self._token = token
         self._folder = folder
-        # What arrived on IOPub, oldest first, whatever request it answers: a front end follows its comms in all of it.
+        # All messages from IOPub, oldest first, whatever request they answer, because a front end follows comms in all
+        # of them.
         self.messages: list[dict[str, Any]] = []
         self._cells: dict[str, Cell] = {}
         self._is_closed = False
@@ -302,11 +304,11 @@ class Kernel:
         Args:
             env: variables to set on top of this process's environment.
             cwd: its working folder; default: the current one.
-            python: the interpreter, which needs ipykernel.
-            transport: "ipc" (default; no ports to collide, and no warning about TCP without encryption) or "tcp".
-            timeout_s: how long the start may take.
-            is_new: start it in a new interpreter, which has imported nothing, and never by a fork of one that has
-                imported torch; for tests of what is imported, and for measurements.
+            python: the interpreter, which must have ipykernel.
+            transport: "ipc" (default; without port collisions and warnings about unencrypted TCP) or "tcp".
+            timeout_s: seconds that the start may take.
+            is_new: start a new interpreter instead of forking one that has imported torch; for tests of imports, and
+                for measurements.
         """
         # A short path: the address of a Unix socket has room for about 100 bytes.
         folder = Path(tempfile.mkdtemp(prefix="nbk-"))
@@ -314,7 +316,7 @@ class Kernel:
         manager = KernelManager(
             connection_file=str(folder / "k.json"),
             transport=transport,
-            # Own context: nothing of this kernel outlives it in the process of the tests.
+            # A separate context, so that nothing of this kernel outlives it in the test process.
             context=zmq.Context(),
         )
         kernel = cls(manager, token, folder)
@@ -337,9 +339,9 @@ class Kernel:
 
         Args:
             source: its code.
-            raises: class name of the exception that it must raise; None: it must not raise.
-            timeout_s: how long it may take.
-            **request: fields of the execute request, as ``silent=True``.
+            raises: class name of the exception that the cell must raise; None: it must not raise.
+            timeout_s: seconds that the cell may take.
+            **request: fields of the execute request, such as ``silent=True``.
 
         Raises:
             AssertionError: the cell ended otherwise than expected.
@@ -355,26 +357,24 @@ class Kernel:
         return cell
 
     def submit(self, source: str, *, is_typed_into: bool = False, **request: Any) -> Cell:
-        """Ask for the execution of a cell and return at once. Cells that are asked for together run one by one.
+        """Request the execution of a cell and return at once. Cells that are submitted together run one by one.
 
         Args:
             source: its code.
-            is_typed_into: the test answers what the cell asks by ``input()``.
+            is_typed_into: whether the test answers ``input()`` in the cell.
             **request: fields of the execute request.
         """
         if is_typed_into:
             request["allow_stdin"] = True
-        content = (
-            {
-                "code": source,
-                "silent": False,
-                "store_history": True,
-                "user_expressions": {},
-                "allow_stdin": False,
-                "stop_on_error": not is_typed_into,  # with it ipykernel 6 aborts also a cell that is sent right after
-            }
-            | request
-        )
+        content = {
+            "code": source,
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
+            "allow_stdin": False,
+            # with it, ipykernel 6 would also abort a cell that is sent right afterwards
+            "stop_on_error": not is_typed_into,
+        } | request
         message = self._manager.session.send(self._shell, "execute_request", content)
         cell = Cell(self, source, message["header"]["msg_id"])
         self._cells[cell.msg_id] = cell
@@ -383,10 +383,10 @@ class Kernel:
     def wait_until(
         self, condition: Callable[[], bool], timeout_s: float, what: str, cell: Cell | None = None
     ) -> None:
-        """Read messages until ``condition()`` holds, which is asked again after each message and ten times a second.
+        """Read messages until ``condition()`` is true, checking it after each message and ten times a second.
 
         Raises:
-            KernelTimeout: it did not hold in time; the kernel was aborted to get its stacks.
+            KernelTimeout: the condition did not come true in time; the kernel was aborted to get its stacks.
             AssertionError: the kernel died meanwhile.
         """
         deadline = time.monotonic() + timeout_s
@@ -425,7 +425,7 @@ class Kernel:
             del self._cells[asked.msg_id]
 
     def reply_input(self, text: str) -> None:
-        """Send what a user types into the input box of a cell that was submitted with ``is_typed_into``."""
+        """Send a user's input to a cell that was submitted with ``is_typed_into``."""
         self._manager.session.send(self._stdin, "input_reply", {"value": text})
 
     def send_comm(self, comm_id: str, data: Mapping[str, Any]) -> None:
@@ -436,18 +436,18 @@ class Kernel:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """What the stop button does: SIGINT to the kernel's process group."""
-        # As jupyter_client.provisioning.LocalProvisioner.send_signal does.
+        """Send SIGINT to the kernel's process group, as the stop button does."""
+        # jupyter_client.provisioning.LocalProvisioner.send_signal does the same.
         os.killpg(os.getpgid(self.pid), signal.SIGINT)
 
     def kill(self) -> None:
-        """SIGKILL to the kernel's process alone, as the OOM killer does; what it started is on its own then."""
+        """Send SIGKILL only to the kernel's process, as the OOM killer does; its children continue."""
         if self.is_alive:
             self.process.kill()
             self.wait_for_exit()
 
     def wait_for_exit(self, timeout_s: float = CLOSE_TIMEOUT_S) -> int:
-        """Wait until the kernel's process has ended by itself; returns its exit code, negative for a signal."""
+        """Wait until the kernel's process has ended by itself; return its exit code, negative for a signal."""
         assert self._popen is not None, "the kernel was not started"
         return self._popen.wait(timeout_s)
 
@@ -455,11 +455,11 @@ class Kernel:
         """End the kernel and everything that it started.
 
         Args:
-            check: whether something that outlives the kernel is an error.
-            grace_s: how long what the kernel started may take to follow its end.
+            check: whether a process that outlives the kernel is an error.
+            grace_s: seconds that the kernel's processes may take to end after it.
 
         Raises:
-            LeftBehind: after the kernel's orderly end some of its processes were still there; they are killed. Only
+            LeftBehind: after the kernel's proper end, some of its processes were still running; they are killed. Only
                 with ``check``.
         """
         if self._is_closed:
@@ -496,13 +496,13 @@ class Kernel:
 
     @property
     def log(self) -> str:
-        """What the kernel's process wrote to its own stdout and stderr, outside of any cell."""
+        """Return the output of the kernel's process to its own stdout and stderr, outside of cells."""
         return (self._folder / "kernel.log").read_text(errors="replace") if self._folder.exists() else ""
 
     def processes(self) -> list[psutil.Process]:
-        """Every running process that came from this kernel, without the kernel itself, oldest first.
+        """Return all running processes that this kernel has started, directly or not, oldest first.
 
-        Includes those that have left its group, its POSIX session or its process tree.
+        This includes processes that have left its group, its POSIX session or its process tree.
         """
         mine = [
             p
@@ -512,10 +512,10 @@ class Kernel:
         return sorted(mine, key=lambda process: process.create_time())
 
     def wait_for_no_processes(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until all that the kernel started has ended, also what it starts meanwhile.
+        """Wait until all processes that the kernel started have ended, including those that it starts meanwhile.
 
         Raises:
-            LeftBehind: something is still there; names it. It is killed by ``close``.
+            LeftBehind: a process is still running; the message names it, and ``close`` kills it.
         """
         deadline = time.monotonic() + timeout_s
         while (left := self.processes()) and time.monotonic() < deadline:
@@ -532,7 +532,7 @@ class Kernel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Where the test failed already, its own error is the one to see.
+        # If the test has already failed, show its own error.
         self.close(check=error is None)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -549,11 +549,11 @@ class Kernel:
         args = ["-f", self._manager.connection_file]
         env = {
             **os.environ,
-            # No profile, history or start-up file of the user who runs the tests.
+            # Use no profile, history or start-up file of the user who runs the tests.
             "IPYTHONDIR": str(self._folder / "ipython"),
-            # As jupyter_client sets it.
+            # jupyter_client sets the same variable.
             "JPY_PARENT_PID": str(os.getpid()),
-            # The debugger's advice about frozen modules is of no use here.
+            # The debugger's advice about frozen modules is useless here.
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             **env,
             TOKEN_VARIABLE: self._token,
@@ -564,8 +564,8 @@ class Kernel:
                 "ipykernel_launcher", args, env, cwd or os.getcwd(), self._log.fileno()
             )
         else:
-            # jupyter_client's own launcher, and not KernelManager.start_kernel: that one makes an event loop which is
-            # never closed, and starts whatever this machine has registered as "python3".
+            # Use jupyter_client's launcher, not KernelManager.start_kernel, which creates an event loop that is never
+            # closed, and starts whatever this machine has registered as "python3".
             self._popen = launch_kernel(
                 [python, "-m", "ipykernel_launcher", *args],
                 stdout=self._log,
@@ -579,16 +579,16 @@ class Kernel:
         self._shell = self._manager.connect_shell(identity=self._token.encode())
         self._iopub = self._manager.connect_iopub()
         self._control = self._manager.connect_control()
-        # The kernel asks for input where the request came from, by this name; a prompt is lost where nothing is
-        # connected yet. Nothing answers on this socket without a prompt, so its monitor says when it is.
+        # The kernel sends prompts to the sender of the request, by this name; a prompt is lost if nothing is connected
+        # yet. Without a prompt, this socket gets no message, so its monitor signals the connection.
         self._stdin = self._manager.context.socket(zmq.DEALER)
         self._stdin.identity = self._token.encode()
         monitor = self._stdin.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._stdin.connect(self._manager._make_url("stdin"))
-        # A subscription takes effect some time after it was made, and what is published before is lost. So ask until
-        # an answer comes on both sockets. The control channel is asked too, though nothing needs it before the end:
-        # zmq tries each connection anew up to 0.2 s after it was refused, and one that comes to be later than the
-        # start is a file descriptor that whatever test is running then seems to leave behind.
+        # A subscription takes effect with a delay, and earlier messages are lost. So repeat a request until both
+        # sockets answer. The control channel is queried as well, although only the end needs it: zmq retries a refused
+        # connection for up to 0.2 s, and the running test would seem to leave a late connection's file descriptor
+        # behind.
         probes: dict[str, list[Cell]] = {"shell": [], "control": []}
         sockets = {"shell": self._shell, "control": self._control}
 
@@ -610,13 +610,14 @@ class Kernel:
             del self._cells[probe.msg_id]
 
     def _prepare(self) -> None:
-        """Let a fatal signal write all stacks to a file; ipykernel turns stderr into a pipe that it reads itself.
+        """Make a fatal signal write all stacks to a file, because ipykernel turns stderr into a pipe that it reads
+        itself.
 
-        And let the kernel end without looking for reference cycles once more: with torch that takes up to a second of
-        each kernel's end, for memory that the system takes back a moment later.
+        Also make the kernel end without a last garbage collection, which takes up to a second with torch, for memory
+        that the system frees a moment later anyway.
         """
         file = str(self._folder / "stacks")
-        # By a descriptor: each forked worker would close a file object, with a warning, when it sets its own.
+        # Use a descriptor: each forked worker would close a file object, with a warning, when it sets its own.
         self.run(
             f"__import__('faulthandler').enable(__import__('os').open({file!r}, {os.O_WRONLY | os.O_CREAT}, 0o600))\n"
             "__import__('atexit').register(__import__('gc').freeze)",
@@ -625,7 +626,7 @@ class Kernel:
         )
 
     def _read(self, timeout_s: float) -> None:
-        """Hand every message that is there to its cell; waits for the first for ``timeout_s`` at most."""
+        """Pass all arrived messages to their cells; wait at most ``timeout_s`` for the first."""
         poller = zmq.Poller()
         for socket in (self._shell, self._iopub, self._control, self._stdin):
             if socket is not None:
@@ -640,7 +641,7 @@ class Kernel:
                     cell._receive(message)
 
     def _shut_down(self, grace_s: float) -> list[str]:
-        """End the kernel; returns what outlived it, described, after killing that too."""
+        """End the kernel; return descriptions of processes that outlived it, after killing them, too."""
         if self._popen is None or self._process is None:
             return []
         if self.is_alive:
@@ -650,7 +651,7 @@ class Kernel:
             except subprocess.TimeoutExpired:
                 self._popen.kill()
         self._popen.wait(CLOSE_TIMEOUT_S)
-        # What follows the kernel's end by itself (on a parent-death signal, on end-of-file) gets the time to do so.
+        # Give processes time to end by themselves after the kernel (by a parent-death signal, or at end-of-file).
         psutil.wait_procs(self.processes(), grace_s)
         survivors = self.processes()
         described = [_describe(process) for process in survivors]
@@ -660,7 +661,7 @@ class Kernel:
         return described
 
     def _abort(self) -> None:
-        """Make the kernel's fault handler write the stacks of its threads, which ends the kernel."""
+        """Make the kernel's fault handler write the stacks of its threads; this ends the kernel."""
         if self.is_alive:
             self.process.send_signal(signal.SIGABRT)
             self.wait_for_exit()
@@ -680,7 +681,7 @@ class Kernel:
         try:
             return process.environ().get(TOKEN_VARIABLE) == self._token
         except psutil.Error:
-            return False  # ended meanwhile, or another user's
+            return False  # it has ended meanwhile, or belongs to another user
 
 
 _environment = imported_with(os.environ)
@@ -688,16 +689,16 @@ _forkservers: dict[tuple[str, str | None], Forkserver] = {}
 
 
 def remember_environment() -> None:
-    """Take this process's environment as that of all kernels but those for which a test changes it."""
+    """Use this process's present environment for all kernels, except if a test changes it."""
     global _environment
     _environment = imported_with(os.environ)
 
 
 def _forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
-    """The fork server of an interpreter; None where in this environment other things might be imported."""
+    """Return the fork server of an interpreter; None if this environment might change the imports."""
     if sys.platform != "linux" or imported_with(env) != _environment:
         return None
-    # OpenMP reads this one when it is loaded, and nothing else does.
+    # Only OpenMP reads this variable, when it is loaded.
     key = python, env.get("OMP_NUM_THREADS")
     if key in _forkservers and not _forkservers[key].is_alive:
         _forkservers.pop(key).close()
@@ -709,13 +710,13 @@ def _forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
 
 
 def close_forkservers() -> None:
-    """End the processes that kernels were forked from."""
+    """End the processes from which kernels were forked."""
     while _forkservers:
         _forkservers.popitem()[1].close()
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Whether it exists and is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,7 +1,6 @@
-"""What a test has left behind in the process of the tests: child processes, file descriptors, threads, signals.
+"""Finds what a test has left behind in the test process: child processes, file descriptors, threads, signals.
 
-Cheap enough for every test (well under a millisecond where nothing is left): it reads ``/proc``. Where there is no
-``/proc``, only threads are looked at.
+It reads ``/proc``, which takes well under a millisecond if nothing is left. Without ``/proc``, it checks only threads.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ GRACE_S = 5.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _PROC = Path("/proc/self")
 
-# Made once per process by a library at its first use, kept for good, and not the test's doing. A file descriptor by
-# what it points to, a thread by its name, a process by a part of its command line.
+# Resources that a library creates once per process at its first use and keeps: file descriptors by their target,
+# threads by their name, processes by a part of their command line.
 PROCESS_WIDE_FILES: dict[str, str] = {
     "/dev/urandom": "kept open by OpenSSL and by CPython's fallback for os.urandom",
     "/dev/null": "opened once by psutil and subprocess helpers; holds nothing",
@@ -38,33 +37,33 @@ PROCESS_WIDE_PROCESSES: dict[str, str] = {
 }
 
 
-# Made by the tests' own helpers at their first use, and ended with the tests: process ids and file descriptors.
+# Process ids and file descriptors that the tests' helpers create at their first use, and that end with the tests.
 _kept_processes: set[int] = set()
 _kept_files: set[int] = set()
 
 
 def keep(pid: int, fd: int) -> None:
-    """Let a process of the tests' own, and the file descriptor it is talked to by, outlive the test that needed it."""
+    """Allow a helper process and its file descriptor to outlive the test that needed it."""
     _kept_processes.add(pid)
     _kept_files.add(fd)
 
 
 def adopt_orphans() -> None:
-    """Make orphaned grandchildren the children of this process, so that they are seen. Linux only."""
+    """Make orphaned grandchildren children of this process, so that it sees them. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What exists now.
+    """The present resources.
 
     Args:
         processes: the children, by pid and start time.
-        files: what each open file descriptor points to.
-        threads: the running Python threads. Native threads are left out: the pools of OpenMP, autograd and the like
-            are made at first use and kept for good.
-        signals: what programs inherit that a later test starts: which signals are ignored, and which are blocked.
+        files: the target of each open file descriptor.
+        threads: the running Python threads. Native threads are left out, because the pools of OpenMP, autograd and
+            others are created at first use and kept.
+        signals: the ignored and the blocked signals, which programs of later tests would inherit.
     """
 
     processes: frozenset[psutil.Process]
@@ -78,13 +77,13 @@ class Snapshot:
 
 
 def find(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
-    """One line for each thing that is there now and was not there ``before``; what is just ending gets time to."""
+    """Return a line for each resource that exists now but not ``before``; give ending ones time to end."""
     deadline = time.monotonic() + grace_s
     for thread in _new_threads(before):
         thread.join(max(0.0, deadline - time.monotonic()))
     _wait_for_exit(_new_processes(before), max(0.0, deadline - time.monotonic()))
     if _new_files(before):
-        gc.collect()  # a file may hang on a reference cycle, as a traceback of an expected exception is one
+        gc.collect()  # a reference cycle, such as the traceback of an expected exception, may keep a file open
     return [
         *(f"process {process.pid}: {_command(process)}" for process in _new_processes(before)),
         *(f"thread {thread.name!r}: {thread!r}" for thread in _new_threads(before)),
@@ -94,7 +93,7 @@ def find(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
 
 
 def kill_processes(before: Snapshot) -> None:
-    """End what a test left, so that the next test is not blamed for it."""
+    """Kill processes that a test left, so that the next test is not blamed for them."""
     left = _new_processes(before)
     for process in left:
         if process.is_running():
@@ -114,7 +113,7 @@ def _new_threads(before: Snapshot) -> list[threading.Thread]:
 
 def _new_files(before: Snapshot) -> dict[int, str]:
     tracker = sys.modules.get("multiprocessing.resource_tracker")
-    # Its pipe is there as long as its process. From Python 3.14 on, the first lock of tqdm starts it.
+    # Its pipe exists as long as its process. Since Python 3.14, tqdm's first lock starts it.
     pipe = tracker._resource_tracker._fd if tracker is not None else None
     return {
         fd: target
@@ -127,10 +126,10 @@ def _new_files(before: Snapshot) -> dict[int, str]:
 
 
 def _children() -> frozenset[psutil.Process]:
-    """Running children. A zombie is not counted: it may be an adopted one, which no other process could wait for."""
+    """Return running children. Zombies don't count: they may be adopted ones, for which no other process could wait."""
     if not _PROC.exists():
         return frozenset()
-    # Lists the children of every thread of this process, without a look at all the processes of the machine.
+    # Lists the children of every thread of this process, without reading all processes of the machine.
     pids = {int(pid) for file in _PROC.glob("task/*/children") for pid in _read(file).split()}
     found = set()
     for pid in pids:
@@ -144,7 +143,7 @@ def _children() -> frozenset[psutil.Process]:
 
 
 def _wait_for_exit(processes: list[psutil.Process], timeout_s: float) -> None:
-    """Wait until they have ended, and leave their exit status to the process that started them: no waitpid here."""
+    """Wait until processes have ended, without waitpid, so that their starters can still read the exit status."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         try:

@@ -1,4 +1,4 @@
-"""A process that has no descriptor left."""
+"""Simulates a process that has no descriptor left."""
 
 from __future__ import annotations
 

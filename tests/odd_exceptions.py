@@ -1,4 +1,4 @@
-"""Exceptions that are hard to send and to show, for the tests of both."""
+"""Exceptions that are hard to send or to show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 
 class Mute(Exception):
-    """Can't be turned into text."""
+    """An exception that can't be converted to text."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -14,6 +14,6 @@ class Mute(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
-    """Takes no attribute, not even the notes and the cause that Python sets."""
+    """An exception that accepts no attributes, not even the notes and the cause that Python sets."""
 
     code: int

@@ -1,4 +1,4 @@
-"""The two kinds of kernels that notebooks meet: the newest Jupyter packages, and those of Google Colab.
+"""The two kinds of kernels for notebooks: with the newest Jupyter packages, and with Google Colab's.
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_something(profile: str) -> None:
@@ -19,7 +19,7 @@ _COLAB = Path(__file__).parents[1] / ".venv-colab-kernel" / "bin" / "python"
 
 
 def python_of(profile: str) -> str:
-    """The interpreter whose kernels are of this kind. Where it was never made, the test is skipped, but not in CI."""
+    """Return the interpreter for this kind of kernels. If it was never created, skip the test, except in CI."""
     if profile == "newest":
         return sys.executable
     if not _COLAB.exists():
@@ -28,7 +28,7 @@ def python_of(profile: str) -> str:
 
 
 def missing(reason: str) -> NoReturn:
-    """End a test whose environment was never made: skipped, but in CI failed."""
+    """End a test whose environment was never created: skip it, or fail it in CI."""
     if os.environ.get("CI"):
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

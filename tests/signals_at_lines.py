@@ -1,4 +1,4 @@
-"""A signal that comes between two given lines of nblaunch."""
+"""Sends a signal between two given lines of nblaunch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _FOLDER = str(Path(nblaunch.__file__).parent)
 def with_signal_at_line(
     number: int, signum: int, call: Callable[[], Any], folder: str = _FOLDER
 ) -> tuple[str, BaseException | None]:
-    """Call ``call``, and send this process a signal before the ``number``-th line that runs, from 1.
+    """Call ``call``, and send this process a signal before the ``number``-th executed line, counted from 1.
 
-    Each line of the main thread counts once, but those of ``__del__``, whose exceptions Python does not raise.
+    Each line of the main thread counts once, except lines of ``__del__``, whose exceptions Python does not raise.
 
     Args:
-        folder: lines of files below it count; empty = all lines.
+        folder: count only lines of files below it; empty = all lines.
 
-    Returns:
-        The line, empty where fewer ran; what ``call`` has raised.
+    Returns: The line, empty if fewer lines ran; the exception that ``call`` raised.
     """
     seen: set[tuple[CodeType, int]] = set()
     place = ""

@@ -1,7 +1,7 @@
-"""A folder in which every access blocks inside the system for good, as on a network file system without its server.
+"""A folder in which every access blocks forever inside the system, as on a network file system without its server.
 
-A FUSE file system whose server takes requests and never answers: a process that waits for an answer can't be killed,
-not by SIGKILL either (``request_wait_answer`` in fs/fuse/dev.c: a request that the server has read is waited out).
+It is a FUSE file system whose server reads requests and never answers. Not even SIGKILL ends a process that waits for
+an answer (``request_wait_answer`` in fs/fuse/dev.c waits for a request that the server has read).
 Protocol: include/uapi/linux/fuse.h. Needs root and ``/dev/fuse``.
 """
 
@@ -23,12 +23,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def can_be_made() -> bool:
-    """Whether this process may mount such a folder."""
+    """Return whether this process may mount such a folder."""
     return os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
 
 
 class StuckFolder:
-    """Mounted on ``path``, an empty folder, until :meth:`release`, which lets blocked processes go."""
+    """A file system on the empty folder ``path``, until :meth:`release` frees blocked processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

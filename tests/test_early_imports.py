@@ -1,4 +1,4 @@
-"""Imports that workers need: made between cells or in the launch, never in the cell that imports nblaunch."""
+"""Imports that workers need are made between cells or in the launch, never in the cell that imports nblaunch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ when_imported("torch._dynamo", write("compiler"))
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    """A kernel in a new interpreter: other tests' kernels have imported the compiler from the beginning."""
+    """Start a kernel in a new interpreter, because other tests' kernels have imported the compiler from the
+    beginning.
+    """
     with Kernel.start(is_new=True) as kernel:
         yield kernel
 
@@ -44,7 +46,7 @@ def kernel() -> Iterator[Kernel]:
 def test_the_importing_cell_leaves_the_compiler_to_the_idle_kernel(kernel: Kernel, tmp_path: Path) -> None:
     assert kernel.run(FOLLOW.format(folder=str(tmp_path))).value is False
     kernel.wait_until((tmp_path / "compiler").exists, TIMEOUT_S, "the import of torch's compiler")
-    # No other thread may hold a lock of an import while the kernel forks.
+    # No other thread may hold an import lock while the kernel forks.
     assert (tmp_path / "compiler").read_text() == "MainThread"
     assert kernel.run("'torch._dynamo' in sys.modules").value is True
 
@@ -66,14 +68,14 @@ def test_an_interrupt_of_a_waiting_cell_leaves_no_half_module(kernel: Kernel, tm
         + f"\n{interrupt}\nimport asyncio\nawait asyncio.sleep({TIMEOUT_S})"
     )
     cell = kernel.submit(awaits).wait()
-    assert cell.raised.name in ("CancelledError", "KeyboardInterrupt")  # as ipykernel does it
+    assert cell.raised.name in ("CancelledError", "KeyboardInterrupt")  # ipykernel does the same
     assert kernel.run("sys.modules['sympy'].Symbol('x').name").value == "x"
     kernel.wait_until((tmp_path / "compiler").exists, TIMEOUT_S, "the import of torch's compiler")
     assert kernel.run("import torch; torch._dynamo.is_compiling()").value is False
 
 
 def test_a_launch_waits_for_a_thread_that_imports_the_compiler(kernel: Kernel) -> None:
-    """A fork in the middle would leave the lock of the import taken in the workers."""
+    """After a fork in the middle, the import lock would stay taken in the workers."""
     found = kernel.run(
         "import importlib, sys, threading\n"
         f"{IMPORT}\n"

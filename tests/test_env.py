@@ -1,4 +1,4 @@
-"""The environment: read through a table, patched for a while, put back exactly."""
+"""The environment: read through a table, patched in a block, and restored exactly."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_values_are_converted_and_default(monkeypatch: pytest.MonkeyPatch) -> No
             "NBLAUNCH_KEEP_JOBS"
         )
         assert env.read("NBLAUNCH_KEEP_JOBS") == 20
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # OpenMP allows a number for each level of nesting
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # OpenMP allows one number per level of nesting
     assert env.read("OMP_NUM_THREADS") == 4
-    # Empty hides all GPUs, unset hides none.
+    # An empty value hides all GPUs, an unset variable hides none.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert env.read("CUDA_VISIBLE_DEVICES") == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -50,7 +50,7 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("text", ["-1", "-4,2", "many", ",2"])
 def test_threads_that_no_worker_could_start_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4,-2")
-    env.check()  # of OpenMP's list, workers take the first number alone
+    env.check()  # workers use only the first number of OpenMP's list
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
         env.check()

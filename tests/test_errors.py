@@ -1,4 +1,4 @@
-"""Every exception of ours survives pickling with all it carries, and is caught under the names it promises."""
+"""All of nblaunch's exceptions survive pickling with their attributes, and have their promised base classes."""
 
 from __future__ import annotations
 

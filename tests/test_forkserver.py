@@ -1,4 +1,4 @@
-"""Kernels that are forked from a process with torch: like those in an interpreter of their own, but for its imports."""
+"""Kernels that are forked from a process with torch are like kernels in a new interpreter, except for imports."""
 
 from __future__ import annotations
 

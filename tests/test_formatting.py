@@ -1,4 +1,4 @@
-"""Sizes, counts and ranks as text, and sizes parsed."""
+"""Formatting of sizes, counts and ranks, and parsing of sizes."""
 
 from __future__ import annotations
 

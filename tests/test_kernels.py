@@ -1,4 +1,4 @@
-"""The kernel helper itself: if it misjudges, every test built on it does."""
+"""The kernel helper itself, on which other tests rely."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
-    """For tests that leave it as it was."""
+    """Start a kernel for tests that leave it unchanged."""
     with Kernel.start() as kernel:
         yield kernel
 
@@ -121,11 +121,11 @@ def test_processes_can_be_awaited_while_the_kernel_lives(shared: Kernel) -> None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    Kernel.start().close()  # from now on the fork server's own socket is there
+    Kernel.start().close()  # from now on, the fork server's own socket exists
     connect = KernelManager.connect_control
 
     def connect_slowly(manager: KernelManager) -> zmq.Socket[bytes]:
-        # The first attempt comes before the kernel can listen; the next at least this much later.
+        # The first attempt comes before the kernel listens, the next one at least this much later.
         manager.context.setsockopt(zmq.RECONNECT_IVL, 1500)
         return connect(manager)
 

@@ -1,4 +1,4 @@
-"""The check that every test runs under: it must see what it is there to see."""
+"""The check after every test must find all kinds of remains."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_child_is_found_and_ended() -> None:
         program = f"print('here', flush=True); {WAIT_FOR_EVER}"
         with subprocess.Popen([sys.executable, "-c", program], stdout=writer) as child:
             try:
-                # Popen may return while the system still sets the program up: its command line is empty until then.
+                # Popen may return while the system still starts the program, whose command line is empty until then.
                 assert reader.readline() == b"here\n"
                 (line,) = left_behind.find(before, grace_s=0)
             finally:

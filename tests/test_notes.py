@@ -1,4 +1,4 @@
-"""The switch for notes, and their log records."""
+"""Switching notes on and off, and their log records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed, and changing modules when they are imported."""
+"""Installed packages, and changes to modules when they are imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_module_is_changed_when_it_comes(package: str) -> None:
     inner = importlib.import_module(f"{package}.inner")
     assert (inner.value, importlib.import_module(package).value) == ("changed", "package")
     assert sys.meta_path == finders
-    # It looks as if nothing had been changed.
+    # The module looks unchanged.
     assert inner.__loader__ is inner.__spec__.loader
     assert inner.__spec__.loader.get_source(inner.__name__) == "value = 'inner'\n"
 
@@ -74,7 +74,7 @@ NAME = "a_package_of_this_test"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a notebook, which is the first where Python looks."""
+    """Create the folder of a notebook, which Python searches first."""
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -99,7 +99,7 @@ def test_what_was_just_installed_is(folder: Path) -> None:
 def test_a_folder_that_was_named_after_it_is_not(folder: Path) -> None:
     (folder / NAME / "run-1").mkdir(parents=True)
     assert not is_installed(NAME)
-    importlib.import_module(NAME)  # as a library may do that tries whether it is there
+    importlib.import_module(NAME)  # a library may check for it this way
     assert not is_installed(NAME)
     del sys.modules[NAME]
 
@@ -110,5 +110,5 @@ def test_what_was_made_by_hand_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_installed(NAME)
     made.__spec__ = ModuleSpec(NAME, None)
     assert is_installed(NAME)
-    monkeypatch.setitem(sys.modules, NAME, None)  # what forbids an import
+    monkeypatch.setitem(sys.modules, NAME, None)  # None forbids an import
     assert not is_installed(NAME)

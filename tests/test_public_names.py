@@ -1,4 +1,4 @@
-"""What ``import nblaunch`` gives a user who types a dot and looks at what comes."""
+"""The names that completion offers after ``import nblaunch``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_completion_offers_public_names_and_nothing_else() -> None:
     )
 
 
-# Each name in a process of its own, forked before any was looked up; torch is imported once for all.
+# Each name in a separate process, forked before any name was looked up; torch is imported once for all.
 LOOK_UP = """
 import os, sys, torch, nblaunch
 for name in sys.argv[1:]:

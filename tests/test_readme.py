@@ -1,4 +1,4 @@
-"""README and CONTRIBUTING.md say nothing that is not so: code runs, commands and files exist, the map is the tree."""
+"""README and CONTRIBUTING.md are correct: code runs, commands and files exist, and the map shows the tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING}
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """Language and text of each block of code."""
+    """Return language and text of each code block."""
     text = path.read_text(encoding="utf-8")
     found = re.findall(r"^( *)```([\w{}.-]*)[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
     return [
@@ -29,14 +29,14 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 
 
 def check_commands(lines: Iterable[str], capsys: pytest.CaptureFixture[str]) -> int:
-    """Fail for an ``nblaunch`` command without that option; return how many commands there are."""
+    """Fail for an ``nblaunch`` command with an unknown option; return the number of commands."""
     commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("nblaunch ")]
     for command, *words in commands:
         with pytest.raises(SystemExit) as leaving:
             cli.main([command, "--help"])
         assert leaving.value.code == 0
         shown = capsys.readouterr().out
-        # What follows the script is the script's.
+        # Arguments after the script belong to the script.
         of_ours = itertools.takewhile(lambda word: not word.endswith(".py"), words)
         for option in (word.partition("=")[0] for word in of_ours if word.startswith("--")):
             assert option in shown, f"{option} of `nblaunch {command}`"
@@ -57,7 +57,7 @@ def test_the_example_runs_when_it_is_pasted_into_a_fresh_notebook(kernel: Kernel
     shown = kernel.run(example, timeout_s=90).stdout
     loss = re.search(r"^loss (\d\.\d+)$", shown, re.MULTILINE)
     assert loss is not None
-    assert float(loss[1]) < 0.6  # of a coin toss: 0.69
+    assert float(loss[1]) < 0.6  # a coin toss has 0.69
     kernel.run(
         "trained = cross_entropy(model(inputs), dataset.tensors[1]).item(); print(f'trained {trained:.3f}')"
     )
@@ -111,7 +111,7 @@ def test_the_map_shows_every_folder_and_module() -> None:
 def test_the_list_of_test_folders_is_complete() -> None:
     (shown,) = [text for _, text in blocks(ROOT / "CONTRIBUTING.md") if text.startswith("architecture/ ")]
     listed = re.findall(r"^([a-z_]+)/ ", shown, flags=re.MULTILINE)
-    # A folder that has nothing but Python's cache was removed.
+    # A folder with only Python's cache was removed.
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("[!_]*"))}
     package = {path.parent.name for path in (ROOT / "nblaunch").glob("*/__init__.py")}
     assert sorted(listed) == sorted(folders - package - {"__pycache__"})

@@ -1,4 +1,4 @@
-"""Bad input: what is refused, how it is reported, and that nothing was started for it."""
+"""Invalid input is refused with a clear message before anything is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(model: object, epochs: int = 1) -> None:
 
 
 async def train_async(model: object) -> None:
-    """Would be a coroutine that is not awaited."""
+    """Return a coroutine, which no launch would await."""
 
 
 def train_in_steps(model: object) -> Iterator[int]:
@@ -37,12 +37,12 @@ def train_in_steps(model: object) -> Iterator[int]:
 
 class Trainer:
     def __call__(self, model: object) -> None:
-        """Trains."""
+        """Train."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Fails the test if a process is started, by any code."""
+    """Fail the test if any code starts a process."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         started.append(args)
@@ -154,7 +154,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
 
 
 def _without_addresses(value: object) -> str:
-    """The name of a case, the same in every process: test processes compare what they have collected."""
+    """Return the name of a case, the same in every process, because test processes compare their collected tests."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50]
 
 

@@ -34,7 +34,7 @@ def test_the_environment_has_all(topology: Topology) -> None:
 
 @given(topologies())
 def test_a_launcher_that_sets_less_is_understood(topology: Topology) -> None:
-    """The node's number and size can be derived from ranks and sizes, as srun and old launchers leave it."""
+    """srun and old launchers leave out the node's number and size, which follow from ranks and sizes."""
     environ = topology.to_env()
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK"):
         del environ[name]

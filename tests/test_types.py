@@ -1,4 +1,4 @@
-"""Type checkers know what launches return, and which settings there are."""
+"""Type checkers know the return types and the settings of launches."""
 
 from __future__ import annotations
 

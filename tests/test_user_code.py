@@ -1,4 +1,4 @@
-"""What of a program is the user's."""
+"""Which files of a program belong to the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nblaunch.user_code import is_user_file
         (json.__file__, False),
         (pytest.__file__, False),
         ("<frozen importlib._bootstrap>", False),
-        # Of the user, of a system below a virtual environment, of Debian.
+        # Packages of the user, of a system below a virtual environment, and of Debian.
         ("/home/ada/.local/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", False),
         ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
         ("/tmp/ipykernel_7/1234.py", True),

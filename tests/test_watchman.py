@@ -1,4 +1,4 @@
-"""What was started must end with the process of the tests, also where that is killed."""
+"""Started processes must end with the test process, even if that is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import watchman
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-# Starts the program {0} in a POSIX session of its own, as a server is started, and prints its process id.
+# Starts the program {0} in a separate POSIX session, like a server, and prints its process id.
 STARTER = """
 import os, signal, subprocess, sys
 from tests import watchman
@@ -43,7 +43,7 @@ def has_ended(pidfd: int, timeout_s: float = 20.0) -> bool:
 
 
 def start(program: str, *args: str) -> tuple[subprocess.Popen[str], int]:
-    """Run a program that prints the id of a process it has started; returns both, the latter as a pidfd."""
+    """Run a program that prints the id of a process it has started; return both, the latter as a pidfd."""
     starter = subprocess.Popen(
         [sys.executable, "-c", program, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -80,7 +80,7 @@ def test_these_tests_are_watched() -> None:
 
 
 def test_a_watchman_is_not_ended_by_another_one() -> None:
-    """As that of tests which run tests: the inner one is needed just when the outer one acts."""
+    """For example, tests run tests: the inner watchman is needed just when the outer one acts."""
     starter, pidfd = start(STARTER.format(WAITS, WAIT))
     with starter:
         carriers = watchman._carriers(os.environ[watchman.VARIABLE])

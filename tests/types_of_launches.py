@@ -1,4 +1,4 @@
-"""What type checkers make of launches: checked by mypy in ``test_types.py``, and never run."""
+"""Types of launches: mypy checks this file in ``test_types.py``; it never runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tensors(accelerator: Accelerator, loss: torch.Tensor) -> None:
 
 
 def mistakes() -> None:
-    """Without an error here, mypy reports that the comment is not needed."""
+    """Contain type errors; without them, mypy reports that the comments are not needed."""
     notebook_launcher(train, (8,), mixed_precision="bf61")  # type: ignore[call-overload]
     notebook_launcher(train, (8,), on_hang="kill")  # type: ignore[call-overload]
     notebook_launcher(train, (8,), num_process=2)  # type: ignore[call-overload]

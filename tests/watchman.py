@@ -1,12 +1,12 @@
-"""Ends what the tests have started when their own process is gone, however it went: by SIGKILL, say, or by os._exit.
+"""Ends the processes of the tests when the test process is gone, even after SIGKILL or os._exit.
 
     this process ──────── starts ────────> servers, kernels, programs: all inherit a token in their environment
          │                                     ^
          └── watchman.begin() ──> watchman ────┘ once this process has ended: SIGKILL to whatever carries the token
 
-Fixtures end what they started; this is for a process that has no time for them. A server in a POSIX session of its
-own, as JupyterLab is one here, would run for ever. Linux only: it reads ``/proc``. A process that was forked from this
-one, and executed no program since, is not found: it carries no environment of its own.
+Fixtures end their own processes; the watchman acts if the test process can't run them. Otherwise a server in a separate
+POSIX session, such as JupyterLab here, would run forever. Linux only, because it reads ``/proc``. It does not find
+forked processes that have executed no program, because they have no environment of their own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _LIMIT_S = 10.0
 
 
 def begin() -> None:
-    """Have this process watched from now on. Calls after the first do nothing."""
+    """Watch this process from now on. Later calls do nothing."""
     if sys.platform != "linux" or os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
         return
     token = f"{os.getpid()}-{secrets.token_hex(8)}"
-    # Not with subprocess: no process ever waits for it, and it is to hold no output open that another reads to its end.
+    # Not with subprocess, because no process waits for the watchman, and it must not keep outputs open that others read
+    # to the end.
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), token],
-        # Without a token that this process may have inherited: a process that looks for that one is to end this
-        # process, and this watchman then what it started.
+        # Remove a token that this process may have inherited: an outer watchman then ends this process but not this
+        # watchman, which ends this process's children.
         {name: value for name, value in os.environ.items() if name != VARIABLE},
         file_actions=[(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)],
     )
@@ -41,15 +42,15 @@ def begin() -> None:
 
 
 def _watch(pid: int, token: str) -> None:
-    os.setsid()  # a signal to the group of the tests is not for this process
+    os.setsid()  # a signal to the tests' process group must not reach the watchman
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         pass  # it has ended already
     else:
-        if os.getppid() == pid:  # and not another process of that number
+        if os.getppid() == pid:  # and the number does not belong to another process
             select.select([watched], [], [])  # readable once it has ended (source: man 2 pidfd_open)
-    # More than once: a process that is about to be killed may be starting another one.
+    # Repeat it, because a process that is about to be killed may be starting another one.
     deadline = time.monotonic() + _LIMIT_S
     while (carriers := _carriers(token)) and time.monotonic() < deadline:
         for carrier in carriers:
@@ -57,7 +58,7 @@ def _watch(pid: int, token: str) -> None:
 
 
 def _carriers(token: str) -> list[int]:
-    """The running processes with this token in their environment; a zombie has none any more."""
+    """Return the running processes with this token in their environment; zombies have no environment."""
     entry = f"{VARIABLE}={token}".encode()
     return [
         int(folder.name)
@@ -70,7 +71,7 @@ def _environment(folder: Path) -> bytes:
     try:
         return (folder / "environ").read_bytes()
     except OSError:
-        return b""  # ended meanwhile, or another user's
+        return b""  # it has ended meanwhile, or belongs to another user
 
 
 def _kill(pid: int) -> None:

@@ -167,9 +167,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         # No worker can report it yet, so the server reports it for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
-        if isinstance(
-            error, KeyboardInterrupt
-        ):  # the server ends as an interrupted rank would, and so do all ranks
+        if isinstance(error, KeyboardInterrupt):
+            # End like an interrupted rank; all ranks end with the server.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The package's source, as the tests of this folder read it: parsed, never imported."""
+"""The package's source for the tests of this folder: parsed, never imported."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Module:
     """One source file.
 
     Args:
-        name: dotted, as ``nblaunch.wire.board``; a package has the name of its folder.
-        path: of the file.
-        text: of the file.
+        name: dotted name, such as ``nblaunch.wire.board``; a package has the name of its folder.
+        path: path of the file.
+        text: contents of the file.
         tree: the parsed text.
     """
 
@@ -31,15 +31,15 @@ class Module:
     tree: ast.Module
 
     def at(self, node: ast.AST) -> str:
-        """Where a node is, in the form that editors and terminals open at a click."""
+        """Return the position of a node in the form that editors and terminals turn into a link."""
         return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
     def functions(self) -> Iterator[FunctionNode]:
-        """All functions and methods, nested ones too."""
+        """Return all functions and methods, including nested ones."""
         return (node for node in ast.walk(self.tree) if isinstance(node, FunctionNode))
 
     def imports(self) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-        """Every import statement, wherever it stands, with each module that it names. Relative ones are resolved."""
+        """Yield every import statement with each module that it names. Relative imports are resolved."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -59,7 +59,7 @@ class Module:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """Every module of the package, by name."""
+    """Return every module of the package by its name."""
     return tuple(_parse(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
@@ -71,5 +71,5 @@ def _parse(path: Path) -> Module:
 
 
 def listing(offenders: list[str]) -> str:
-    """Offenders as the lines of a message."""
+    """Return offenders as lines of a message."""
     return "".join(f"\n  {line}" for line in offenders)

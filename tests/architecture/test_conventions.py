@@ -1,4 +1,4 @@
-"""Rules that no linter knows."""
+"""House rules that no linter checks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def _environment_uses(module: Module) -> list[tuple[ast.AST, str]]:
 
 
 def _length(function: FunctionNode) -> int:
-    """Lines of a function without its docstring: the budget is for what has to be understood, not for explanations."""
+    """Return the number of lines of a function without its docstring, because the limit is for code, not for
+    explanations.
+    """
     assert function.end_lineno is not None
     length = function.end_lineno - function.lineno + 1
     if ast.get_docstring(function, clean=False) is not None:

@@ -1,4 +1,4 @@
-"""Descriptions of public names: each has one, and none describes a parameter that is not there."""
+"""Docstrings of public names: every name has one, and it describes only existing parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Definition = FunctionNode | ast.ClassDef
 
 
 def _definitions(module: Module) -> Iterator[tuple[ast.ClassDef | None, Definition]]:
-    """Functions and classes of a module with their methods, each with the class that it is defined in."""
+    """Yield functions, classes and methods of a module, each with the class that defines it."""
     for node in module.tree.body:
         if isinstance(node, Definition):
             yield None, node
@@ -46,7 +46,7 @@ def _definitions(module: Module) -> Iterator[tuple[ast.ClassDef | None, Definiti
 
 
 def _is_public(owner: ast.ClassDef | None, node: Definition) -> bool:
-    """Whether a stranger may use it, and its description belongs here: not to a getter, or to what it overrides."""
+    """Return whether a name is public and needs a docstring of its own, unlike a setter or an override."""
     if node.name.startswith("_") or (owner is not None and owner.name.startswith("_")):
         return False
     if any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list):
@@ -55,7 +55,7 @@ def _is_public(owner: ast.ClassDef | None, node: Definition) -> bool:
 
 
 def _overrides(owner: ast.ClassDef, name: str) -> bool:
-    """Whether a base has the method; it may where the base is not of this package."""
+    """Return whether a base class has the method; assume so if the base is outside this package."""
     bases = {ast.unparse(base).partition("[")[0].split(".")[-1] for base in owner.bases} - {"ABC", "Protocol"}
     return any(
         base not in _classes()
@@ -70,7 +70,7 @@ def _overrides(owner: ast.ClassDef, name: str) -> bool:
 
 @cache
 def _classes() -> dict[str, list[ast.ClassDef]]:
-    """Classes by name, which several modules may have."""
+    """Return classes by name; several modules may define the same name."""
     found: dict[str, list[ast.ClassDef]] = {}
     for module in modules():
         for node in ast.walk(module.tree):
@@ -80,7 +80,7 @@ def _classes() -> dict[str, list[ast.ClassDef]]:
 
 
 def _described(node: Definition) -> set[str]:
-    """Names under ``Args``: of one entry, or of several that share one."""
+    """Return the names under ``Args``; several names may share one entry."""
     section = _ARGS.search(ast.get_docstring(node) or "")
     entries = _ENTRY.findall(section[1]) if section else []
     return {name.strip().lstrip("*") for entry in entries for name in entry.split(",")}

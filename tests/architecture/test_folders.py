@@ -1,4 +1,4 @@
-"""Descriptions of folders: each lists the modules that are there, and no others; so does that of the debugger."""
+"""Docstrings of folders list exactly the modules in the folder; so does the list of the debugger's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What imports what. The floors themselves are import-linter contracts in pyproject.toml."""
+"""Imports between modules. The layers themselves are import-linter contracts in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GROUND_FLOOR = {
     )
 }
 
-# Function-level imports of our own modules, each with its reason. A new one usually means that a module stands on the
-# wrong floor.
+# Function-level imports of our own modules, each with its reason. A new one usually means that a module is in the wrong
+# layer.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.config.launching"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.config.resolving"): "only launch() reads configuration files",
@@ -69,7 +69,7 @@ def test_importing_nblaunch_loads_nothing_but_the_standard_library(tmp_path: Pat
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
     )
     loaded = set(run.stdout.split()) - {"nblaunch"}
-    # Python's own is named after the platform, and in no list.
+    # This module of Python is named after the platform, and is in no list.
     foreign = {name for name in loaded if not name.startswith("_sysconfigdata")} - sys.stdlib_module_names
     assert not foreign, f"`import nblaunch` also loads {foreign}"
 
@@ -144,7 +144,7 @@ def _own_imports(module: Module, function: ast.AST) -> list[tuple[ast.AST, str]]
 
 
 def test_names_that_tests_import_exist() -> None:
-    """Also those of tests that need a device, or another environment, where they would only be found missing there."""
+    """This includes tests that need a device or another environment, and would otherwise fail only there."""
     missing = []
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""The way from ``notebook_launcher`` to the user's function is short, and CONTRIBUTING describes it as it is."""
+"""The path from ``notebook_launcher`` to the user's function is short, and CONTRIBUTING describes it correctly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MAX_MODULES = 6
 
-# A forked worker's stack begins with that of the kernel, so it shows the whole way.
+# A forked worker's stack begins with the kernel's frames, so it shows the whole path.
 PROGRAM = """
 import pathlib, traceback
 import nblaunch
@@ -38,5 +38,5 @@ def test_a_launch_goes_through_the_modules_that_contributing_names() -> None:
         r"A launch on one machine goes through (.*?);", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
     )
     assert sentence is not None
-    # The plan is made on the way, and is left again before a worker starts.
+    # The frames of the plan have returned before a worker starts.
     assert [name for name in re.findall(r"`(.*?)`", sentence[1]) if name != "launcher/plan.py"] == way

@@ -1,4 +1,4 @@
-"""Notebooks as they are stored. That they run is tested elsewhere."""
+"""The stored notebook files. Other tests execute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_notebook_is_shown_by_github(path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     nbformat.validate(notebook)
     metadata = notebook["metadata"]
-    # GitHub answers "Invalid Notebook: the 'state' key is missing from 'metadata.widgets'" and shows nothing at all.
+    # GitHub then shows only "Invalid Notebook: the 'state' key is missing from 'metadata.widgets'".
     widgets = metadata.get("widgets")
     assert widgets is None or "state" in widgets.get(WIDGET_STATE, {})
     # Without it, Colab and GitHub guess the language.

@@ -1,7 +1,6 @@
-"""The package imports on the oldest Python that it supports: no class is indexed that got its index later.
+"""The package imports on the oldest supported Python: no class is subscripted that became subscriptable later.
 
-The checkers do not see this: mypy reads stubs, in which these classes are generic, and vermin knows modules and
-functions only.
+Checkers miss this: mypy reads stubs, in which these classes are generic, and vermin checks only modules and functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NOT_INDEXED = {
     "array.array": "3.12",
     "argparse._SubParsersAction": "never",
 }
-"""Class that is generic in the stubs -> the first Python that can index it at run time."""
+"""Class that is generic in the stubs -> the first Python that can subscript it at run time."""
 
 
 def test_no_class_is_indexed_that_python_3_10_can_not_index() -> None:
@@ -37,7 +36,7 @@ def test_an_indexed_base_is_seen() -> None:
 
 
 def _indexed_at_run_time(tree: ast.AST) -> Iterator[ast.Subscript]:
-    """Yield every index of a name or attribute that Python evaluates, which excludes annotations."""
+    """Yield every subscript of a name or attribute that Python evaluates; annotations are not evaluated."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue

@@ -35,7 +35,7 @@ def test_no_test_fails_because_the_machine_is_busy() -> None:
 
 
 def test_benchmark_imports_exist() -> None:
-    """No test runs them, and most of their functions run in a kernel."""
+    """No test runs the benchmarks, and most of their functions run in a kernel."""
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
         for path in (TESTS / "benchmarks").glob("*.py")
@@ -87,7 +87,7 @@ def test_what_begins_first_exists() -> None:
 
 
 def _timed(source: str) -> set[int]:
-    """Lines that ask for a clock of costs, or assert an upper bound on seconds that were measured."""
+    """Return lines that read a CPU clock, or assert an upper bound on measured seconds."""
     tree = ast.parse(source)
     lines = {number for number, line in enumerate(source.splitlines(), 1) if COST_CLOCKS.search(line)}
     measured = {
@@ -105,7 +105,7 @@ def _timed(source: str) -> set[int]:
 
 
 def _smaller_sides(condition: ast.expr) -> Iterator[ast.expr]:
-    """The sides of comparisons that are to be the smaller ones."""
+    """Yield the sides of comparisons that must be smaller."""
     for node in ast.walk(condition):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -117,7 +117,7 @@ def _smaller_sides(condition: ast.expr) -> Iterator[ast.expr]:
 
 
 def _is_measurement(side: ast.expr, measured: set[str]) -> bool:
-    """Whether it is a difference of times of a clock, or has the name of one."""
+    """Return whether a node is a difference of clock times, or has the name of such a difference."""
     if isinstance(side, ast.Name):
         return side.id in measured
     if isinstance(side, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Reading a pickle runs code of its writer: where that happens, and why those bytes are our own."""
+"""Reading a pickle runs its writer's code: where nblaunch does so, and why it has written those bytes itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READERS = {
     "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
-"""Modules that read pickles, each with the reason why no other process can have written them."""
+"""Modules that read pickles, each with the reason why no other process can have written the pickle."""
 
 _PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _READING = {"load", "loads", "Unpickler", "_Unpickler", "open"}

@@ -1,4 +1,4 @@
-"""Words and turns of phrase for which PyTorch and plain English have better ones."""
+"""Words and phrases that PyTorch's vocabulary and plain English replace by better ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UNUSED = [
 PATTERN = re.compile(rf"(?<![A-Za-z])({'|'.join(UNUSED)})(?![A-Za-z])", re.IGNORECASE)
 
 ALLOWED = {
-    "nblaunch/wire/pickling/payload.py": ("self.tell()",),  # of a file
+    "nblaunch/wire/pickling/payload.py": ("self.tell()",),  # a file's method
 }
 
 
@@ -70,7 +70,7 @@ def _files() -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; of a notebook, its cells without outputs."""
+    """Return the text of a file; for a notebook, the text of its cells without outputs."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return text
@@ -96,7 +96,7 @@ RIGHT_TURNS = {
     "nblaunch/launcher/requests.py": ("There is no ``close``",),
     "nblaunch/dashboard/widget_panel.py": ("There is no Output widget",),
 }
-"""File -> lines on which a turn is right."""
+"""File -> lines on which a phrase is right."""
 
 
 def test_turns_that_are_not_used() -> None:

@@ -1,4 +1,4 @@
-"""A host with GPUs as the tests of ``nblaunch/host`` make it."""
+"""The simulated host with GPUs from the tests of ``nblaunch/host``."""
 
 from tests.host.conftest import nvml
 

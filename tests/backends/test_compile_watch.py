@@ -1,4 +1,4 @@
-"""What is reported about compilations, from made-up counters."""
+"""Reports about compilations, from simulated counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nblaunch.backends.compile_watch import CompileWatch, Counters, describe
 
 
 class Device:
-    """Counters that a test turns on, and what the watch says of them."""
+    """Counters that a test advances, and the watch's reports about them."""
 
     def __init__(self) -> None:
         self.now = Counters()
@@ -33,7 +33,7 @@ class Device:
         self.count(graphs, s, scalars, **fallbacks)
 
     def count(self, graphs: int = 0, s: float = 0.0, scalars: int = 0, **fallbacks: int) -> None:
-        """Counts, in the current step or between two."""
+        """Advance counters, in the current step or between two steps."""
         now, counts = self.now, dict(self.now.fallbacks)
         for name, count in fallbacks.items():
             counts[f"aten::{name}"] = counts.get(f"aten::{name}", 0) + count
@@ -147,7 +147,9 @@ def test_reads_after_a_break_are_not_steps() -> None:
 
 
 def test_a_few_steps_with_graphs_of_their_own_are_nothing_to_report() -> None:
-    """As those that end a window of accumulation, and the first after an optimizer has got its state."""
+    """For example, steps that end an accumulation window, and the first step after an optimizer has created its
+    state.
+    """
     device = Device()
     for number in range(16):
         device.step("training", (4,), int(number in (0, 1, 3, 7)), 1.0 * (number in (0, 1, 3, 7)))

@@ -70,7 +70,7 @@ def test_gpus_that_wait_to_be_partitioned_are_reported(
 def test_every_worker_is_shown_a_mig_instance_of_its_own(
     nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a real launch, of workers that report what they were given."""
+    """A real launch, whose workers report their variables."""
     instances: list[FakeGpu | None] = [FakeGpu("MIG-1111"), FakeGpu("MIG-2222"), FakeGpu("MIG-3333")]
     nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", instances=instances), FakeGpu("GPU-bbbb2222", "NVIDIA A100"))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -96,7 +96,7 @@ def test_a_hazard_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_that_use_gpus_can_be_imported_in_the_kernel(tmp_path: Path) -> None:
-    """Modules that ask torch about GPUs when they are imported, as these libraries do."""
+    """The test imports modules that query torch for GPUs at import, as these libraries do."""
     for name in ("bitsandbytes", "torchao"):
         (tmp_path / f"{name}.py").write_text(
             "import torch\nHAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability()\n"
@@ -167,7 +167,7 @@ def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> N
 def test_single_visible_gpu_is_exclusive_unless_shared(
     monkeypatch: pytest.MonkeyPatch, is_launched: bool, group: str
 ) -> None:
-    """As ``srun --gpus-per-task=1`` starts processes, and as two workers share the GPU of a small machine."""
+    """``srun --gpus-per-task=1`` starts processes this way; on a small machine, two workers share its GPU."""
     joined: list[str] = []
     monkeypatch.setattr(process_group, "join", lambda group, topology, timeout_s: joined.append(group))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -181,7 +181,7 @@ def test_single_visible_gpu_is_exclusive_unless_shared(
 
 def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
-    shown = [8]  # as NVML counts, until CUDA is initialised
+    shown = [8]  # NVML's count, until CUDA is initialised
     monkeypatch.setattr(torch.cuda, "init", lambda: shown.__setitem__(0, 2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: shown[0])
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -202,7 +202,7 @@ def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bf16_that_is_imitated_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a T4, say, where torch takes it for supported since 2.4."""
+    """For example on a T4, where torch counts bf16 as supported since 2.4."""
     notes: list[str] = []
     backend = cuda.CudaBackend()
     backend.set_reporters(note=notes.append, compiling=lambda _: None, fact=lambda *_: None)

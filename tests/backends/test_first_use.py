@@ -1,4 +1,4 @@
-"""Whether a fork of this process could use CUDA, and who used it first."""
+"""Whether a fork of this process could use CUDA, and which line used CUDA first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 from nblaunch.backends import first_use
 
 USED = first_use.CUDA._replace(is_in_use=lambda: True)
-"""CUDA as in a process that has initialised it."""
+"""Simulated CUDA in a process that has initialised it."""
 
 
-# The driver's library as far as it is asked: before cuInit it answers CUDA_ERROR_NOT_INITIALIZED.
+# The used part of the driver's library: before cuInit, it returns CUDA_ERROR_NOT_INITIALIZED.
 _DRIVER = """
 static int is_up;
 int cuInit(unsigned flags) { is_up = 1; return 0; }
@@ -40,7 +40,7 @@ print(json.dumps([*found, first_use.is_cuda_initialised(), before, cpu.BACKEND.f
 
 
 def test_the_driver_is_asked_whether_it_is_initialised(tmp_path: Path) -> None:
-    """For workers on the CPU as well: in a forked copy torch asks CUDA in every step of an optimizer."""
+    """This matters for workers on the CPU, too: in a forked copy, torch queries CUDA in every optimizer step."""
     library = tmp_path / "libcuda.so"
     (tmp_path / "driver.c").write_text(_DRIVER)
     build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"]
@@ -65,21 +65,21 @@ def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after torch.cuda.is_available(): nothing is initialised, but torch refuses CUDA in children."""
+    """After torch.cuda.is_available(), nothing is initialised, but torch refuses CUDA in children."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert str(first_use.gpu_hazard(USED)).startswith("has called the CUDA driver through torch (")
 
 
 def test_a_fork_of_a_process_that_has_used_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver answers it as if nothing had been initialised."""
+    """In the fork, the driver answers as if nothing had been initialised."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert "a forked process can't use it" in str(first_use.gpu_hazard(first_use.CUDA))
     assert first_use.gpu_in_use() == "CUDA"
 
 
 def test_torch_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread imports it while the launcher plans: it has no parts yet."""
+    """A thread imports torch while the launcher plans, so torch has no submodules yet."""
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert first_use.gpu_in_use() is None
     assert first_use.gpu_hazard(first_use.CUDA) is None
@@ -101,7 +101,7 @@ def test_another_library_that_uses_cuda() -> None:
     ],
 )
 def test_an_earlier_backward_is_named(monkeypatch: pytest.MonkeyPatch, error: str, found: str) -> None:
-    """On every machine with GPUs it initialises CUDA: starting autograd's threads counts them."""
+    """On every machine with GPUs, it initialises CUDA, because starting autograd's threads counts the GPUs."""
 
     def fail() -> None:
         raise RuntimeError(error)
@@ -113,7 +113,7 @@ def test_an_earlier_backward_is_named(monkeypatch: pytest.MonkeyPatch, error: st
 def test_the_probe_neither_looks_at_gpus_nor_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A backward starts the driver with all visible GPUs, and a driver that can't be started warns."""
+    """A backward starts the driver with all visible GPUs, and a driver that fails to start warns."""
     seen = tmp_path / "seen"
 
     def look() -> None:
@@ -141,8 +141,8 @@ def test_descriptors(tmp_path: Path) -> None:
     assert not first_use.has_open_device("/dev/kfd")
 
 
-# torch without CUDA stops before it initialises anything. These stand in for the two things that it lacks; the rest,
-# and the queue that is asked, is its own.
+# torch without CUDA stops before it initialises anything. These stubs replace the two functions that it lacks; the
+# rest, including the queue, is torch's own.
 _INITIALISE = """
 import json, os, sys
 {order}

@@ -1,4 +1,4 @@
-"""The throw-away child that tries a backward."""
+"""The throw-away child process that tries a backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 
 def test_a_process_with_many_open_files() -> None:
-    """Beyond 1023, where some ways of waiting for a descriptor end."""
+    """Some ways of waiting for a descriptor fail above 1023."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
         pytest.skip(f"no more than {limits[1]} files may be open here")

@@ -1,4 +1,4 @@
-"""Errors of CUDA and NCCL, in the words of torch 2.13 and NCCL 2.27: what is reported of them."""
+"""Reports about errors of CUDA and NCCL, with the messages of torch 2.13 and NCCL 2.27."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_error_that_follows_from_one_of_these_is_explained_by_it() -> None:
 
 
 def test_explained_gpu_errors_are_causes() -> None:
-    """NCCL's errors mostly report that another rank is gone; these report this one."""
+    """Most errors of NCCL report the loss of another rank; these errors report a fault of this rank."""
     duplicate = nccl(
         "invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on"
     )
@@ -174,7 +174,7 @@ FULL_AT_THE_START = (
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (torch.OutOfMemoryError(OF_TORCH_2_13), True),
-        # Which would be taken for one of the host's memory otherwise.
+        # Otherwise it would count as an error of the host's memory.
         (torch.AcceleratorError(FULL_AT_THE_START), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (

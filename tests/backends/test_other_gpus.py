@@ -1,4 +1,6 @@
-"""GPUs of AMD, Intel and Apple, simulated: what a launch decides on, and how workers use what torch has for them."""
+"""Simulated GPUs of AMD, Intel and Apple: the decisions of a launch, and the workers' use of torch's modules for
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Install = Callable[[str], simulated.FakeModule]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Makes this process one of a host with such GPUs, as of a kernel that has not used them."""
+    """Simulate a kernel on a host with such GPUs that has not used them."""
     before = context.take()
     yield lambda kind: simulated.install(kind, tmp_path, monkeypatch)
     simulated.forget()

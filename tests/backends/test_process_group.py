@@ -1,4 +1,4 @@
-"""What is done to the process group of a worker that is about to end."""
+"""The process group of a worker that is about to end."""
 
 from __future__ import annotations
 

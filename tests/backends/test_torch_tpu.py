@@ -1,4 +1,4 @@
-"""What the TorchTPU backend says of a machine without importing torch_tpu, on made-up hosts."""
+"""The TorchTPU backend's answers about simulated hosts, without importing torch_tpu."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import fake_torch_tpu
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No chips, no packages, no variables."""
+    """Simulate a machine without chips, packages and variables."""
     for name in [name for name in os.environ if "TPU" in name or name == "PJRT_DEVICE"]:
         monkeypatch.delenv(name)
     host(monkeypatch, 0)
@@ -141,7 +141,7 @@ def test_a_host_of_a_larger_slice_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_chips_that_the_kernel_has_taken_need_a_restart(
     monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """By the runtime's own word, and by the open device where another library has it."""
+    """The runtime reports its own use; the open device file reveals another library's use."""
     whole(monkeypatch)
     if is_known:
         operations = ModuleType("_device_ops_backend")
@@ -198,7 +198,7 @@ def test_every_worker_gets_a_chip_of_its_own_and_nothing_left_behind(monkeypatch
 
 @pytest.mark.parametrize("wish", [None, "1"])
 def test_torch_imports_no_torch_tpu_into_a_kernel(tmp_path: Path, wish: str | None) -> None:
-    """And leaves the variable as it was, for the programs that cells start."""
+    """It also leaves the variable unchanged for programs that cells start."""
     program = f"""
 import os, sys
 import nblaunch

@@ -1,4 +1,4 @@
-"""What the XLA backend says of a machine before torch_xla is imported, on made-up hosts."""
+"""The XLA backend's answers about simulated hosts before torch_xla is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOPOLOGY = Topology(rank=1, local_rank=1, world_size=8, local_world_size=8, mast
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No chips, no packages, no variables."""
+    """Simulate a machine without chips, packages and variables."""
     for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.delenv(name, raising=False)
     host(monkeypatch, 0)
@@ -72,7 +72,7 @@ def test_chips_decide(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> None:
 
 
 def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_xla 2.9 fails to parse it otherwise, in the kernel and in every worker."""
+    """Otherwise torch_xla 2.9 fails to parse it, in the kernel and in every worker."""
     host(monkeypatch, 8)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod")
     assert BACKEND.worker_env(TOPOLOGY)["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
@@ -107,7 +107,9 @@ def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import sets PJRT_DEVICE=CPU where it sees no PCI devices, as in a container that shows /dev/accel* alone."""
+    """Its import sets PJRT_DEVICE=CPU if it sees no PCI devices, for example in a container that shows only
+    /dev/accel*.
+    """
     theirs = ModuleType("torch_xla._internal.tpu")
     theirs.num_available_chips = lambda: 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
@@ -183,7 +185,7 @@ def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four of sixteen chips would train on their own otherwise."""
+    """Otherwise four of sixteen chips would train alone."""
     host(monkeypatch, 4)
     answers = {
         "tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\n",

@@ -1,4 +1,4 @@
-"""Every benchmark, as one table: ``python -m tests.benchmarks``.
+"""Run all benchmarks and print one table: ``python -m tests.benchmarks``.
 
     python -m tests.benchmarks launch_cost memory                   # some of them
     python -m tests.benchmarks lotteries --errors 10 --peers 0      # parameters of its ``measure``
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _options(program: str, measure: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
-    """Values for the parameters of ``measure``, by words like ``--rounds 50``."""
+    """Return values for the parameters of ``measure`` from options such as ``--rounds 50``."""
     parser = argparse.ArgumentParser(program)
     for name, parameter in inspect.signature(measure).parameters.items():
         if parameter.default is False:

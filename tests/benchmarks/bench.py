@@ -1,11 +1,11 @@
-"""What the benchmarks share: kernels to measure in, pairs of measurements side by side, a table to print.
+"""Shared code of the benchmarks: kernels to measure in, paired measurements, the printed table.
 
 A benchmark is a module of this folder with ``measure()``, which yields rows. Most of its work happens inside a real
 kernel: the kernel imports the same module and calls one of its ``in_kernel_...`` functions, whose value comes back as
 JSON.
 
-Times of a shared machine say little by themselves. What is compared is measured alternately in one process (A B A B),
-and the median of the ratios of neighbours is what counts.
+Single times on a shared machine mean little. Therefore benchmarks measure alternatives in turn in one process (A B A B)
+and report the median of the ratios of neighbours.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Row:
     """One line of the table.
 
     Args:
-        what: what was measured.
+        what: name of the measurement.
         value: the result, with its unit.
-        target: what it should be, as ``"<= 1.5"``; empty for a number given for comparison only.
-        holds: whether it is.
+        target: the target, such as ``"<= 1.5"``; empty for a number that is only for comparison.
+        holds: whether the result meets the target.
     """
 
     what: str
@@ -47,17 +47,17 @@ class Row:
 
 
 def at_most(what: str, value: float, limit: float, unit: str = "", digits: int = 2) -> Row:
-    """A row whose value should not be above ``limit``."""
+    """Return a row whose value should not exceed ``limit``."""
     return Row(what, f"{value:.{digits}f}{unit}", f"<= {limit:g}{unit}", value <= limit)
 
 
 def count(what: str, good: int, of: int, note: str = "") -> Row:
-    """A row that counts successes, all of which are wanted."""
+    """Return a row that counts successes; the target is all of them."""
     return Row(what, f"{good}/{of}{f' ({note})' if note else ''}", f"{of}/{of}", good == of)
 
 
 def show(title: str, rows: Iterable[Row]) -> bool:
-    """Print rows as one part of the table, each as soon as it is known; returns whether every target was met."""
+    """Print rows as one part of the table, each as soon as it is measured; return whether all targets were met."""
     print(f"\n## {title}\n\n| what | measured | target | |\n|---|---|---|---|")
     is_good = True
     for row in rows:
@@ -75,13 +75,13 @@ def kernel(
     check: bool = True,
     is_new: bool = True,
 ) -> Iterator[Kernel]:
-    """A fresh kernel that can import the benchmarks, after it has run ``setup``.
+    """Start a fresh kernel that can import the benchmarks, and run ``setup`` in it.
 
     Args:
-        setup: a cell.
+        setup: code of a cell.
         env: variables to set.
         check: whether a process that outlives the kernel is an error.
-        is_new: in a new interpreter, as for every measurement; not for a rehearsal.
+        is_new: start a new interpreter, as every measurement needs; a rehearsal does not.
     """
     started = Kernel.start(cwd=ROOT, env=env, is_new=is_new)
     try:
@@ -103,25 +103,25 @@ def call(started: Kernel, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def free_port() -> int:
-    """For launchers that would all take the same one."""
+    """Return a free port, for launchers that would all use the same default."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def sent_s(message: Mapping[str, Any]) -> float:
-    """When a kernel sent a message, in seconds since the epoch."""
+    """Return when a kernel sent a message, in seconds since the epoch."""
     date = message["header"]["date"]
     return (date if isinstance(date, datetime) else datetime.fromisoformat(date)).timestamp()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Times of two functions that ran alternately.
+    """Times of two functions that ran in turn.
 
     Args:
         a_s: medians of the first, in seconds.
-        b_s: of the second.
+        b_s: medians of the second.
         ratio: the median of a / b over neighbours.
     """
 
@@ -131,7 +131,7 @@ class Pairs:
 
 
 def alternate(a: Callable[[], object], b: Callable[[], object], num_pairs: int) -> Pairs:
-    """Time ``a`` and ``b`` in turn, after one call of each that does not count."""
+    """Time ``a`` and ``b`` in turn, after one untimed call of each."""
     a(), b()
     times = [(_seconds(a), _seconds(b)) for _ in range(num_pairs)]
     return Pairs(
@@ -148,7 +148,7 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def batches(loader: Any, batch: Any, num_steps: int) -> Iterator[Any]:
-    """Inputs of ``num_steps`` steps: from ``loader``, or ``batch`` again and again where there is none."""
+    """Yield the inputs of ``num_steps`` steps from ``loader``; without a loader, repeat ``batch``."""
     if loader is None:
         for _ in range(num_steps):
             yield batch

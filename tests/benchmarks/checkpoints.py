@@ -5,10 +5,10 @@
 Ranks are real processes joined by gloo, without the launcher. Every weight, the registered counter and the optimizer's
 state have the number of the save as their value, so that a mixture of two checkpoints shows.
 
-* kill: ranks save in a loop and kill themselves by SIGKILL at a random time. What is left must load, whole, and be no
-  older than the last save that had returned.
-* late: ranks come to each save at random times, some 5 to 10 s late, or never where the main process saves alone.
-  Each checkpoint must have the random states of all ranks that were to come.
+* kill: ranks save in a loop and kill themselves with SIGKILL at a random time. The checkpoint must then load
+  completely, and be at least as new as the last save that returned.
+* late: ranks arrive at each save at random times, some 5 to 10 s late, or never if the main process saves alone. Each
+  checkpoint must have the random states of all ranks that had to arrive.
 * full disk: one write of one rank fails with ENOSPC. Every rank must raise it as a CheckpointError, the old checkpoint
   must load, and the next save must work.
 * flipped bit: one bit of one file is changed. Loading must name the file and change nothing.
@@ -47,12 +47,12 @@ from tests.benchmarks.bench import Row, count
 from tests.training import ranks
 
 KINDS = ("ddp", "fsdp2", "stateful", "main only")
-_SAVES = 1000  # more than a job comes to before it is killed
+_SAVES = 1000  # more than a job reaches before it is killed
 _LONG_S = (5.0, 10.0)
 _OFTEN_S = (0.0, 0.4)
 
 Round = Callable[[random.Random, Path], str]
-"""Plays one round in a folder; returns what went wrong, empty where nothing did."""
+"""Play one round in a folder; return what went wrong, or an empty string."""
 
 
 def measure(
@@ -84,7 +84,7 @@ def _count(what: str, play: Round, of: int, seed: int) -> Row:
 
 
 class Counter:
-    """The number of the save, as an object of the user."""
+    """A user's object that holds the number of the save."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -97,7 +97,7 @@ class Counter:
 
 
 class Job:
-    """What every rank of a job prepares and saves."""
+    """The objects that every rank of a job prepares and saves."""
 
     def __init__(self, kind: str, folder: Path, is_automatic: bool = False) -> None:
         plugin = (
@@ -119,7 +119,7 @@ class Job:
         self.target = None if is_automatic else folder / "state"
 
     def fill(self, number: int) -> None:
-        """Give everything that is saved the value ``number``."""
+        """Set all saved values to ``number``."""
         self.counter.number = number
         self.accelerator.backward(self.model(torch.zeros(1, 64)).sum())
         self.optimizer.step()
@@ -130,7 +130,7 @@ class Job:
                 self.optimizer.state[parameter]["momentum_buffer"].fill_(number)
 
     def values(self) -> set[float]:
-        """All values that are saved; one where nothing is mixed."""
+        """Return the set of saved values; it has one element if checkpoints are not mixed."""
         found = {float(self.counter.number)}
         for parameter in self.model.parameters():
             for tensor in (parameter, self.optimizer.state[parameter]["momentum_buffer"]):
@@ -140,11 +140,11 @@ class Job:
 
 
 def _loaded(kind: str, folder: Path, is_automatic: bool = False) -> set[float]:
-    """The values in a checkpoint, loaded by this process alone."""
+    """Load a checkpoint in this process alone, and return its values."""
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # random states and the order of data are those of two ranks
+            warnings.simplefilter("ignore")  # the random states and the order of data belong to two ranks
             job = Job(kind, folder, is_automatic)
             job.fill(0)
             job.accelerator.load_state(job.target)
@@ -166,7 +166,7 @@ def kill_round(draw: random.Random, folder: Path) -> str:
         ranks.run(_save_until_killed, 2, kind, folder, is_automatic, asynchronous, delays_s)
         return "no rank was killed"
     except ranks.RankFailed as error:
-        # The one that is killed later may find the other gone before.
+        # The rank that is killed later may first notice that the other is gone.
         if not any(text in str(error) for text in ("died without a result", "Connection")):
             return f"{kind}: {error}"
     confirmed = int((folder / "confirmed").read_text())
@@ -187,7 +187,7 @@ def _save_until_killed(
         job.fill(number)
         job.accelerator.save_state(job.target, asynchronous=asynchronous and number > 1)
         if rank == 0:
-            # An asynchronous one is on disk once the next has begun.
+            # An asynchronous save is on disk once the next save has begun.
             (folder / "aside").write_text(str(number - 1 if asynchronous and number > 1 else number))
             (folder / "aside").rename(folder / "confirmed")
         if number == 1:
@@ -215,7 +215,7 @@ def late_round(draw: random.Random, folder: Path) -> str:
 
 
 def _save_late(kind: str, folder: Path, delays_s: list[list[float]]) -> list[list[str]]:
-    """Three saves, the second asynchronous; whose random states each of them had."""
+    """Save three times, the second time asynchronously; return whose random states each checkpoint has."""
     job = Job(kind, folder)
     rank = job.accelerator.process_index
     is_alone = kind == "main only"
@@ -274,7 +274,7 @@ def _fill_disk(kind: str, folder: Path, culprit: int, write: str, asynchronous: 
     def full(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        # The first write fails, or the second where there is one.
+        # The first write fails, or the second if there is one.
         if calls <= num_before and write in ("objects", "sync") and culprit == 0:
             return original(*args, **kwargs)
         raise OSError(28, "No space left on device")

@@ -1,10 +1,10 @@
-"""What dashboards send and what they cost: 8 workers that print and step, shown in every way there is.
+"""Messages and costs of dashboards: 8 workers that print and step, shown by each kind of dashboard.
 
     python -m tests.benchmarks dashboards [--seconds 30] [--only widgets]
 
-Two loads: "flat out", where a step is nothing but a print, and "training", where it computes for 2 ms, waits 8 ms for a
-device, and one in 20 prints. Each way of showing is measured in turn with no dashboard at all, in one kernel; speeds
-are ratios of neighbours. Then with a front end that asks for the cell and reads nothing of what comes back.
+There are two loads: "flat out", where a step only prints, and "training", where a step computes for 2 ms and waits 8 ms
+for a device, and one step in 20 prints. Each dashboard and no dashboard are measured in turn in one kernel; speeds are
+ratios of neighbours. Then they are measured with a front end that requests the cell and reads none of its messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.dashboard.feed import FEED
 from tests.kernels import Cell, Kernel
 
 NUM_WORKERS = 8
-SECONDS = 30.0  # of each load and way of showing, all rounds together
+SECONDS = 30.0  # for each load and dashboard, over all rounds
 NUM_ROUNDS = 3
 MAX_UPDATES_S, MAX_MESSAGES_S, MAX_KB_S, MAX_KERNEL_PERCENT = 10, 20, 25, 3
 MAX_SLOWER, MAX_UNREAD = 1.01, 1.1
@@ -36,10 +36,10 @@ min(empty_job() for _ in range(10))
 """
 
 _FOLDED = "show all"
-"""In the output that holds the lines of workers beyond the first ones."""
+"""Text in the output that holds the workers' lines after the first ones."""
 
 _SAME_UPDATE_S = 0.03
-"""Messages that follow each other within this time are one update: of several widgets, or of table and lines."""
+"""Messages within this time are one update of several widgets, or of table and lines."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Lap:
     """One launch.
 
     Args:
-        steps_s: steps of all ranks in a second.
-        kernel_share: of one core, for the kernel's process.
-        updates_s: updates of what is seen, in a second.
-        messages_s: messages a second of tables, widgets and lines, without those that open and close widgets.
-        board_kb_s: kB a second of tables and widgets, without those that open and close them.
-        lines_kb_s: kB a second of lines that workers print.
+        steps_s: steps of all ranks per second.
+        kernel_share: the kernel process's share of one core.
+        updates_s: visible updates per second.
+        messages_s: messages per second for tables, widgets and lines, except messages that open and close widgets.
+        board_kb_s: kB per second for tables and widgets, except for opening and closing them.
+        lines_kb_s: kB per second for lines that workers print.
         opening: messages that open widgets or the table.
     """
 
@@ -66,7 +66,7 @@ class Lap:
 
 
 def measure(seconds: float = SECONDS, only: str = "") -> Iterator[Row]:
-    """Measure all ways of showing, or ``only`` one."""
+    """Measure all dashboards, or ``only`` one."""
     from nblaunch.dashboard import KINDS
 
     kinds = [only] if only else [kind for kind in KINDS if kind not in ("auto", "none")]
@@ -97,7 +97,7 @@ def _rows(started: Kernel, kind: str, load: str, seconds: float) -> Iterator[Row
     row = at_most(f"{what}: kB a second", _median(shown, "board_kb_s"), MAX_KB_S, digits=1)
     yield Row(row.what, f"{row.value} ({note})", row.target, row.holds)
     without = _median(bare, "kernel_share")
-    # Reading what workers print is no part of the display, and takes the longer the more they manage to print.
+    # Reading the workers' output is not part of the display, and takes longer the more they print.
     added = statistics.median(
         one.kernel_share - other.kernel_share * one.steps_s / other.steps_s for one, other in pairs
     )
@@ -106,12 +106,12 @@ def _rows(started: Kernel, kind: str, load: str, seconds: float) -> Iterator[Row
     slower = statistics.median(other.steps_s / one.steps_s for one, other in pairs)
     if load == "training":
         yield at_most(f"{what}: times slower than without", slower, MAX_SLOWER, digits=3)
-    else:  # workers and kernel compete for the cores, and a print costs what the disk wants
+    else:  # workers and kernel compete for the cores, and the cost of a print depends on the disk
         yield Row(f"{what}: times slower than without", f"{slower:.3f}")
 
 
 def _unread(started: Kernel, kind: str, seconds: float) -> Row:
-    """A front end that reads nothing must not hold up anything."""
+    """Measure with a front end that reads nothing; it must not slow anything down."""
     pairs = [
         (_run(started, kind, "flat out", seconds, reads=False), _run(started, kind, "flat out", seconds))
         for _ in range(NUM_ROUNDS)
@@ -125,7 +125,7 @@ def _median(laps: list[Lap], name: str) -> float:
 
 
 def _run(started: Kernel, kind: str, load: str, seconds: float, *, reads: bool = True) -> Lap:
-    # A user is there: widgets are shown only where a user may look.
+    # Simulate a user, because widgets are shown only if a user can see them.
     cell = started.submit(f"dashboards.in_kernel_run({kind!r}, {load!r}, {seconds})", allow_stdin=True)
     if not reads:
         time.sleep(seconds)
@@ -165,7 +165,7 @@ def _num_updates(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def in_kernel_run(kind: str, load: str, seconds: float) -> str:
-    """Launch, and return steps a second of all ranks and the share of a core that this process took."""
+    """Launch, and return all ranks' steps per second and this process's share of a core."""
     from nblaunch import notebook_launcher
 
     wall_s, cpu_s = time.monotonic(), time.process_time()
@@ -183,7 +183,7 @@ def in_kernel_run(kind: str, load: str, seconds: float) -> str:
 
 
 def _train(load: str, seconds: float) -> float:
-    """Steps a second of this rank."""
+    """Return this rank's steps per second."""
     from nblaunch import Accelerator
 
     accelerator = Accelerator()
@@ -202,7 +202,7 @@ def _train(load: str, seconds: float) -> float:
 
 
 def _compute(cpu_s: float) -> None:
-    """Take so much time of a processor."""
+    """Use this much processor time."""
     until = time.thread_time() + cpu_s
     while time.thread_time() < until:
         sum(range(200))

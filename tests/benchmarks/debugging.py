@@ -1,4 +1,4 @@
-"""How often the debugger stands at the user's frame after a failure, and how soon, counted over seeded failures.
+"""How often and how soon the debugger stops at the user's frame after a failure, counted over seeded failures.
 
     python -m tests.benchmarks debugging [--rounds 100]
 
@@ -53,9 +53,9 @@ class Round:
     """One failure.
 
     Args:
-        stands: pdb stood at the user's line that failed, and knew its variable.
-        asked: all ranks gave the value of a variable.
-        seconds: from the call of ``debug()`` to its prompt.
+        stands: pdb stopped at the failed line of the user, and knew its variable.
+        asked: all ranks returned the value of a variable.
+        seconds: time from the call of ``debug()`` to its prompt.
     """
 
     stands: bool

@@ -1,4 +1,4 @@
-"""Kernels with a detached job, killed at random moments: no line is lost, and the weights are those of any other run.
+"""Kernels with a detached job, killed at random moments: no line is lost, and the weights equal any other run's.
 
 python -m tests.benchmarks detached [--rounds 60] [--seed 0]
 """
@@ -87,7 +87,7 @@ def in_kernel_launch() -> str:
 
 
 def in_kernel_attach(job_id: str) -> tuple[float, bool, bool]:
-    """Return the seconds that it took to attach, and whether all lines and the right weights were there at the end."""
+    """Return the seconds for attaching, and whether all lines and the right weights arrived in the end."""
     import torch
 
     import nblaunch

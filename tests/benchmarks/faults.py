@@ -1,10 +1,10 @@
-"""A hundred launches in one kernel with random faults among them: each ends as it should, and nothing is left.
+"""A hundred launches in one kernel, some with random faults: each ends as it should and leaves nothing behind.
 
     python -m tests.benchmarks faults [--launches 100] [--seed 0]
 
-A launch draws a fault, and a good launch that trains a model follows it. A rank raises, is killed by SIGKILL, exits
-with a code, returns what can't be pickled, or hangs so that its job is stopped; or the cell is interrupted while
-workers compute.
+Each faulty launch is followed by a good launch that trains a model. The faults: a rank raises, is killed with SIGKILL,
+exits with a code, returns a value that can't be pickled, or hangs until its job is stopped; or the cell is interrupted
+while workers compute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.benchmarks.bench import Row, at_most, call, count, kernel
 from tests.benchmarks.repeat import MAX_RSS_MB, in_kernel_state
 
 NUM_LAUNCHES = 100
-_PER_CALL = 10  # launches between two answers of the kernel, so that one that hangs is found soon
+_PER_CALL = 10  # launches between two answers of the kernel, so that a hang is found soon
 _HANG_TIMEOUT_S = 1.0
 
 
@@ -55,7 +55,7 @@ def measure(launches: int = NUM_LAUNCHES, seed: int = 0) -> Iterator[Row]:
 
 
 def in_kernel_launches(faults: list[str], seed: int) -> list[list[str]]:
-    """Launch with each fault, and well after it; returns fault, what was wrong with it, what was wrong after it."""
+    """Launch with each fault, then without one; return the fault, and the problems of both launches."""
     random.seed(seed)
     found = []
     for fault in faults:
@@ -93,7 +93,7 @@ def _train(model: Any) -> list[int]:
 
 
 def _expect(kind: str, function: Callable[[], Any], **options: Any) -> str:
-    """Launch; returns what differs from a failure of class ``kind``."""
+    """Launch; return how the outcome differs from a failure of class ``kind``."""
     from nblaunch import notebook_launcher
 
     try:

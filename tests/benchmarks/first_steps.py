@@ -1,11 +1,11 @@
-"""What a user waits for in a fresh kernel: the cell that imports a launcher, and its launch until the first steps.
+"""A user's waiting time in a fresh kernel: the cell that imports a launcher, and the launch until the first steps.
 
     python -m tests.benchmarks first_steps [--num_kernels 7]
 
-Two ranks train a small model by data parallelism for three steps, launched twice in each kernel: by nblaunch, by
-Accelerate, and by torch.multiprocessing with DDP by hand. Kernels of the three take turns. torch is imported before.
-nblaunch imports torch's compiler while the kernel is idle: its first launch comes directly after the importing cell
-("Run all"), and in another kernel some seconds later. nblaunch is compiled to bytecode, as pip does it.
+Two ranks train a small model with data parallelism for three steps. Each kernel launches twice: with nblaunch, with
+Accelerate, or with torch.multiprocessing and handwritten DDP. The three take turns, and torch is imported before.
+nblaunch imports torch's compiler while the kernel is idle, so its first launch comes directly after the importing cell
+("Run all") in one kernel, and some seconds later in another. nblaunch is compiled to bytecode, as pip does it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _in_fresh_kernel(launcher: str, pause_s: float, folder: str) -> list[float]:
     Args:
         launcher: a key of :data:`IMPORTS`.
         pause_s: seconds between the importing cell and the first launch.
-        folder: has nblaunch with its bytecode.
+        folder: folder that contains nblaunch with its bytecode.
     """
     setup = f"{SETUP}, sys; sys.path.insert(0, {folder!r})"
     with kernel(setup, ENVIRONMENTS.get(launcher), check=launcher == "nblaunch") as started:
@@ -74,7 +74,7 @@ def _in_fresh_kernel(launcher: str, pause_s: float, folder: str) -> list[float]:
 
 
 def in_kernel_launches(launcher: str) -> list[float]:
-    """Return the seconds from the call to the end of the last step on rank 0, of two launches."""
+    """Return the seconds from the call to the end of rank 0's last step, for two launches."""
     launch: Callable[[str], object] = LAUNCHES[launcher]
     seconds = []
     with tempfile.TemporaryDirectory() as folder:

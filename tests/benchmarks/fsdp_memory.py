@@ -1,8 +1,8 @@
-"""Host memory of a sharded launch: a model built once in the kernel, its parts on every rank.
+"""Host memory of a sharded launch: the kernel builds a model once, and every rank holds a part.
 
-Proportional set size (PSS), as in ``memory.py``, of the kernel and its workers together. What the same launch takes
-with a model of next to nothing is subtracted at every stage: interpreters, libraries, process groups. The peak while
-the model is sharded is what was seen in samples, as many as the machine allows.
+The benchmark measures the proportional set size (PSS, see ``memory.py``) of the kernel and its workers together. At
+every stage, it subtracts the memory of the same launch with a tiny model: interpreters, libraries, process groups. The
+peak during sharding is the largest of as many samples as the machine allows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure() -> Iterator[Row]:
 
 
 def stages_mb(model_mb: int, device: str, num_workers: int = NUM_WORKERS) -> dict[str, float]:
-    """PSS of the whole launch at every stage, and the peak on the way to the second."""
+    """Return the PSS of the whole launch at every stage, and the peak before the second stage."""
     with tempfile.TemporaryDirectory() as folder, kernel() as started:
         cell = started.submit(_CELL.format(mb=model_mb, device=device, folder=folder, workers=num_workers))
         totals: dict[str, float] = {}
@@ -65,7 +65,7 @@ def stages_mb(model_mb: int, device: str, num_workers: int = NUM_WORKERS) -> dic
 
 @contextmanager
 def _sampling(started: Kernel, samples: list[float]) -> Iterator[None]:
-    """Measure again and again while the block runs."""
+    """Measure repeatedly while the block runs."""
     is_over = threading.Event()
 
     def sample() -> None:

@@ -1,17 +1,17 @@
-"""What a training step and a launch cost on GPUs: steps against hand-written loops, launches against accelerate.
+"""Costs on GPUs: training steps compared with hand-written loops, launches compared with Accelerate.
 
     python -m tests.benchmarks gpu            # about 4 minutes on one GPU or two
     python -m tests.benchmarks gpu --cpu      # the same code with few steps on CPU cores: its numbers mean nothing
 
-Steps are taken inside one launched job, in turn by a hand-written loop and by ours, after a barrier each time: with a
-model so small that the host decides how fast it trains, and with one that keeps the GPU busy.
+Inside one launched job, a hand-written loop and ours take steps in turn, after a barrier each time. One model is so
+small that the host limits its speed; the other keeps the GPU busy.
 
-Launches are timed from the call to the end of rank 0's first optimizer step, by the clock that all processes of a
-machine share. Beside ours the least that a program could do, a bare ``os.fork``: its children start CUDA, join NCCL
-and take a step as ours do, which no launcher can save them. accelerate starts no process for one GPU: it calls the
-function in the kernel, and does not let two processes share a GPU. So launches are compared with it on two GPUs; on
-one, the first in a fresh kernel is, with what remains in the kernel afterwards. A script is started by our command and
-by torchrun in turn, from the call to the same step.
+Launches are timed from the call to the end of rank 0's first optimizer step, with the clock that all processes of a
+machine share. They are compared with a bare ``os.fork``, the least that a program can do: its children also start CUDA,
+join NCCL and take a step. For one GPU, Accelerate starts no process but calls the function in the kernel, and it does
+not let two processes share a GPU. The benchmark therefore compares launches on two GPUs; on one GPU, it compares the
+first launch in a fresh kernel, and what that leaves in the kernel. Our command and torchrun start a script in turn,
+timed from the call to the same step.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ FASTER = "launch to first step, times faster"
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured.
+    """The size of the measurements.
 
     Args:
-        backend: what is computed on.
+        backend: backend to compute on.
         rounds: pairs of laps of a loop.
-        small_steps: of a lap with the small model.
-        large_steps: of a lap with the large one.
+        small_steps: steps in a lap with the small model.
+        large_steps: steps in a lap with the large model.
         small: the small model, a key of ``SHAPES``.
-        large: the large one.
-        launches: in one kernel.
-        kernels: fresh ones, for each launcher.
-        first_cell: of the kernels.
-        env: of the kernels.
-        is_new: kernels in new interpreters.
+        large: the large model, likewise.
+        launches: launches in one kernel.
+        kernels: fresh kernels for each launcher.
+        first_cell: first cell of the kernels.
+        env: variables of the kernels.
+        is_new: start kernels in new interpreters.
     """
 
     backend: str
@@ -70,19 +70,19 @@ class Extent:
     is_new: bool = True
 
     def kernel(self, *, check: bool = True) -> AbstractContextManager[Kernel]:
-        """A fresh one in which the first cell has run."""
+        """Start a fresh kernel and run the first cell in it."""
         return kernel(self.first_cell, dict(self.env), check=check, is_new=self.is_new)
 
 
 FULL = Extent("cuda", 7, 300, 40, "small", "large", launches=5, kernels=3)
 ON_CPU = (("ACCELERATE_USE_CPU", "true"), ("OMP_NUM_THREADS", "1"))
-# A rehearsal is not to wait for every rank to import what its kernel may have imported.
+# In a rehearsal, ranks should not spend time on imports that their kernel can make.
 IMPORTED = "import torch; from nblaunch import Accelerator"
 REHEARSAL = Extent(
     "cpu", 2, 3, 3, "tiny", "tiny large", launches=1, kernels=1, first_cell=IMPORTED, env=ON_CPU, is_new=False
 )
 
-# Of a batch: those of two dimensions are for linear layers, the others for a transformer's.
+# Shapes of batches: two dimensions for linear layers, three for a transformer's layers.
 SHAPES = {"small": (128, 1024), "tiny": (4, 16), "large": (16, 128, 768), "tiny large": (2, 4, 24)}
 NUM_LAYERS = {"small": 4, "tiny": 4, "large": 8, "tiny large": 1}
 
@@ -101,7 +101,7 @@ def measure(cpu: bool = False) -> Iterator[Row]:
 
 
 def rows(extent: Extent, size: int) -> Iterator[Row]:
-    """Everything that can be measured on ``size`` devices, 1 or 2."""
+    """Yield all measurements that are possible on ``size`` devices, 1 or 2."""
     yield from _as_far_as_possible("steps", _step_rows(extent, size))
     yield from _as_far_as_possible("first launches", _first_launch_rows(extent))
     for count in range(1, size + 1):
@@ -113,7 +113,7 @@ def rows(extent: Extent, size: int) -> Iterator[Row]:
 
 
 def _as_far_as_possible(what: str, found: Iterator[Row]) -> Iterator[Row]:
-    """What goes wrong in one part is reported at its place, and the other parts are measured all the same."""
+    """Report the failure of a part in its place, and measure the other parts all the same."""
     try:
         yield from found
     except Exception as error:
@@ -123,7 +123,7 @@ def _as_far_as_possible(what: str, found: Iterator[Row]) -> Iterator[Row]:
 
 
 def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
-    """Ratios of steps a second, with what a step takes longer."""
+    """Yield ratios of steps per second, with the additional time of a step."""
     where = f"{size} {'device' if extent.backend == 'cpu' else 'GPU'}{'s' if size > 1 else ''}"
     peer = "hand-written DDP's" if size > 1 else "a hand-written loop's"
     with extent.kernel() as started:
@@ -145,7 +145,7 @@ def _step_rows(extent: Extent, size: int) -> Iterator[Row]:
 
 
 def _first_launch_rows(extent: Extent) -> Iterator[Row]:
-    """The first launch of a kernel, on one device: ours and accelerate's, each in kernels of their own."""
+    """Measure the first launch of a kernel on one device, ours and Accelerate's, each in separate kernels."""
     times: dict[str, list[float]] = {"nblaunch": []} | ({"accelerate": []} if HAS_PEER else {})
     is_held = {}
     for _ in range(extent.kernels):
@@ -162,7 +162,9 @@ def _first_launch_rows(extent: Extent) -> Iterator[Row]:
 
 
 def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
-    """Ours beside a bare fork, then beside accelerate, in a kernel each: a peer that hangs ends its own row only."""
+    """Compare our launches with a bare fork, then with Accelerate, each in its own kernel: a hanging peer loses
+    only its own row.
+    """
     what = f"launch to first step, {size} process{'es' if size > 1 else ''}"
     ours, theirs, ratio = _launches(extent, size, "bare fork")
     yield Row(f"{what}, times a bare fork's", f"{1 / ratio:.2f} ({ours:.2f} s / {theirs:.2f} s)")
@@ -177,7 +179,7 @@ def _launch_rows(extent: Extent, size: int) -> Iterator[Row]:
 
 
 def _launches(extent: Extent, size: int, peer: str) -> tuple[float, float, float]:
-    """Seconds of ours and of the peer, and the ratio of its to ours; medians."""
+    """Return our seconds, the peer's seconds, and their ratio, as medians."""
     with extent.kernel(check=peer == "bare fork") as started:
         found = call(started, in_kernel_launches, peer, size, extent.backend, extent.launches)
     ours, theirs = (statistics.median(one[name] for one in found) for name in ("nblaunch", peer))
@@ -233,7 +235,9 @@ def in_kernel_steps(
 
 
 def in_kernel_first_launch(library: str, backend: str) -> tuple[float, bool]:
-    """Seconds from the call to the first step's end on one device, and whether this kernel has used CUDA by then."""
+    """Return the seconds from the call to the end of the first step on one device, and whether this kernel has then
+    used CUDA.
+    """
     import importlib
 
     import torch
@@ -249,7 +253,9 @@ def in_kernel_first_launch(library: str, backend: str) -> tuple[float, bool]:
 
 
 def in_kernel_launches(peer: str, size: int, backend: str, num_launches: int) -> list[dict[str, float]]:
-    """Seconds from the call to the first step's end, of ours and of a peer, in turn, after one launch of each."""
+    """Return the seconds from the call to the end of the first step, ours and a peer's in turn, after one launch of
+    each.
+    """
     from nblaunch import notebook_launcher
 
     launchers: dict[str, Callable[[str], object]] = {
@@ -272,7 +278,7 @@ def in_kernel_launches(peer: str, size: int, backend: str, num_launches: int) ->
 
 
 class _Timer:
-    """Times a launch until rank 0 has written the time into a file."""
+    """Times a launch until rank 0 has written the time to a file."""
 
     def __enter__(self) -> _Timer:
         import tempfile
@@ -282,7 +288,9 @@ class _Timer:
         return self
 
     def time(self, launch: Callable[[], object]) -> float:
-        """Seconds; RuntimeError with what was written instead of a time, FileNotFoundError where nothing was."""
+        """Return the seconds. Raise RuntimeError with the text that was written instead, or FileNotFoundError
+        without a file.
+        """
         begun = time.monotonic()
         launch()
         with open(self.path) as file:
@@ -303,7 +311,7 @@ def _fork_bare(size: int, backend: str, path: str) -> None:
     def work(rank: int) -> None:
         try:
             _bare_first_step(rank, size, backend, path)
-        except Exception:  # nothing would report it
+        except Exception:  # otherwise nothing would report it
             with open(path, "w") as file:
                 file.write(traceback.format_exc())
 
@@ -344,7 +352,7 @@ def _first_step(library: str, path: str) -> None:
 
 
 def _bare_first_step(rank: int, size: int, backend: str, path: str) -> None:
-    """The same by hand."""
+    """Take the first step with handwritten code."""
     import torch
 
     device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
@@ -365,7 +373,7 @@ def _write_time(device: Any, path: str) -> None:
 
 
 def _wait_for(device: Any) -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device has finished its work."""
     import torch
 
     if device.type == "cuda":
@@ -382,7 +390,9 @@ def _spread(model: Any, size: int) -> Any:
 
 
 def _steps(name: str, has_loader: bool, num_rounds: int, num_steps: int) -> list[tuple[float, float]]:
-    """Seconds of ``num_steps`` steps, hand-written and ours, in rounds; each begins together on all ranks."""
+    """Return the seconds of ``num_steps`` steps, hand-written and ours, by rounds; all ranks begin each lap
+    together.
+    """
     from nblaunch import Accelerator
 
     accelerator = Accelerator()
@@ -392,7 +402,7 @@ def _steps(name: str, has_loader: bool, num_rounds: int, num_steps: int) -> list
         loop(min(20, num_steps))
     laps = []
     for number in range(num_rounds):
-        first, second = (raw, ours) if number % 2 else (ours, raw)  # neither always comes first
+        first, second = (raw, ours) if number % 2 else (ours, raw)  # take turns in being first
         pair = _lap(first, accelerator, num_steps), _lap(second, accelerator, num_steps)
         laps.append(pair if number % 2 else pair[::-1])
     return laps

@@ -1,8 +1,8 @@
-"""How many launches succeed in one kernel that has used its GPU before, without a restart; accelerate's beside ours.
+"""How many launches succeed in one kernel that has used its GPU before, without a restart; ours and Accelerate's.
 
     python -m tests.benchmarks gpu_launches      # 17 launches in each of three kernels, about 5 minutes on a GPU
 
-accelerate shares no GPU between processes and starts none for one, so it is measured on two GPUs or more.
+Accelerate does not share a GPU between processes, and starts none for one GPU, so it is measured on two or more GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure() -> Iterator[Row]:
 
 
 def rows(device: str, num_launches: int, num_devices: int) -> Iterator[Row]:
-    """Launches of two processes on ``device``, by what the kernel has done before."""
+    """Measure launches of two processes on ``device``, by what the kernel has done before."""
     for what, cell in BEFORE.items():
         name = f"launches after {what} in the kernel"
         module = cell.rpartition("import ")[2] if cell.startswith("import ") else ""
@@ -52,7 +52,7 @@ def rows(device: str, num_launches: int, num_devices: int) -> Iterator[Row]:
 
 
 def in_kernel_failures(library: str, backend: str, num_launches: int) -> list[str]:
-    """Launch so many times; return the errors of launches that failed."""
+    """Launch this many times; return the errors of failed launches."""
     module = importlib.import_module(library)
     launch, _ = module.notebook_launcher, module.Accelerator  # a notebook's first cell imports both
     options: dict[str, Any] = (

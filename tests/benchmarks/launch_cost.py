@@ -1,10 +1,11 @@
-"""What a launch costs beyond bare ``os.fork``: with nothing in the function, and with a process group up.
+"""The cost of a launch compared with a bare ``os.fork``: with an empty function, and with a process group.
 
-Both sides start the same number of children from the same kernel, in turn. The bare side does the least that a
-program could do: fork, the same work in the children, ``os._exit``, ``waitpid``.
+Both sides start the same number of children from the same kernel, in turn. The bare side does the least that a program
+can do: fork, the same work in the children, ``os._exit``, ``waitpid``.
 
-A fork takes longer the more memory the kernel holds, and what a launch does beyond it always takes about the same, so
-that the ratio depends on the kernel. It is measured in two: in the middle of a notebook, and with nothing but torch.
+A fork takes longer the more memory the kernel holds, while the other work of a launch takes about the same time. The
+ratio therefore depends on the kernel, and is measured in two: in the middle of a notebook, and with only torch
+imported.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ import matplotlib.pyplot, numpy, pandas, sklearn.datasets, torch
 images = torch.rand(60_000, 1, 28, 28)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 10))
 """
-"""A kernel as the cells before a launch leave it: the usual imports, a data set of MNIST's size, a model."""
+"""The state of a kernel before a launch: the usual imports, a data set of MNIST's size, a model."""
 
 KERNELS = {"in a notebook": IN_A_NOTEBOOK, "in a bare kernel": "import torch"}
 
 
 def measure() -> Iterator[Row]:
     for where, launcher in itertools.product(KERNELS, NUM_PAIRS):
-        for has_group in (False, True) if launcher != "lightning" else (True,):  # it joins one in any case
+        # it joins a group in any case
+        for has_group in (False, True) if launcher != "lightning" else (True,):
             yield from _rows(where, launcher, has_group)
     with kernel() as started:
         import_s, first_s, second_s = call(started, in_kernel_first_launch)
@@ -58,7 +60,7 @@ def measure() -> Iterator[Row]:
 
 
 def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
-    """Yield a row per number of workers; a peer that hangs ends its own rows only."""
+    """Yield a row per number of workers; a hanging peer loses only its own rows."""
     with (
         tempfile.TemporaryDirectory() as folder,
         kernel(KERNELS[where], _environment(launcher, folder), check=launcher == "nblaunch") as started,
@@ -77,8 +79,8 @@ def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
 def _environment(launcher: str, log_dir: str) -> dict[str, str]:
     if launcher == "accelerate":
         return {"ACCELERATE_USE_CPU": "true"}
-    # Old logs stay: ext4 passes over the inodes that were deleted in the last 5 s one by one, so that 30 launches a
-    # second, of which each removes the logs of an earlier one, spend milliseconds on making a file. No notebook does.
+    # Keep old logs: ext4 skips inodes that were deleted in the last 5 s one by one. At 30 launches per second, each of
+    # which removes old logs, creating a file would take milliseconds. Notebooks do not launch that often.
     return {"NBLAUNCH_LOG_DIR": log_dir, "NBLAUNCH_KEEP_JOBS": "1000"}
 
 
@@ -97,14 +99,14 @@ def _row(where: str, launcher: str, size: int, has_group: bool, pairs: dict[str,
 
 
 def import_ms(repeats: int = 9) -> float:
-    """The least time of ``import nblaunch`` in a fresh interpreter, as the interpreter itself sees it."""
+    """Return the shortest time of ``import nblaunch`` in a fresh interpreter, measured inside it."""
     program = "import time; t = time.perf_counter(); import nblaunch; print((time.perf_counter() - t) * 1e3)"
     command = [sys.executable, "-c", program]
     return min(float(subprocess.check_output(command, cwd=ROOT, text=True)) for _ in range(repeats))
 
 
 def in_kernel_first_launch() -> list[float]:
-    """Seconds of the import, of the first launch and of the second."""
+    """Return the seconds of the import, the first launch and the second launch."""
     marks = [time.perf_counter()]
     from nblaunch import notebook_launcher
 
@@ -140,7 +142,7 @@ def in_kernel_ratio(launcher: str, size: int, has_group: bool, num_pairs: int) -
 
 
 def _nothing() -> None:
-    """The function that is launched where the launcher alone is measured."""
+    """Do nothing: the function for measuring the launcher alone."""
 
 
 def _meet() -> None:
@@ -154,12 +156,12 @@ def _meet() -> None:
 def bare(
     size: int, work: Callable[[int], None] | None = None, once_forked: Callable[[], object] | None = None
 ) -> None:
-    """Fork so many children, each of which does its work and ends at once.
+    """Fork children that each do their work and end at once.
 
     Args:
-        size: how many.
-        work: what each does, by its number; None: nothing.
-        once_forked: called in this process when all have started; its value is kept until they have ended.
+        size: number of children.
+        work: called in each child with its number; None: nothing.
+        once_forked: called in this process when all have started; its value is kept alive until they have ended.
     """
     pids = []
     for rank in range(size):
@@ -180,9 +182,9 @@ def bare(
 def bare_group(
     size: int, process_group: str = "gloo", work: Callable[[int], None] = lambda rank: _meet()
 ) -> None:
-    """The same in a process group.
+    """Do the same in a process group.
 
-    The store starts after the forks: a fork beside its thread now and then copies a resolver lock held by it.
+    The store starts after the forks, because a fork may copy a resolver lock that the store's thread holds.
     """
     from torch.distributed import TCPStore
 

@@ -2,14 +2,13 @@
 
     python -m tests.benchmarks lotteries [--errors 50] [--kills 50] [--interrupts 200] [--peers 10] [--jobs 3]
 
-* error: rank 1 raises while rank 0 waits in a collective. The cell should raise that very exception, soon.
+* error: rank 1 raises while rank 0 waits in a collective. The cell should soon raise that exception.
 * kill: rank 1 kills itself with SIGKILL while rank 0 waits. The error should name the rank and the signal.
 * interrupt: at a random time while workers compute, sleep, print or wait. The cell should raise KeyboardInterrupt, the
   next launch in the same kernel should work, and no process may be left.
 
-Peers get easier terms: an error counts where its message stands anywhere in what the cell shows, any error will do for
-an interrupt, and each has a port and each interrupt a kernel of its own, since one that does not come back would end
-the series.
+Peers have easier terms: an error counts if its message is anywhere in the cell's output, and any error counts for an
+interrupt. Each peer has its own port, and each interrupt its own kernel, because a hanging kernel would end the series.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CELL = (
 
 @dataclass(frozen=True)
 class Draw:
-    """One failure: whether it arrived as it should, and the seconds from its cause to the end of the cell."""
+    """One failure: whether the cell showed it correctly, and the seconds from its cause to the end of the cell."""
 
     is_good: bool
     seconds: float
@@ -129,7 +128,7 @@ def _interrupt_alone(launcher: str) -> tuple[bool, int]:
 
 
 def _interrupt(launcher: str, started: Kernel) -> tuple[bool, int]:
-    """Whether interrupt and relaunch went well, and how many processes were left."""
+    """Return whether interrupt and relaunch succeeded, and how many processes were left."""
     with tempfile.TemporaryDirectory() as folder:
         name = random.choice(["compute", "sleep", "talk", "wait"])
         cell = started.submit(_CELL.format(launcher=launcher, name=name, folder=folder))
@@ -171,7 +170,7 @@ def _peer_kernel(launcher: str) -> Any:
 
 
 def _wait(cell: Cell, timeout_s: float) -> bool:
-    """Whether the cell ended in time; a kernel that hangs is interrupted twice and given up."""
+    """Return whether the cell ended in time; interrupt a hanging kernel twice, then give it up."""
     try:
         cell.wait(timeout_s)
     except AssertionError:

@@ -1,8 +1,9 @@
-"""What 64 nodes with 8 ranks each cost the launching process, and how soon 512 failures become an error in the cell.
+"""The cost of 64 nodes with 8 ranks each for the launching process, and the time until 512 failures become an error in
+the cell.
 
     python -m tests.benchmarks many_nodes [--num_nodes 64] [--ranks_per_node 8] [--seconds 20]
 
-The ranks are made up (``tests/engines/simulated_nodes.py``): they take 20 steps a second, print a line a second, and
+The ranks are simulated (``tests/engines/simulated_nodes.py``): they take 20 steps and print a line per second, and
 after some time all raise within one second. Launcher, messages and widgets are real.
 """
 

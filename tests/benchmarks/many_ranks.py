@@ -1,11 +1,11 @@
-"""What the display of many ranks costs: made-up ranks with 20 events a second each and curves of their losses, shown
-with widgets in a kernel.
+"""The cost of displaying many ranks: simulated ranks with loss curves and 20 events per second each, shown with widgets
+in a kernel.
 
     python -m tests.benchmarks many_ranks [--num_ranks 512] [--seconds 20]
 
-Half of the events are lines, half progress bars that are redrawn; readings of the board come ten times a second. No
-worker is started: the share of a core is that of the dashboards alone. In the middle one rank begins to take four times
-as long for a step; the rows must name it within four seconds.
+Half of the events are lines, half are redrawn progress bars; the board is read ten times a second. No worker is
+started, so only the dashboards use the measured share of a core. In the middle, one rank's steps become four times as
+long; the rows must name it within four seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether workers share the model that they were given: proportional memory of a whole launch, with it and without.
+"""Whether workers share the kernel's model: proportional memory of a whole launch with and without a model.
 
 Proportional set size (PSS) counts a page that n processes share as 1/n in each, so its sum over kernel, forkserver and
-workers is the memory that they take together. Every worker reads all of the weights; then it collects its garbage,
-which writes to the headers of Python objects and must not copy the model either.
+workers is their total memory. Every worker reads all of the weights; then it collects its garbage, which writes to the
+headers of Python objects and must not copy the model either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def measure() -> Iterator[Row]:
 
 
 def total_mb(started: Kernel, method: str, model_mb: int) -> tuple[float, float]:
-    """Memory of the whole launch in MB: when every worker has read the model, and after their collection."""
+    """Return the memory of the whole launch in MB after every worker has read the model, and after their garbage
+    collections.
+    """
     with tempfile.TemporaryDirectory() as folder:
         cell = started.submit(_CELL.format(mb=model_mb, method=method, folder=folder))
         totals = []

@@ -1,12 +1,12 @@
-"""Collectives that ranks call differently: how many are explained, here and by torch; what recording costs.
+"""Collectives that ranks call differently: how many nblaunch and torch explain, and what recording costs.
 
     python -m tests.benchmarks mismatches [--only DDP] [--notebook 0] [--scripts 1] [--peers 1]
 
-A hang is known ``hang_timeout_s`` after the last sign of progress; the time from then to the explanation is measured.
-``--scripts 1`` runs the programs also as scripts, by ``nblaunch launch``.
-``--peers 1`` runs the programs also as plain processes, once by torch as it is and once with
-``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and counts those whose output has what an explanation must have, with ranks and
-lines left out. A program that has not ended some seconds after all its ranks have imported torch explains nothing.
+A hang is detected ``hang_timeout_s`` after the last sign of progress; the benchmark measures the time from then to the
+explanation. ``--scripts 1`` runs the programs also as scripts, by ``nblaunch launch``. ``--peers 1`` runs the programs
+also as plain processes, once with plain torch and once with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and counts programs
+whose output contains the parts of an explanation, except ranks and lines. A program that has not ended some seconds
+after all its ranks have imported torch counts as unexplained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ error = nblaunch.last_job().exception()
 print("\\n".join([str(error), *getattr(error, "__notes__", [])]))
 """
 
-# In the kernel: how long after the last progress a hang is explained, or a job that fails ends.
+# In the kernel: the time from the last progress to the explanation of a hang, or to the end of a failing job.
 CLOCK = """
 import time
 from nblaunch import notebook
@@ -73,7 +73,7 @@ notebook.make_runner = make_timed_runner
 """
 TOOK = "print(clock.hung_s and clock.hung_s - clock.moved_s, clock.ended_s - clock.moved_s)"
 
-# The steps of the benchmark step_overhead, with and without what is called for each of them.
+# The steps of the benchmark step_overhead, with and without the calls that recording adds to each.
 COST = """
 def cost():
     import gc, statistics
@@ -182,7 +182,7 @@ def _explained_in_scripts(chosen: Sequence[Mismatch]) -> Iterator[Row]:
 def _problems_of_script(mismatch: Mismatch) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
-        path.write_text(f"{mismatch.source}\n{PREAMBLE}\ntrain()\n")  # lines are those of the cell
+        path.write_text(f"{mismatch.source}\n{PREAMBLE}\ntrain()\n")  # lines are numbered within the cell
         options = [
             f"--num_processes={mismatch.num_ranks}", "--cpu", f"--hang_timeout_s={HANG_TIMEOUT_S}",
             "--on_hang=stop", "--interrupt_grace_s=1",

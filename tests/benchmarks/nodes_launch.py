@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks nodes_launch [--rounds 10]
 
-A Ray cluster of two nodes runs on this machine, without its dashboard. In each round every launcher starts four ranks
-that form a gloo group and reduce a tensor, and returns when their values are there and what it started has ended. The
+A Ray cluster of two nodes runs on this machine, without its dashboard. In each round, every launcher starts four ranks
+that form a gloo group and reduce a tensor; it returns when their values have arrived and its processes have ended. The
 first round does not count. The peers' process is connected to the cluster beforehand; nblaunch connects in each launch.
-Warm launches are on ``Nodes``, which the first round starts.
+Warm launches use ``Nodes``, which the first round starts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def in_kernel_warm_launch(engine: str) -> float:
 
 
 _nodes: dict[str, Any] = {}
-"""Engine -> nodes of it, in a kernel."""
+"""Engine -> its nodes, in a kernel."""
 
 
 def in_kernel_launch(engine: Any) -> float:
@@ -92,7 +92,7 @@ def in_kernel_launch(engine: Any) -> float:
 
 
 def in_kernel_actors() -> float:
-    """What one writes by hand with Ray: a placement group, an actor per rank, and a group that these form."""
+    """Launch with handwritten Ray code: a placement group, an actor per rank, and a process group."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -1,4 +1,4 @@
-"""What printing costs a worker, how many messages the notebook gets for it, and whether a line is lost."""
+"""The cost of printing for a worker, the number of messages to the notebook, and whether lines are lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.benchmarks.bench import CELL_TIMEOUT_S, Row, at_most, call, count, fr
 from tests.kernels import Cell
 
 NUM_WORKERS = 4
-NUM_PRINTS = {"nblaunch": 10_000, "accelerate": 200}  # fewer: its prints take milliseconds
+NUM_PRINTS = {"nblaunch": 10_000, "accelerate": 200}  # fewer, because its prints take milliseconds
 MAX_US = 30
 
 
@@ -62,7 +62,7 @@ def in_kernel_accelerate(folder: str, num_prints: int) -> None:
 
 
 def in_kernel_logged_lines() -> int:
-    """Lines of the last job that are whole and in their place."""
+    """Return the number of the last job's lines that are complete and in order."""
     import nblaunch
 
     job = nblaunch.last_job()

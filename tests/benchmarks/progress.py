@@ -1,7 +1,8 @@
-"""What progress costs the training loop: one step on the board, and a prepared loader beside a plain one.
+"""The cost of progress reports in a training loop: one step on the board, and a prepared loader compared with a plain
+one.
 
-Both are measured in a worker of a launch. The loaders hand out the same ready-made batches, so that what differs is
-what ``prepare`` adds to a step.
+Both are measured in a launched worker. The loaders yield the same ready-made batches, so the difference is the cost
+that ``prepare`` adds to a step.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _first(batch: list[Any]) -> Any:
 
 
 class _Ready:
-    """A dataset of one tensor, the same for each index."""
+    """A dataset that returns the same tensor for each index."""
 
     def __init__(self, rows: Any) -> None:
         self._length = len(rows)

@@ -1,9 +1,9 @@
-"""What checks and recording take of a step: jobs with both, jobs without one of them, in turn.
+"""The cost of checks and recording in a step: jobs with both and jobs without one of them, in turn.
 
 Two real ranks on gloo in launched workers, with one thread each, train the tiny model of ``step_overhead`` with a
-loader. A job takes the processor time of many laps, the fastest of which is the least disturbed, and counts the calls
-of Python functions in one more. What counts is the median over the rounds of the ratio to a job of the same round in
-which checks are off and neither time spans nor collectives are recorded.
+loader. A job measures the processor time of many laps, of which the fastest is the least disturbed, and counts the
+calls of Python functions in one more. The result is the median over all rounds of the ratio to a job of the same round
+without checks and without recorded time spans and collectives.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tests.benchmarks.step_overhead import BATCH, _dataset, _model
 
 NUM_RANKS, NUM_ROUNDS, NUM_LAPS, NUM_STEPS = 2, 5, 12, 200
 NUM_WARM = 1100
-"""Steps before the first lap: the checks have looked, and look next at step 2,048 and 4,096."""
+"""Steps before the first lap: the checks have run, and run again at steps 2,048 and 4,096."""
 MAX_SHARE = 1.0
 KINDS = {"checks and recording": (True, True), "checks": (True, False), "recording": (False, True)}
-"""What is on -> checks, recording."""
+"""Name of a variant -> whether checks and recording are on."""
 
 
 def measure(rounds: int = NUM_ROUNDS) -> Iterator[Row]:
@@ -58,7 +58,7 @@ def _job(*, has_checks: bool, has_recording: bool) -> dict[str, float]:
     with ExitStack() as changed:
         setting = {"NBLAUNCH_CHECKS": ""} if has_checks else {"NBLAUNCH_CHECKS": "off"}
         changed.enter_context(mock.patch.dict(os.environ, setting))
-        if not has_recording:  # forked workers get what this process has
+        if not has_recording:  # forked workers inherit this process's variables
             changed.enter_context(mock.patch.object(Slot, "record_spans"))
             changed.enter_context(mock.patch.object(collective_hooks, "record_collectives", return_value=int))
         measured: dict[str, float] = notebook_launcher(
@@ -68,7 +68,7 @@ def _job(*, has_checks: bool, has_recording: bool) -> dict[str, float]:
 
 
 def _train() -> dict[str, float]:
-    """Return the processor time of a step in microseconds, and its calls, of this rank."""
+    """Return this rank's processor time per step in microseconds, and its calls per step."""
     import nblaunch
 
     torch.set_num_threads(1)

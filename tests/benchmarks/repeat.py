@@ -1,4 +1,4 @@
-"""What a hundred launches leave in the kernel: descriptors, threads, processes, memory."""
+"""Remains of a hundred launches in the kernel: descriptors, threads, processes, memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_kernel_repeat(has_group: bool, num_launches: int) -> dict[str, float]:
 
 
 def _nothing() -> None:
-    """The function that is launched."""
+    """Do nothing: the launched function."""
 
 
 def _train(model: Any) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def in_kernel_state() -> dict[str, float]:
     own = psutil.Process()
     files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return {
-        # Not the history of IPython, whose file is opened now and then.
+        # Skip IPython's history, whose file is opened from time to time.
         "descriptors": sum("history.sqlite" not in file for file in files),
         "threads": len(list(Path("/proc/self/task").iterdir())),
-        "processes": len(own.children(recursive=True)),  # zombies, too
+        "processes": len(own.children(recursive=True)),  # including zombies
         "rss_mb": own.memory_info().rss / 1e6,
     }

@@ -1,4 +1,4 @@
-"""What `nblaunch launch` costs: the same script by it and by `torchrun`, in turn, from the call to the exit."""
+"""The cost of `nblaunch launch`: it and `torchrun` run the same script in turn, from the call to the exit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _run(command: Sequence[str], env: dict[str, str]) -> None:
 
 
 def _least_ms(*words: str, repeats: int = 9) -> float:
-    """The least time of a command, the start of the interpreter included."""
+    """Return the shortest time of a command, including the start of the interpreter."""
     command = [sys.executable, "-m", "nblaunch", *words]
     pairs = [alternate(lambda: _run(command, dict(os.environ)), lambda: None, 1) for _ in range(repeats)]
     return min(pair.a_s for pair in pairs) * 1e3

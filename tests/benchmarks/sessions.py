@@ -1,8 +1,8 @@
-"""What a session costs and stands: a command on four ranks, a second call, interrupts, errors, opening and closing.
+"""Cost and robustness of a session: a command on four ranks, a second call, interrupts, errors, opening and closing.
 
     python -m tests.benchmarks sessions [--rounds 200]
 
-The peer, ipyparallel, is compared in the same kernel, in turn, where it is installed.
+If ipyparallel is installed, it is measured in the same kernel, in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BODIES = (
     "if os.environ['RANK'] == '0': time.sleep(100)\ntorch.distributed.all_reduce(t)",
     "while True: print('x' * 50); time.sleep(0.001)",
 )
-"""What four ranks do when the interrupt comes; in the fifth, three wait in a collective for the first."""
+"""Code that four ranks run when the interrupt comes; in the fifth, three wait in a collective for the first."""
 
 
 def measure(rounds: int = 200) -> Iterator[Row]:
@@ -168,7 +168,7 @@ def _reduce() -> None:
 
 @contextlib.contextmanager
 def _ipyparallel() -> Iterator[Any]:
-    """Four engines of ipyparallel; None where it is not installed."""
+    """Start four engines of ipyparallel; yield None if it is not installed."""
     try:
         import ipyparallel
     except ImportError:

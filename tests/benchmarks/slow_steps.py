@@ -1,8 +1,7 @@
-"""Whether the launcher names why steps are slow, and stays silent about loops that are as fast as they can be.
+"""Whether the launcher names the cause of slow steps, and reports nothing about loops that run at full speed.
 
-Loops that are slow for one of ten reasons, and clean ones, those on a machine whose cores other processes take. Each is
-a launch of two ranks, which ends when a cause is named, or after a while. A lottery: run it often, alone for the slow
-loops.
+The loops are slow for one of ten reasons, or clean but on a machine whose cores other processes use. Each is a launch
+of two ranks, which ends when a cause is named, or after some time. Results vary, so run it often; run slow loops alone.
 
     python -m tests.benchmarks.slow_steps SECONDS NUM_SLOW NUM_CLEAN
 """
@@ -34,7 +33,7 @@ HOG = "while True: pass"
 
 
 class Named:
-    """A listener that keeps the notices about slow steps, and has the job stop then."""
+    """A listener that collects notices about slow steps, and then stops the job."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -54,7 +53,7 @@ class Named:
 
 @contextmanager
 def hogs(cores: Sequence[int | None]) -> Iterator[list[int]]:
-    """Take cores while the block runs, each with a process that may run there alone, or, for None, anywhere."""
+    """Use cores while the block runs, with one process pinned to each core; for None, unpinned."""
     processes = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in cores]
     try:
         for process, core in zip(processes, cores, strict=True):
@@ -68,7 +67,7 @@ def hogs(cores: Sequence[int | None]) -> Iterator[list[int]]:
 
 
 def named_in(function: Callable[[Any], None], seconds: float) -> list[str]:
-    """Return the notices about a loop within some seconds."""
+    """Return the notices about a loop that appear within some seconds."""
     listener = Named()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SLOW_FOLDER"] = folder

@@ -1,13 +1,13 @@
-"""What a training step costs on the host beyond a plain loop's: processor time, instructions and Python calls.
+"""The cost of a training step on the host, compared with a plain loop: processor time, instructions and Python calls.
 
-One process, one thread, on the CPU: the same tiny model takes the same steps by a plain loop, by nblaunch and by
-Accelerate, on a fixed batch and with a loader, with and without ``accumulate``. It does so in a process without a
-launcher, and in a launched worker, which counts steps of optimizers on the board; the others take theirs without that.
+One process, one thread, on the CPU: the same tiny model takes the same steps with a plain loop, nblaunch and
+Accelerate, on a fixed batch and with a loader, with and without ``accumulate``. The benchmark runs in a process without
+a launcher, and in a launched worker, where only nblaunch's loop counts optimizer steps on the board.
 
-Laps of all loops follow each other in one process, and what counts is the median of the differences to the plain lap of
-the same round. On a busy machine it grows all the same: what a neighbour pushes out of the caches is slow to come back.
-Instructions do not depend on neighbours. Valgrind counts them without a launcher, where it is installed; the difference
-between a long lap and a short one is that of a step.
+All loops take turns in one process, and the result is the median of the differences to the plain lap of the same round.
+On a busy machine, it grows nevertheless, because other processes evict data from the caches. Instruction counts do not
+depend on other processes. If Valgrind is installed, it counts instructions without a launcher; the difference between a
+long and a short lap gives the count of a step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TIMEOUT_S = 1800.0
 Lap = Callable[[], None]
 Measured = Mapping[
     str, Mapping[str, float]
-]  # column -> whose loop -> microseconds, instructions or calls of a step
+]  # column -> loop's owner -> microseconds, instructions or calls per step
 
 
 def measure() -> Iterator[Row]:
@@ -84,7 +84,7 @@ def _row(what: str, column: str, name: str, times: Measured, calls: Measured, co
 
 
 def _run(where: str, what: str) -> Measured:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     words = [sys.executable, "-m", "tests.benchmarks.step_cost", where, what]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,8 +125,8 @@ def _measure(what: str, folder: str, has_peer: bool) -> Measured:
     _put_off_reports()
     count = (lambda lap: _instructions(lap, Path(folder))) if what == "instructions" else _calls
     loops = [_loops(num_steps, has_peer) for num_steps in (SHORT, LONG)]
-    # The first epoch at a line looks for the loops around it, and keeps what it has found. What comes now and then, as
-    # a signal does, adds to other epochs: the fewest calls are without it.
+    # The first epoch searches for the loops around its line and keeps the result. Occasional events, such as signals,
+    # add calls to other epochs; the smallest count is free of them.
     epochs = [
         [{key: count(lap) for key, lap in laps.items()} for laps in loops] for _ in range(1 + NUM_COUNTED)
     ][1:]
@@ -173,7 +173,7 @@ def _names(found: Mapping[tuple[str, str], Any]) -> list[str]:
 
 
 def _calls(lap: Lap) -> int:
-    """Calls of Python functions in a lap, without the garbage collector's."""
+    """Return the calls of Python functions in a lap, without the garbage collector's."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -194,7 +194,7 @@ _labels = itertools.count()
 
 
 def _instructions(lap: Lap, folder: Path) -> int:
-    """Instructions of a lap and of the switch around it, in a process that runs under callgrind."""
+    """Return the instructions of a lap and of the switch around it, in a process under callgrind."""
     label = f"lap{next(_labels)}"
     _control("--instr=on")
     _control("--zero")
@@ -213,7 +213,7 @@ def _control(command: str) -> None:
 
 
 def _put_off_reports() -> None:
-    """Leave out what is done a few times a second: by callgrind's clock, that would be at every few steps."""
+    """Turn off work that is done a few times per second: with callgrind's clock, it would run every few steps."""
     from nblaunch.progress import board_reports, plain_loops
 
     board_reports._LOSS_INTERVAL_S = board_reports._MEMORY_INTERVAL_S = 1e9
@@ -224,7 +224,7 @@ def _put_off_reports() -> None:
 
 
 def _loops(num_steps: int, has_peer: bool) -> dict[tuple[str, str], Lap]:
-    """(column, whose) -> a lap of so many steps, taken before."""
+    """Return (column, owner) -> a function that runs a lap of this many steps, after a warm-up."""
     from nblaunch import Accelerator
 
     loops: dict[tuple[str, str], Lap] = {}

@@ -1,8 +1,8 @@
-"""What a training step costs beyond raw DistributedDataParallel, what a prepared loader costs, and what prepare does.
+"""The cost of a training step compared with raw DistributedDataParallel, of a prepared loader, and of ``prepare``.
 
-Two real ranks on gloo, with one thread each. In one process after the other, the same tiny model takes the same steps
-with raw DDP, with nblaunch and with accelerate, in turn and after a barrier each time; what counts is the median over
-the rounds of the ratio to the raw run of the same round.
+Two real ranks use gloo and one thread each. In each of several processes, the same tiny model takes the same steps with
+raw DDP, nblaunch and Accelerate, in turn and after a barrier each time; the result is the median over all rounds of the
+ratio to the raw run of the same round.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def _dataset(num_steps: int) -> TensorDataset:
 
 
 def _steps(has_loader: bool) -> dict[str, list[Lap]]:
-    """Laps of each way to train, in rounds."""
+    """Return the laps of each kind of loop, by rounds."""
     from nblaunch import Accelerator
 
-    first = Accelerator()  # joins the process group that all of them use
+    first = Accelerator()  # joins the process group that all loops use
     runs = {
         "raw DDP": _raw_run(has_loader),
         "nblaunch": _accelerated_run(first, has_loader),
@@ -94,7 +94,7 @@ def _steps(has_loader: bool) -> dict[str, list[Lap]]:
         run(50)
     laps: dict[str, list[Lap]] = {name: [] for name in runs}
     for round_number in range(NUM_ROUNDS):
-        names = list(runs)[round_number % 3 :] + list(runs)[: round_number % 3]  # none always comes first
+        names = list(runs)[round_number % 3 :] + list(runs)[: round_number % 3]  # take turns in being first
         for name in names:
             laps[name].append(_lap(first, lambda: runs[name](NUM_STEPS)))  # noqa: B023
     return laps
@@ -144,7 +144,7 @@ def _accelerated_run(accelerator: Any, has_loader: bool) -> Callable[[int], None
 
 
 def _lap(accelerator: Any, function: Callable[[], object]) -> Lap:
-    """Time ``function``, which all ranks begin together: else it also measures how long they collect garbage."""
+    """Time ``function``, which all ranks begin together; otherwise the time would include their garbage collections."""
     gc.collect()
     gc.disable()
     try:
@@ -157,7 +157,7 @@ def _lap(accelerator: Any, function: Callable[[], object]) -> Lap:
 
 
 def _loaders() -> float:
-    """Batches per second of a prepared loader over those of a plain one, median over rounds."""
+    """Return the ratio of batches per second of a prepared and a plain loader, as the median over rounds."""
     from nblaunch import Accelerator
 
     accelerator = Accelerator()
@@ -182,7 +182,9 @@ class _BertSized(nn.Module):
 
 
 def _prepares() -> tuple[float, float]:
-    """Time of prepare over that of DDP's constructor, median over rounds; and the latter in seconds."""
+    """Return the ratio of the times of ``prepare`` and DDP's constructor, as the median over rounds, and the
+    constructor's seconds.
+    """
     from nblaunch import Accelerator
 
     accelerator = Accelerator()

@@ -1,12 +1,12 @@
-"""Training loops drawn at random, each against a plain loop of one process in double precision.
+"""Randomly drawn training loops, each compared with a plain loop of one process in double precision.
 
     python -m tests.benchmarks training [--loops 30] [--first 0]
 
-A seed decides on ranks, strategy, precision, how the data is cut, accumulation, clipping, schedule, optimizer and
-number of models, and whether the job ends in the middle and is resumed from its checkpoint: on another number of ranks
-where the batches stay the same. :func:`expected` computes the weights that the mathematics of the loop gives, from the
-samples that each rank has to get. Without mixed precision, weights must be equal up to rounding; in bf16, up to a part
-of the way that they went.
+A seed determines ranks, strategy, precision, division of the data, accumulation, clipping, schedule, optimizer and
+number of models, and whether the job ends in the middle and resumes from its checkpoint, on another number of ranks if
+the batches stay the same. :func:`expected` computes the mathematically expected weights from the samples that each rank
+must get. Without mixed precision, weights must be equal up to rounding; in bf16, up to a fraction of their total
+change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from tests.training import ranks
 EPOCHS = 2
 _CYCLE = 60
 _ALLOWED = {"no": 1e-9, "fp16": 1e-4, "bf16": 0.1}
-"""Precision -> largest distance between weights, as a part of the way from their start. fp16 is fp32 on a CPU."""
+"""Precision -> largest difference between weights, as a fraction of their change since the start. fp16 is fp32 on a
+CPU.
+"""
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets, positions in the dataset."""
@@ -45,16 +47,16 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """What a seed decides on.
+    """The choices of a seed.
 
     Args:
         sharing: how ranks divide the data: ``"even"``, ``"uneven"`` (with ``join_uneven_inputs``), ``"split"``,
             ``"dispatched"``, ``"dispatched split"``.
         source: ``"ordered"``, ``"generator"`` (of the loader), ``"sampler"``, ``"seeded"`` or ``"stream"``.
-        batch_size: as the loader has it: of a rank, or of all of them where batches are split.
-        models: ``"one"``, or two: ``"together"`` in a block, in ``"nested"`` ones, or ``"apart"``.
-        resume: where in the loop, from 0 to 1, the job ends and another one goes on; negative: it does not.
-        resumed_world_size: ranks of that one.
+        batch_size: the loader's batch size, for one rank, or for all ranks if batches are split.
+        models: ``"one"``, or two: ``"together"`` in one block, in ``"nested"`` blocks, or ``"apart"``.
+        resume: position in the loop, from 0 to 1, at which the job ends and another one resumes it; negative: nowhere.
+        resumed_world_size: number of ranks of the resuming job.
     """
 
     seed: int
@@ -91,7 +93,7 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Return the loop of a seed."""
+    """Return the loop that a seed determines."""
     choose = random.Random(seed)
     world_size = choose.choice([1, 2, 2, 3])
     strategy = choose.choice(["ddp", "ddp", "fsdp"])
@@ -153,7 +155,7 @@ def make_models(drawn: Draw, dtype: torch.dtype) -> list[nn.Module]:
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     parameters = model.parameters()
-    # A large eps keeps steps smooth: without it, the sign of a gradient near zero would decide on a whole step.
+    # A large eps keeps steps smooth: without it, the sign of a tiny gradient would determine a whole step.
     makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.05),
         "momentum": lambda: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True),
@@ -168,7 +170,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def make_schedule(drawn: Draw, optimizer: torch.optim.Optimizer) -> Any:
     name = drawn.schedule
     if name == "onecycle":
-        total_steps = _CYCLE if drawn.steps_with_optimizer else 10 * _CYCLE  # which torch refuses to exceed
+        total_steps = _CYCLE if drawn.steps_with_optimizer else 10 * _CYCLE  # torch refuses more steps
         return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps, cycle_momentum=False)
     if name == "sequential":
         parts = [lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 5), lr_scheduler.CosineAnnealingLR(optimizer, 40)]
@@ -219,7 +221,7 @@ def orders(drawn: Draw) -> Iterator[list[int]]:
 
 
 def rounds_of(drawn: Draw, order: list[int], world_size: int) -> list[list[list[int]]]:
-    """Return the positions that each rank gets in each round of batches; none where it has no batch."""
+    """Return the positions that each rank gets in each round of batches; none if it has no batch."""
     size = drawn.batch_size
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     if drawn.drop_last and len(batches[-1]) < size:
@@ -246,12 +248,12 @@ def rounds_of(drawn: Draw, order: list[int], world_size: int) -> list[list[list[
 
 @dataclass
 class Expected:
-    """What the plain loop came to.
+    """The result of the plain loop.
 
     Args:
-        weights: of every model, flat, before and after.
+        weights: flat weights of every model, before and after.
         rates: learning rates at the end.
-        ends: (epoch, batches read in it, whether that is all of it) where windows ended on all ranks.
+        ends: (epoch, batches read in it, whether it is complete) for windows that ended on all ranks.
     """
 
     start: torch.Tensor
@@ -282,7 +284,7 @@ class _PlainModel:
             total += gradient
 
     def step(self, present: Sequence[int], world_size: int, factor: float) -> None:
-        """Step by the mean over ranks; those that are not there count as zeros, and keep what they have."""
+        """Step with the mean over ranks; absent ranks count as zeros, and keep their gradients."""
         for position, one in enumerate(self.parameters):
             total = sum(self.of_rank[rank][position] for rank in present)
             one.grad = torch.as_tensor(total) / world_size * factor
@@ -295,7 +297,7 @@ class _PlainModel:
             self.of_rank[rank] = self._zeros()
 
     def step_schedule(self, is_due: bool) -> None:
-        """Step the schedule: as often as it is written for one process that takes the ranks' batches one by one."""
+        """Step the schedule as often as a single process would that reads the ranks' batches one by one."""
         if not self.drawn.steps_with_optimizer:
             step_schedule(self.schedule)
             return
@@ -311,7 +313,7 @@ def expected(drawn: Draw, stop: tuple[int, int, bool] | None = None) -> Expected
 
     Args:
         drawn: the loop.
-        stop: where ranks of another number go on.
+        stop: position at which another number of ranks resumes.
     """
     inputs, targets = rows_of(drawn)
     models = [_PlainModel(drawn, model) for model in make_models(drawn, torch.float64)]
@@ -374,7 +376,7 @@ class _Stream(IterableDataset):  # type: ignore[type-arg]
 
 def _make_loader(drawn: Draw, dtype: torch.dtype, is_resumed: bool) -> Any:
     data = _Rows(drawn, dtype)
-    # What is resumed has the generators of the checkpoint, not these.
+    # A resumed job uses the checkpoint's generators, not these.
     generator = torch.Generator().manual_seed(drawn.seed + 1000 * is_resumed)
     options: dict[str, Any] = {"batch_size": drawn.batch_size, "drop_last": drawn.drop_last}
     if drawn.source == "stream":
@@ -409,7 +411,7 @@ def _make_accelerator(drawn: Draw) -> Accelerator:
 
 
 class _Job:
-    """What a rank prepares, and its micro-steps."""
+    """A rank's prepared objects, and its micro-steps."""
 
     def __init__(self, drawn: Draw, is_resumed: bool) -> None:
         self.drawn = drawn
@@ -444,7 +446,7 @@ class _Job:
                 self._step(position)
 
     def _backward(self, position: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        # The user's own module: a rank that has joined answers for one forward of a prepared model.
+        # Use the user's own module: a rank that has joined takes part in only one forward of a prepared model.
         given = inputs if position == 0 else with_answer(inputs, self.answering)
         self.accelerator.backward(loss_of(self.models[position], given, targets))
 
@@ -461,7 +463,7 @@ class _Job:
     def train(
         self, folder: str, begin: tuple[int, int, bool] | None, end: tuple[int, int, bool] | None
     ) -> None:
-        """Train from ``begin``, which was saved, to ``end``, which is to be saved."""
+        """Train from the saved position ``begin`` to ``end``, and save there."""
         first, num_read, is_whole = begin or (0, 0, False)
         if begin is not None:
             self.accelerator.load_state(folder)
@@ -482,7 +484,7 @@ class _Job:
         return self.accelerator.join_uneven_inputs(self.models) if is_joined else warnings.catch_warnings()
 
     def evaluate(self) -> list[int]:
-        """Return the positions that gather_for_metrics has of an epoch of evaluation."""
+        """Return the positions that gather_for_metrics returns in an epoch of evaluation."""
         for model in self.models:
             model.eval()
         found: list[int] = []
@@ -496,7 +498,7 @@ def _as_rank(
 ) -> tuple[list[torch.Tensor], list[float], list[int]]:
     warnings.filterwarnings("ignore", "mixed_precision='fp16'")  # on a CPU
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # at every call, as asked for
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # at every call, on request
     job = _Job(drawn, is_resumed=begin is not None)
     job.train(folder, begin, end)
     weights = [job.accelerator.get_state_dict(model) for model in job.models]
@@ -510,7 +512,7 @@ def _as_rank(
 
 
 def play(drawn: Draw) -> str:
-    """Train both ways; return what differs, empty where nothing does."""
+    """Train with both loops; return the differences, or an empty string."""
     wanted = expected(drawn)
     stop = wanted.ends[int(drawn.resume * len(wanted.ends))] if drawn.resume >= 0 and wanted.ends else None
     wanted = expected(drawn, stop)
@@ -520,7 +522,7 @@ def play(drawn: Draw) -> str:
             drawn = replace(drawn, world_size=drawn.resumed_world_size)
         answers = ranks.run(_as_rank, drawn.world_size, drawn, folder, stop, None, timeout_s=240)
     way = float((wanted.weights - wanted.start).norm())
-    # Each step rounds the weights, which are held in single precision: on a short way that shows.
+    # Each step rounds the weights to single precision, which matters if they change little.
     num_roundings = 0 if drawn.precision == "no" else len(wanted.ends) + 1
     rounding = num_roundings * torch.finfo(torch.float32).eps / 2 * float(wanted.weights.norm())
     rounds = rounds_of(drawn, list(range(drawn.num_rows)), drawn.world_size)

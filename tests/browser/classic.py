@@ -1,4 +1,4 @@
-"""The classic notebook, before JupyterLab's parts took over: Jupyter Notebook 6, in a real browser.
+"""The classic notebook, Jupyter Notebook 6, in a real browser.
 
 with Classic(folder, python) as server, Browser.start() as browser:
     page = server.open(browser, "jobs.ipynb")        # from here on as in lab.py
@@ -21,7 +21,7 @@ class Classic(Server):
     ABOUT = "nbserver-{pid}.json"
 
     def command(self) -> list[str]:
-        # It would not report which port the system chose. Where this one is taken, it tries others.
+        # The server would not report a port that the system chose. If this port is taken, it tries others.
         port = random.randrange(20_000, 30_000)
         return [
             "-m", "notebook", "--no-browser", "--allow-root", "--NotebookApp.show_banner=False",
@@ -30,7 +30,7 @@ class Classic(Server):
         ]  # fmt: skip
 
     def open(self, browser: Browser, name: str) -> ClassicPage:
-        """Open a notebook of :attr:`folder` in a tab of its own, with a kernel ready."""
+        """Open a notebook of :attr:`folder` in a new tab, with a kernel ready."""
         page = ClassicPage(browser.new_page(), self.folder / name)
         page.goto(f"{self.url}notebooks/{name}?token={self.token}")
         return page
@@ -60,7 +60,7 @@ class ClassicPage(Page):
 
     def _wait_for_kernel(self) -> None:
         self.page.locator(self.CELL).first.wait_for()
-        # The widgets' code comes as an extension, which is loaded beside the kernel.
+        # The widgets' code is an extension that loads while the kernel starts.
         self.page.wait_for_function(
             """() => window.Jupyter?.notebook?.kernel?.is_connected()
                 && window.require?.defined("nbextensions/jupyter-js-widgets/extension")"""

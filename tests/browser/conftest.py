@@ -1,7 +1,7 @@
-"""A browser and a JupyterLab for the tests of this folder, which both take seconds to start.
+"""Fixtures with a browser and a JupyterLab, both of which take seconds to start.
 
-A browser for each module: as long as it runs, playwright runs an event loop in this very thread, where nbclient and
-others would want theirs. The server is a process of its own, and serves all modules.
+Each module has its own browser: while it runs, playwright runs an event loop in this thread, where nbclient and others
+need theirs. The server is a separate process for all modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.tools import browser as chromium
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if chromium.find() is None:
-        # `make test` installs it where it may. Where changes are accepted, a browser is not optional.
+        # `make test` installs it if it may. In CI, a browser is required.
         if os.environ.get("CI"):
             pytest.fail(chromium.HELP, pytrace=False)
         pytest.skip(chromium.HELP)

@@ -1,4 +1,4 @@
-"""A real JupyterLab in a real browser: start both, open notebooks, run cells, look at what they show.
+"""A real JupyterLab in a real browser: start both, open notebooks, run cells, read their outputs.
 
     with Lab(folder) as lab, Browser.start() as browser:
         page = lab.open(browser, "quickstart.ipynb")
@@ -29,16 +29,16 @@ from tests.tools import browser as chromium
 
 WAIT_S = 60.0
 
-# What a fresh user is asked and shown, and what would move on the screen while a test looks at it.
+# Turn off dialogs and news for new users, and animations.
 SETTINGS: dict[str, dict[str, Any]] = {
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none", "recordTiming": False},
-    # Widget state is kept in saved notebooks wherever there is some, so that tests see how much there is.
+    # Save widget state in notebooks, so that tests can check its size.
     "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
 }
 
-# What a fresh user is asked, and nothing else.
+# Turn off dialogs for new users, and nothing else.
 QUIET = {name: SETTINGS[name] for name in ("@jupyterlab/apputils-extension/notification",)}
 
 
@@ -64,14 +64,14 @@ class Lab(Server):
             file.write_text(json.dumps(values))
 
     def open(self, browser: Browser, name: str) -> Page:
-        """Open a notebook of :attr:`folder` in a tab of its own, in single-document mode, with a kernel ready."""
+        """Open a notebook of :attr:`folder` in a new tab, in single-document mode, with a kernel ready."""
         page = Page(browser.new_page(), self.folder / name)
         page.goto(f"{self.url}doc/tree/{name}?token={self.token}&reset")
         return page
 
 
 class DefaultLab(Lab):
-    """A running JupyterLab as it comes: it saves by itself, and draws only what is in sight."""
+    """A running JupyterLab with default settings: it saves by itself, and draws only visible cells."""
 
     SETTINGS = QUIET
 
@@ -94,7 +94,7 @@ class Browser:
         """Start it.
 
         Raises:
-            FileNotFoundError: there is none; says what to do.
+            FileNotFoundError: no Chromium is installed; the message says what to do.
         """
         path = chromium.find()
         if path is None:
@@ -131,11 +131,11 @@ class Page:
         file: the notebook that it shows.
     """
 
-    # Where things are in the document: CSS selectors, all but the first below a cell.
+    # CSS selectors; all but the first are relative to a cell.
     CELL = ".jp-Notebook .jp-Cell"
     OUTPUT = ".jp-Cell-outputArea"
     PROMPT = ".jp-InputPrompt"
-    EDITOR = ".cm-content, .CodeMirror"  # of JupyterLab 4 and 3
+    EDITOR = ".cm-content, .CodeMirror"  # for JupyterLab 4 and 3
 
     def __init__(self, page: BrowserPage, file: Path) -> None:
         self.page = page
@@ -146,7 +146,7 @@ class Page:
         self._wait_for_kernel()
 
     def reload(self) -> None:
-        """Open the page anew, as the browser's button does; the kernel goes on meanwhile."""
+        """Reload the page, as the browser's button does; the kernel continues."""
         self.page.reload()
         self._wait_for_kernel()
 
@@ -154,11 +154,11 @@ class Page:
         return self.page.locator(self.CELL).nth(index)
 
     def output(self, index: int) -> Locator:
-        """The output area of a cell."""
+        """Return the output area of a cell."""
         return self.cell(index).locator(self.OUTPUT)
 
     def run(self, index: int) -> None:
-        """Run a cell, as a user does: click into it, Shift-Enter. Does not wait for its end."""
+        """Run a cell as a user does, with a click and Shift-Enter. Does not wait for its end."""
         editor = self.cell(index).locator(self.EDITOR)
         editor.scroll_into_view_if_needed()
         editor.click()
@@ -176,7 +176,7 @@ class Page:
         return self._prompt(index) == "*"
 
     def text(self, index: int) -> str:
-        """What a reader sees below a cell."""
+        """Return the visible text below a cell."""
         return self.output(index).inner_text()
 
     def wait_for_text(self, index: int, text: str, timeout_s: float = WAIT_S) -> None:
@@ -191,13 +191,13 @@ class Page:
         )
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-        """Wait until ``condition()`` is true, asked ten times a second.
+        """Wait until ``condition()`` is true, checking ten times a second.
 
-        What is live is replaced several times a second, and a job's last view once more by its table: what is asked
-        about these waits here, since a single look may come between two of them.
+        Live elements are replaced several times a second, and finally by a table, so a single check may come between
+        two of them.
 
         Raises:
-            AssertionError: it was not in time; the screenshot ``unmet.png`` shows what was there instead.
+            AssertionError: the condition stayed false; the screenshot ``unmet.png`` shows the page.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -207,7 +207,7 @@ class Page:
             self.page.wait_for_timeout(100)
 
     def save(self) -> Any:
-        """Save the notebook as the menu does; returns what is then in the file."""
+        """Save the notebook with the menu; return the contents of the file."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
         return nbformat.read(self._file, as_version=4)
 
@@ -218,7 +218,7 @@ class Page:
         return ARTIFACTS / name
 
     def restart_kernel(self) -> None:
-        """Restart the kernel, as the menu does once it is confirmed. Does not wait for the new one."""
+        """Restart the kernel with the menu. Does not wait for the new kernel."""
         context = "window.jupyterapp.shell.currentWidget.sessionContext"
         self.page.evaluate(f"() => {context}.session.kernel.restart()")
 
@@ -228,12 +228,12 @@ class Page:
         self.page.close()
 
     def _prompt(self, index: int) -> str:
-        """What stands beside a cell: a number, a star while it runs, or nothing."""
+        """Return a cell's prompt: a number, a star while it runs, or nothing."""
         return self.cell(index).locator(self.PROMPT).inner_text().removeprefix("In").strip("[]: \xa0")
 
     def _wait_for_kernel(self) -> None:
         self.page.locator(self.CELL).first.wait_for()
-        # What is run before the session is there is lost. A kernel that is busy (after a reload) never gets "idle".
+        # Cells that run before the session exists are lost. A kernel that is busy after a reload never becomes "idle".
         self.page.wait_for_function(
             """async () => {
                 const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
@@ -250,7 +250,7 @@ ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "browser"
 
 
 def write_notebook(path: Path, cells: Sequence[str]) -> None:
-    """A notebook with these code cells."""
+    """Write a notebook with these code cells."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, path)

@@ -1,4 +1,4 @@
-"""A training that shows every part of the panel, and what is seen of it in a browser."""
+"""A training that shows every part of the panel, and queries of the panel in a browser."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.browser.lab import Browser, Lab, Page, write_notebook
 RANK_BARS = ".jupyter-widgets .nbl-track[aria-label^=rank]:visible"
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
 
-# Steps of a known length, until the end is requested; no process group, so that a start takes no time. Files in
-# the notebook's folder say what the test has seen: "enough" of a training, or that it has "looked" at a failure.
+# Steps of a known length until the test requests the end; no process group, so that the start is fast. The test signals
+# by files in the notebook's folder: "enough" ends a training, "looked" lets a failure end.
 SETUP = """
 import os, time
 import torch
@@ -42,7 +42,7 @@ def train(num_steps, fails=False):
     return step
 """
 
-# Rank 1 leaves the loop for a nap in the middle of training; the others wait for it in a collective.
+# Rank 1 sleeps in the middle of training; the others wait for it in a collective.
 HANGS = """
 import time
 import torch
@@ -61,7 +61,7 @@ def train():
 """
 
 
-# The heads of the table of a job that runs, or has ended, with their places in pixels.
+# The headers of the table of a running or ended job, with their positions in pixels.
 HEADS = """
 output => [...output.querySelector(":is(.nbl-job, .jp-RenderedHTMLCommon) table")
     .querySelectorAll("[role=columnheader]")]
@@ -70,13 +70,13 @@ output => [...output.querySelector(":is(.nbl-job, .jp-RenderedHTMLCommon) table"
 
 
 def bars(page: Page, cell: int) -> list[float]:
-    """How far the progress bars below a cell are, in percent; those of ranks."""
+    """Return the progress in percent of the ranks' bars below a cell."""
     script = "bars => bars.map(bar => parseFloat(bar.firstChild.style.width) || 0)"
     return page.output(cell).locator(RANK_BARS).evaluate_all(script)  # type: ignore[no-any-return]
 
 
 def have_advanced(page: Page, cell: int, samples: list[list[float]], num_bars: int = 4) -> bool:
-    """Look at the bars once more; whether each was by now seen at four values."""
+    """Read the bars once more; return whether each bar has had four different values so far."""
     sample = bars(page, cell)
     if len(sample) == num_bars:
         samples.append(sample)
@@ -88,7 +88,7 @@ def button(page: Page, cell: int, name: str) -> Any:
 
 
 def kill(page: Page, cell: int) -> None:
-    """Kill the job of a cell by its buttons, and wait until it says so."""
+    """Kill the job of a cell with its buttons, and wait until the panel says so."""
     button(page, cell, "Kill").click()
     button(page, cell, "Confirm kill").click(delay=600)  # not a double click
     page.wait_for_text(cell, "cancelled after")
@@ -99,13 +99,13 @@ def num_widgets(page: Page, cell: int) -> int:
 
 
 def wait_for_table(page: Page, cell: int) -> None:
-    """Wait until the table of an ended job has taken the place of its widgets."""
+    """Wait until the table of an ended job has replaced its widgets."""
     page.wait_until(lambda: num_widgets(page, cell) == 0, f"the widgets of cell {cell} to go")
 
 
 def show_lines_of(page: Page, cell: int, rank: int, other: int) -> None:
-    """Click on the tab of ``rank``, which works while the cell runs, and wait until lines of ``other`` are gone."""
-    # Not any text: where the rank has failed by then, others name it.
+    """Click on the tab of ``rank`` while the cell runs, and wait until lines of ``other`` are gone."""
+    # Match whole labels only: if the rank has failed, other lines name it.
     tabs = page.output(cell).locator("[class*=TabBar-tabLabel]")
     tabs.filter(has_text=re.compile(rf"^rank {rank}$")).click()
     page.wait_for_text(cell, f"rank {rank} at step 10 <b>not bold</b>")
@@ -119,13 +119,13 @@ def wait_for_red_bar(page: Page, cell: int, rank: int) -> None:
 
 
 def saved_outputs(page: Page, cell: int) -> tuple[Any, list[Any]]:
-    """Save; returns the notebook's metadata and what a cell's outputs hold in the file."""
+    """Save; return the notebook's metadata and a cell's outputs from the file."""
     saved = page.save()
     return saved.metadata, [dict(output.get("data", output)) for output in saved.cells[cell].outputs]
 
 
 def num_saved_widgets(metadata: Any) -> int:
-    """Return how many widgets a saved notebook has the state of, in the form without which GitHub does not show it."""
+    """Return the number of widgets in a saved notebook's state, after checking the format that GitHub requires."""
     return sum(len(part["state"]) for part in metadata.get("widgets", {}).values())
 
 
@@ -133,7 +133,7 @@ def num_saved_widgets(metadata: Any) -> int:
 def opened(
     server: Lab | Classic, browser: Browser, cells: Sequence[str], name: str = "jobs.ipynb"
 ) -> Iterator[Page]:
-    """A notebook with these cells, the first of them run; its kernel ends with the block."""
+    """Open a notebook with these cells and run the first one; its kernel ends with the block."""
     write_notebook(server.folder / name, cells)
     page = server.open(browser, name)
     page.run(0)

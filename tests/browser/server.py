@@ -1,7 +1,7 @@
-"""A real Jupyter server in a process of its own, with its own folders.
+"""A real Jupyter server in a separate process, with its own folders.
 
-No setting, extension or running kernel of the user who runs the tests takes part. Which front end it serves is reported
-by what derives from it: ``lab.py``, ``classic.py``.
+It uses no setting, extension or running kernel of the user who runs the tests. Subclasses choose the front end:
+``lab.py``, ``classic.py``.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Server(ABC):
     """A running server.
 
     Args:
-        folder: what its file browser shows.
-        python: the interpreter that runs it; its kernels are of the same environment.
+        folder: the folder in its file browser.
+        python: the interpreter that runs it; its kernels use the same environment.
 
     Attributes:
-        url: where it answers, with a slash at the end.
-        token: what it asks for.
-        runtime_folder: with the connection files of its kernels.
+        url: its address, with a slash at the end.
+        token: its access token.
+        runtime_folder: folder with the connection files of its kernels.
     """
 
     ABOUT: str
-    """The file in which such a server says where it is; ``{pid}`` stands for its process."""
+    """The file in which the server stores its address; ``{pid}`` is its process id."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
-        # A server in a POSIX session of its own would outlive this process where that is killed.
+        # A server in a separate POSIX session would outlive this process if that is killed.
         watchman.begin()
         self.folder = folder
         self.url = ""
@@ -81,13 +81,13 @@ class Server(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """What comes after the interpreter. Asked for before the server runs."""
+        """Return the arguments of the interpreter. Called before the server runs."""
 
     def configure(self, folder: Path) -> None:
         """Write the settings of its user below ``folder``, before it starts."""
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Call the server's REST API; returns the parsed answer, None where it is empty."""
+        """Call the server's REST API; return the parsed answer, or None if it is empty."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Authorization": f"token {self.token}"}, method=method)
         with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
@@ -106,7 +106,7 @@ class Server(ABC):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_TIMEOUT_S)
-        # Kernels live in process groups of their own. An orderly server has ended them.
+        # Kernels have their own process groups. A server that exits properly has ended them.
         left = [p for p in psutil.process_iter() if _carries(p, self.token)]
         for process in left:
             process.kill()
@@ -122,7 +122,7 @@ class Server(ABC):
         self.close()
 
     def _connect(self, about: Path) -> None:
-        """Wait for the file in which the server says where it is, then for an answer."""
+        """Wait for the file with the server's address, then for an answer."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
@@ -130,7 +130,7 @@ class Server(ABC):
                 self.request("GET", "api/status")
                 return
             except (OSError, ValueError):
-                time.sleep(0.1)  # nothing reports when the file appears
+                time.sleep(0.1)  # nothing signals the appearance of the file
         raise AssertionError(f"{type(self).__name__} did not start:\n{self.log[-4000:]}")
 
 

@@ -1,4 +1,4 @@
-"""A hang in JupyterLab: each row shows where its rank is, rates fall to 0, the rank that others wait for is marked."""
+"""A hang in JupyterLab: each row shows the rank's position, rates fall to 0, and the awaited rank is marked."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> Non
     assert "1 failed, 2 stopped" in rows.nth(1).inner_text()
     shown = {row[0]: row[1:3] for row in map(str.split, rows.all_inner_texts()) if row}
     assert (shown["0"], shown["1"], shown["2"]) == (["■", "stopped"], ["✗", "failed"], ["■", "stopped"])
-    # Once in the table, and once in the exception.
+    # once in the table, and once in the exception
     assert page.text(STOPPED).count("waiting in all_reduce") <= 2

@@ -1,4 +1,4 @@
-"""What a notebook keeps of a job whose kernel has died, how high its output grows, and how many lines it prints."""
+"""The lasting output of a job: after its kernel has died, its height, and its number of lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a user sees where ipywidgets is 7.7, as in Colab: in JupyterLab 3 and in the classic notebook.
+"""The dashboard with ipywidgets 7.7, Colab's version, in JupyterLab 3 and in the classic notebook.
 
-Kernel and server are those of ``make colab-env``. Pictures of each stage are written to ``artifacts/browser``.
+Kernel and server come from ``make colab-env``. The tests write pictures of each stage to ``artifacts/browser``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def page(server: Lab | Classic, browser: Browser) -> Iterator[Page]:
-    """A notebook with these cells, the first of them run."""
+    """Open a notebook with these cells and run the first one."""
     with opened(server, browser, CELLS) as page:
         assert page.text(0).split() == ["6.17.1", "7.34.0", "7.7.1", "3.5.3", "6.5.7"]
         yield page
@@ -106,14 +106,14 @@ def test_a_double_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Pag
 def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Classic, page: Page) -> None:
     page.run(FAILING)
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
-    # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
+    # This is still the live view: the other rank ends only on request, and the widgets report the failure meanwhile.
     assert num_widgets(page, FAILING) > 0
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     wait_for_red_bar(page, FAILING, rank=1)
     (server.folder / "looked").touch()
     page.wait_for_text(FAILING, "failed in rank 1 after")
     wait_for_table(page, FAILING)
-    page.wait_until_idle(FAILING)  # cells that are run before this one has failed are not executed
+    page.wait_until_idle(FAILING)  # cells that are submitted before this one has failed are not executed
     page.screenshot(picture(server, "failed"))
     page.run(SECOND)
     page.wait_for_text(SECOND, "done in")
@@ -126,9 +126,11 @@ def test_the_saved_notebook_opens_with_its_tables(
     server: Lab | Classic, page: Page, browser: Browser
 ) -> None:
     metadata, outputs = saved_outputs(page, FIRST)
-    assert num_saved_widgets(metadata) <= 5 * 4  # a text of each job, for a page that is opened after its end
+    # the text of each job, for pages that are opened after its end
+    assert num_saved_widgets(metadata) <= 5 * 4
     assert {"text/html", "text/plain"} in [set(output) for output in outputs]
-    # Changed since it was signed: as a stranger opens it, whose browser drops what might be harmful.
+    # Change the file, so that its signature is invalid: the browser then sanitises its outputs, as for a stranger's
+    # notebook.
     notebook = nbformat.read(server.folder / "jobs.ipynb", as_version=4)
     notebook.cells.append(nbformat.v4.new_markdown_cell("from another user"))
     nbformat.write(notebook, server.folder / "sent.ipynb")
@@ -154,11 +156,11 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.save()
     page.reload()
     page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars after the reload")
-    # What the notebook was saved with is shown before it is connected with the kernel, and a click would go nowhere.
+    # The page shows saved outputs before it is connected to the kernel; a click would then have no effect.
     shown = page.text(RELOADED)
     page.wait_until(lambda: page.text(RELOADED) != shown, "the widgets to be live")
     button(page, RELOADED, "Stop").click()
-    # This page does not know the output as the job's own: it is the widgets that turn into the table.
+    # This page does not know that the output belongs to the job, so the widgets themselves become the table.
     page.wait_for_text(RELOADED, "stopped early on request after")
     page.wait_for_text(RELOADED, "✓ train")
     page.wait_until(lambda: len(bars(page, RELOADED)) == 0, "the bars to go")

@@ -1,4 +1,4 @@
-"""The page of a notebook is loaded again while a job runs, or after its end, in JupyterLab as it comes."""
+"""A notebook's page is reloaded while a job runs, or after its end, in JupyterLab with default settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DefaultLab]:
 
 
 def _open_training(lab: DefaultLab, browser: Browser, name: str, background: bool, other: str) -> Page:
-    """Open a new notebook and run its cell ``TRAINING``, until the training's bars are there; ``other`` is a cell."""
+    """Open a new notebook with ``TRAINING`` and the cell ``other``, run the training, and wait for its bars."""
     call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
     write_notebook(lab.folder / name, (SETUP, call, other))
     (lab.folder / "enough").unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:
     ended = lab.folder / f"ended_{background}"
-    # Written when the kernel has been idle for longer than a reload takes: widgets stay for as long as the kernel.
+    # Check after the kernel has been idle for longer than a reload takes: widgets live as long as the kernel.
     write = f"get_ipython().kernel.io_loop.call_later(6, lambda: open({ended.name!r}, 'w').close())"
     after = f"{'job.result(); ' if background else ''}{write};"
     page = _open_training(lab, browser, f"away_{background}.ipynb", background, after)
@@ -82,7 +82,7 @@ def test_the_table_is_there_where_no_page_was_open_at_the_end(
 
 
 def test_table_appears_if_job_ends_during_page_load(lab: DefaultLab, browser: Browser) -> None:
-    """The states of widgets, for which a page that loads has asked, reach it after what is sent at the job's end."""
+    """A loading page has requested the widgets' states, which reach it after the messages of the job's end."""
     page = _open_training(lab, browser, "loading.ipynb", True, "print('free')")
     page.save()
     held: list[tuple[Any, Any]] = []

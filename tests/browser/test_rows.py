@@ -1,6 +1,6 @@
-"""Rows in JupyterLab: what moves, what keeps its place, and whether text is legible in both themes.
+"""Rows in JupyterLab: they are updated, keep their positions, and are legible in both themes.
 
-Jobs are made up: a cell feeds the dashboard with readings, so that no worker is started.
+Jobs are simulated: a cell feeds the dashboard with readings, and no worker is started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.dashboard.feed import FEED
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
-# Files in the notebook's folder end a job, and make the last rank of one slow.
+# Files in the notebook's folder end a job, or make its last rank slow.
 DRIVE = (
     FEED
     + """
@@ -54,13 +54,13 @@ CELLS = (
     f"drive({TWENTY}, 20)",
 )
 
-# All at once: rows are replaced several times a second. Whether each text of a cell is within sight.
+# Whether each text of a cell is visible; in a single call, because rows are replaced several times a second.
 FITS = """
 output => [...output.querySelectorAll("[role=columnheader]")]
     .filter(head => head.checkVisibility())
     .every(head => head.getBoundingClientRect().right <= output.getBoundingClientRect().right + 1)
 """
-# Whether the part of the page that has the table can be moved sideways, and nothing else.
+# Whether only the part of the page with the table scrolls sideways.
 SCROLLS = """
 output => {
     const table = output.querySelector(".nbl-job table");
@@ -79,7 +79,7 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
 
 @contextmanager
 def driven(lab: Lab, page: Page, cell: int) -> Iterator[None]:
-    """A made-up job runs in ``cell``, and ends with the block."""
+    """Run a simulated job in ``cell``, and end it with the block."""
     page.run(cell)
     try:
         page.wait_for_text(cell, "training")

@@ -1,6 +1,6 @@
-"""What a user sees in JupyterLab: live widgets while a job runs, and the table that replaces them.
+"""The dashboard in JupyterLab: live widgets while a job runs, and the table that replaces them.
 
-Pictures of each stage are written to ``artifacts/browser``.
+The tests write pictures of each stage to ``artifacts/browser``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.browser.themes import photograph
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
 
-# Of the quickstart: it must last while a slow browser looks. Its steps wait, and the browser has the cores meanwhile.
+# The quickstart with slower steps, so that it lasts while a slow browser looks. Steps sleep, which leaves the cores to
+# the browser.
 EPOCHS = 10
 STEP = "            optimizer.zero_grad()\n"
 LONGER_STEP = f"{STEP}            time.sleep(0.08)\n"
@@ -53,7 +54,7 @@ CELLS = (
 
 @pytest.fixture(scope="module")
 def page(lab: Lab, browser: Browser) -> Iterator[Page]:
-    """A notebook with these cells, the first of them run."""
+    """Open a notebook with these cells and run the first one."""
     with opened(lab, browser, CELLS, "jobs.ipynb") as page:
         yield page
 
@@ -78,19 +79,19 @@ def test_the_quickstart_shows_bars_that_advance_while_its_cell_runs(lab: Lab, br
         assert page.is_running(launch), f"the training was too short to be seen: {samples}"
         page.screenshot("quickstart_live.png", page.output(launch))
         page.wait_for_text(launch, "done in", 120)
-        # The static table, the lines of the ranks, the result; no widget is left.
+        # The static table, the ranks' lines and the result remain, and no widget.
         wait_for_table(page, launch)
         page.wait_for_text(launch, "ranks 0-3 alike")
         page.wait_for_text(launch, f"[0] epoch {EPOCHS - 1}: loss")
         page.wait_for_text(launch, "{'accuracy': 0.9")
         page.cell(launch).scroll_into_view_if_needed()
         page.screenshot("quickstart_done.png")
-        # The curve and the epochs end at the last ones.
+        # The curve and the epochs show their last values.
         assert re.search(rf"loss.*\n.* in {22 * EPOCHS:,} steps", page.text(launch))
         assert re.search(rf"^epochs\t.*\n{EPOCHS}\t", page.text(launch), re.MULTILINE)
         page.wait_until_idle(len(quickstart.cells) - 1)
         metadata, outputs = saved_outputs(page, launch)
-        # A text, for a page that is opened after the end.
+        # the text for pages that are opened after the end
         assert num_saved_widgets(metadata) <= 5
         assert {"text/html", "text/plain"} in [set(output) for output in outputs]
         assert not any("widget-view" in name for output in outputs for name in output)
@@ -102,7 +103,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     page.run(FAILING)
     page.wait_until(lambda: len(bars(page, FAILING)) == 2, "two bars")
     show_lines_of(page, FAILING, rank=1, other=0)
-    # Live: the other rank does not end before it is asked to, and meanwhile the widgets report it.
+    # This is still the live view: the other rank ends only on request, and the widgets report the failure meanwhile.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
     page.wait_for_matches(FAILING, r"^✗ train rank 1 failed, running for", 1)
@@ -114,7 +115,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     wait_for_table(page, FAILING)
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
-    page.wait_until_idle(FAILING)  # cells that are run before this one has failed are not executed
+    page.wait_until_idle(FAILING)  # cells that are submitted before this one has failed are not executed
     assert photograph(page, FAILING, "failed") > 5
 
 
@@ -143,8 +144,8 @@ def test_background_jobs_have_buttons_and_survive_a_reload(page: Page) -> None:
 
     page.run(AGAIN)
     page.wait_until(lambda: len(bars(page, AGAIN)) == 2, "two bars in the other cell")
-    button(page, AGAIN, "Stop").dblclick()  # does not interrupt: the result is there
-    # This page's own output is replaced; in the one from before the reload, the widgets turn into the table.
+    button(page, AGAIN, "Stop").dblclick()  # this does not interrupt, because the result has arrived
+    # The output of this page is replaced; in the output from before the reload, the widgets become the table.
     for cell in (TWO, AGAIN):
         page.wait_for_text(cell, "stopped early on request after")
         page.wait_for_text(cell, "✓ train")

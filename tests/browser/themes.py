@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.browser.lab import Page
 
 LEAST_CONTRAST, OF_GRAPHICS = 4.5, 3.0
-"""Of text, and of signs such as the lines of a legend. Source: WCAG 2.2, 1.4.3 and 1.4.11."""
+"""Minimum contrast of text, and of signs such as the lines of a legend. Source: WCAG 2.2, 1.4.3 and 1.4.11."""
 
-# Of each element with text of its own: the contrast with the page, with all opacities of elements around it. A canvas
-# turns any CSS colour into numbers.
+# The contrast of each element that directly contains text, including the opacities of its parents. A canvas converts
+# any CSS colour to numbers.
 CONTRASTS = """
 output => {
     const context = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -39,10 +39,10 @@ output => {
 
 
 def photograph(page: Page, cell: int, name: str) -> int:
-    """Take a cell's output in both themes, as ``name.png`` and ``name_dark.png``, and check the contrast of its text.
+    """Take pictures of a cell's output in both themes, ``name.png`` and ``name_dark.png``, and check its text's
+    contrast.
 
-    Returns:
-        How many texts were checked in each theme, at least.
+    Returns: The smaller of the two themes' numbers of checked texts.
     """
     nums = []
     output = page.output(cell)

@@ -1,4 +1,4 @@
-"""Commands in this process where nothing is started, and as real programs where something is."""
+"""Fixtures that run commands in this process, or as real programs if they start processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROGRAM = [sys.executable, "-m", "nblaunch"]
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's user is read or written; scripts are in the working folder.
+    """Keep commands away from this user's files; scripts are in the working folder.
 
-    Pseudo-terminals are of a usual kind, also where the tests run without a terminal.
+    Pseudo-terminals have an ordinary type, even if the tests run without a terminal.
     """
     monkeypatch.setenv("NBLAUNCH_CONFIG_FILE", str(tmp_path / "config" / "default.yaml"))
     monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path / "logs"))
@@ -31,7 +31,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command left."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -44,7 +44,7 @@ class Ended:
 
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Run a command in this process: for those that start nothing."""
+    """Run a command that starts no process in this process."""
 
     def run(*words: str) -> Ended:
         code = cli.main(words)
@@ -61,7 +61,7 @@ def script(text: str, name: str = "train.py") -> str:
 
 
 def launch(*words: str, timeout: float = 100, stdin: str | None = None) -> Ended:
-    """``nblaunch launch --cpu`` as a program, to its end."""
+    """Run ``nblaunch launch --cpu`` as a program until it ends."""
     ended = subprocess.run(
         [*PROGRAM, "launch", "--cpu", *words], capture_output=True, text=True, timeout=timeout, input=stdin
     )
@@ -70,13 +70,13 @@ def launch(*words: str, timeout: float = 100, stdin: str | None = None) -> Ended
 
 @dataclass
 class Running:
-    """A launch that still runs."""
+    """A running launch."""
 
     process: subprocess.Popen[str]
     seen: list[str] = field(default_factory=list)
 
     def wait_for(self, text: str, times: int) -> None:
-        """Read output until ``text`` was there in so many lines."""
+        """Read output until this many lines contained ``text``."""
         found = 0
         while found < times:
             assert self.process.stdout is not None
@@ -113,6 +113,6 @@ def start() -> Iterator[Callable[..., Running]]:
 
 
 def labelled(lines: Sequence[str], rank: int) -> list[str]:
-    """What a rank printed."""
+    """Return the lines that a rank printed."""
     label = f"[{rank}] "
     return [line.removeprefix(label) for line in lines if line.startswith(label)]

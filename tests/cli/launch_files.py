@@ -1,10 +1,10 @@
-"""A program: ``nblaunch launch`` for each configuration file that it is given, one after the other.
+"""A program that runs ``nblaunch launch`` for each given configuration file, one after the other.
 
     python launch_files.py script.py first.yaml second.yaml ...
     ──> for each file ``=== first.yaml``, the script's output, and ``=== code 0``
 
-The workers are forked from it, so that torch, its compiler and DeepSpeed are imported once and not in each of many
-launches.
+The workers are forked from this program, so torch, its compiler and DeepSpeed are imported once instead of in every
+launch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Trains a model for real and prints what each rank took, in bytes per parameter. Run as a program by test_estimate.py.
+"""Trains a model and prints each rank's memory in bytes per parameter. test_estimate.py runs it as a program.
 
-The model is large enough (50 MB) for everything else of a process to be noise, and its batches are one row.
+The model is so large (50 MB) that a process's other memory is negligible, and its batches have one row.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Blocks(nn.Module):
 
 
 def train(strategy: str, optimizer_name: str) -> dict[str, float]:
-    """This process's own memory: after steps, at most during backward, and at most during the first forward."""
+    """Return this process's own memory: after steps, and the peaks during backward and during the first forward."""
     plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
     accelerator = Accelerator(fsdp_plugin=plugin)
     memory.tune_allocator()
-    _steps(accelerator, Blocks(1), 1, optimizer_name, look=int)  # what libraries make at their first use
+    _steps(accelerator, Blocks(1), 1, optimizer_name, look=int)  # let libraries allocate at their first use
     before = own_bytes()
     seen = _steps(accelerator, Blocks(WIDTH), WIDTH, optimizer_name, look=own_bytes)
     return {name: (num_bytes - before) / NUM_PARAMETERS for name, num_bytes in seen.items()}
@@ -64,7 +64,7 @@ def train(strategy: str, optimizer_name: str) -> dict[str, float]:
 def _steps(
     accelerator: Accelerator, model: Blocks, width: int, optimizer_name: str, look: Callable[[], int]
 ) -> dict[str, int]:
-    """Two steps: forward is looked at in the first, backward in the second, beside the optimizer's state."""
+    """Take two steps; measure forward in the first, and backward, with the optimizer's state, in the second."""
     forward: list[int] = []
     backward: list[int] = []
     after: list[int] = []
@@ -81,7 +81,7 @@ def _steps(
 
 
 def own_bytes() -> int:
-    """Memory that only this process has. Source: proc_pid_smaps(5)."""
+    """Return the memory that belongs only to this process. Source: proc_pid_smaps(5)."""
     gc.collect()
     memory.trim()
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -89,7 +89,7 @@ def own_bytes() -> int:
 
 
 def main() -> None:
-    # A collection would write to the pages that ranks share with this process, which would then be theirs alone.
+    # A garbage collection would write to pages that ranks share with this process, and so copy them.
     gc.disable()
     measured = []
     for num_processes, precision, strategy, optimizer_name in CASES:

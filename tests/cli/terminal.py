@@ -1,4 +1,4 @@
-"""A terminal for tests: a real pseudo-terminal for the program, and a reader of what it would show."""
+"""A terminal for tests: a real pseudo-terminal for the program, and an emulator of its screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _PIECE = re.compile(r"\x1b\[(\d*)([A-Za-z])|(\r\n|\n|\r)|([^\x1b\r\n]+)")
 
 
 class Emulator:
-    """The lines that a terminal shows after some output; knows what nblaunch writes, and refuses the rest."""
+    """The lines that a terminal shows after some output. It knows the control codes that nblaunch writes, and
+    rejects others.
+    """
 
     def __init__(self) -> None:
         self.lines = [""]
@@ -35,10 +37,10 @@ class Emulator:
                 self._write(words)
 
     def _obey(self, number: int, command: str) -> None:
-        if command == "F":  # up, to the beginning of the line
+        if command == "F":  # up, and to the beginning of the line
             assert number <= self._row, "above the top"
             self._row, self._column = self._row - number, 0
-        elif command == "J":  # everything below
+        elif command == "J":  # clear everything below
             self.lines[self._row] = self.lines[self._row][: self._column]
             del self.lines[self._row + 1 :]
         else:
@@ -62,7 +64,7 @@ class Emulator:
 
 
 def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 30) -> tuple[int, str]:
-    """Run a program on a pseudo-terminal; its exit code, and all that it wrote there."""
+    """Run a program on a pseudo-terminal; return its exit code and its output."""
     own, its = pty.openpty()
     try:
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -76,7 +78,7 @@ def run_in_terminal(command: Sequence[str], *, columns: int = 100, rows: int = 3
         while True:
             try:
                 piece = os.read(own, 65536)
-            except OSError:  # how Linux reports that the other side is closed
+            except OSError:  # Linux reports a closed other side this way
                 break
             if not piece:
                 break

@@ -1,4 +1,4 @@
-"""``nblaunch config``: by keys in a real terminal, through a pipe, and every path of its questions."""
+"""``nblaunch config``: with keys in a real terminal, through a pipe, and along every path of its questions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TYPED = {
     "num_machines": "2", "machine_rank": "1", "main_process_ip": "10.0.0.1", "rdzv_endpoint": "10.0.0.1:29400",
     "fsdp_transformer_layer_cls_to_wrap": "Block,Head", "deepspeed_config_file": "zero.json",
 }  # fmt: skip
-"""What is typed where there is no default."""
+"""Answers to questions without a default."""
 
 
 class Walker(Asker):
-    """Answers at random, and prefers choices that were not taken yet."""
+    """Answers at random, preferring choices that were not taken yet."""
 
     def __init__(self, seed: int, taken: set[tuple[str, int]], offered: set[tuple[str, int]]) -> None:
         self._random = random.Random(seed)
@@ -64,7 +64,7 @@ class Walker(Asker):
 def test_every_path_gives_a_file_that_launches(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that makes a launch, that is: whether its devices are here is another matter."""
+    """The file must define a valid launch, even if this machine lacks its devices."""
     taken: set[tuple[str, int]] = set()
     offered: set[tuple[str, int]] = set()
     path = tmp_path / "config.yaml"
@@ -84,7 +84,7 @@ def test_every_path_gives_a_file_that_launches(
 
 
 class Entering(Walker):
-    """Presses Enter at every question, then answers as :class:`Walker` does."""
+    """Presses Enter at every question first, then answers like :class:`Walker`."""
 
     def __init__(self, *args: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(*args)
@@ -155,7 +155,7 @@ def test_only_questions_that_matter_are_asked() -> None:
 
 
 def test_an_open_number_of_machines_meets_by_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not asked how."""
+    """The user is not asked how machines meet."""
     answers = "several\n1:3\n2\n127.0.0.1:29400\n1\ncpu\n6\nno\nddp\n1\nno\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     assert command("config").code == 0
@@ -280,7 +280,7 @@ def test_update_needs_a_file(command: Command, tmp_path: Path) -> None:
 
 
 def test_an_empty_name_is_not_the_default_file(command: Command) -> None:
-    """As from a variable of the shell that was not set."""
+    """An unset shell variable gives an empty name."""
     ended = command("config", "default", "--config_file", "")
     assert ended.code == 2
     assert not files.default_path().exists()
@@ -340,7 +340,7 @@ def test_ctrl_c_leaves_no_file() -> None:
 
 
 def test_help_is_quick() -> None:
-    """Without torch, that is; the limit leaves room for a loaded machine."""
+    """It does not import torch; the limit leaves room for a busy machine."""
     command = [sys.executable, "-X", "importtime", "-m", "nblaunch", "launch", "--help"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}

@@ -1,4 +1,4 @@
-"""How a launched script ends: its exit code, its traceback, signals on the way, and that nothing is left."""
+"""The end of a launched script: its exit code, its traceback, signals, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_syntax_error_is_the_scripts() -> None:
 
 
 def children_of(running: Running) -> list[psutil.Process]:
-    """The processes that the ranks started."""
+    """Return the processes that the ranks started."""
     return [psutil.Process(int(line.split()[-1])) for line in running.seen if "ready" in line]
 
 

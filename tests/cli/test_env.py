@@ -1,4 +1,4 @@
-"""``nblaunch env``: what it reports is what is here, found out without it."""
+"""``nblaunch env`` reports the facts of this machine, which the tests determine independently."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_p
 
 
 def test_in_a_cell_it_reports_on_that_kernel(kernel: Kernel) -> None:
-    """A launch from a thread can't fork: so does a kernel say of itself, and not of a fresh one."""
+    """A launch from a thread can't fork: the cell's report describes this kernel, not a fresh one."""
     text = kernel.run("%run -m nblaunch env").stdout
     assert re.search("^  from +this kernel$", text, re.MULTILINE)
     source = (
         "import threading; from nblaunch.cli import main\n"
         "thread = threading.Thread(target=main, args=(['env', '--json'],)); thread.start(); thread.join()"
     )
-    # Prints of a thread: whichever cell they belong to, they are in this one.
+    # A thread's output may belong to another cell; here it is in this one.
     facts = json.loads(kernel.run(source).stdout)
     assert facts["launch"]["from"] == "this kernel"
     assert re.match("forkserver: .*thread", facts["launch"]["start method"])

@@ -1,4 +1,4 @@
-"""``nblaunch estimate-memory`` against what real training takes, and against published figures."""
+"""``nblaunch estimate-memory`` compared with real training and with published figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def estimated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(240)
 def test_it_agrees_with_what_training_takes() -> None:
-    """Adam, momentum and plain SGD, fp32 and bf16; alone, under DDP and under FSDP2: at most a tenth apart."""
+    """With Adam, momentum and plain SGD, fp32 and bf16, alone, under DDP and under FSDP2, it is at most 10 % off."""
     ended = subprocess.run(
         [sys.executable, str(Path(measured_training.__file__))],
         capture_output=True, text=True, timeout=220, cwd=Path(__file__).parents[2],
@@ -77,8 +77,8 @@ def test_it_agrees_with_what_training_takes() -> None:
             num_processes, precision, memory_needs.OPTIMIZER_STATES[optimizer], device="cpu"
         )
         need = training_need(strategy, size, setting)
-        # Blocks that are whole for a moment are part of the peak, which nothing can be sure to meet: the look may
-        # come before the last of them is given back, or behind it.
+        # Gathered blocks are part of the peak for a moment only. A measurement may come before the last block is freed,
+        # or after it.
         lasting = need.device - (need.buffers if strategy == "fsdp2" else 0)
         for rank in one["ranks"]:
             assert rank["step"] > 0.9 * lasting / size.parameters, one
@@ -102,7 +102,7 @@ def test_a_module_is_counted_without_its_weights(folder: Path, capfd: pytest.Cap
     model = estimated(capfd, "models:Tied")["model"]
     block = 8 * 8 + 8 + 2 * 8
     assert model == {
-        "parameters": 100 * 8 + 3 * block,  # the tied weights once
+        "parameters": 100 * 8 + 3 * block,  # counts tied weights once
         "trainable": 100 * 8 + 3 * block,
         "buffers": 3 * (8 + 8 + 1),
         "block": block,
@@ -126,7 +126,7 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.Captu
     bert = BertForSequenceClassification(config)
     model = estimated(capfd, str(tmp_path))["model"]
     assert model["parameters"] == bert.num_parameters()
-    # Its units are those that it names itself (_no_split_modules): the embeddings, and three layers.
+    # Its units are the modules that it names itself (_no_split_modules): the embeddings and three layers.
     embeddings, layers = (
         sum(p.numel() for p in part.parameters()) for part in (bert.bert.embeddings, bert.bert.encoder)
     )

@@ -1,9 +1,9 @@
-"""Every path of the questions of ``nblaunch config`` that this machine can follow, and launches of their files.
+"""Every path through the questions of ``nblaunch config`` that this machine supports, and launches with the resulting
+files.
 
-The tree is walked to its last leaf, and as many paths are launched as it takes for each pair of answers to be launched
-together. Two sets of answers are independent of all others, and each of them is launched with some, not with all of
-these: how models are compiled (seconds each), and how machines meet (two launches each). That they are independent is
-tested, too.
+The tests walk the whole tree, and launch enough paths for each pair of answers to occur in a launch. Two sets of
+answers are independent of all others, and are launched with some of these instead of all: how models are compiled
+(seconds each), and how machines meet (two launches each). The tests also check this independence.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LABELS = {None: "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEE
 
 
 class OnePath(Asker):
-    """Takes the choices of ``prefix``, by their place among those that are allowed, and after them the first ones."""
+    """Takes the choices in ``prefix``, given as indices of allowed choices, and then always the first choice."""
 
     def __init__(
         self, prefix: Sequence[int], allowed: Callable[[str, str], bool], typed: dict[str, str]
@@ -99,7 +99,7 @@ class OnePath(Asker):
 
 
 def walk(where: str, num_cpus: int, **typed: str) -> Iterator[Answers]:
-    """The answers of every path on a machine with CPUs only, each list of settings once."""
+    """Yield the answers of every path on a machine with only CPUs, each list of settings once."""
 
     def allowed(question: str, label: str) -> bool:
         start = {"Where will the script run?": where, "Which devices should compute?": "CPU"}.get(
@@ -132,13 +132,15 @@ def compiled_by(answers: Answers) -> tuple[Any, ...]:
 
 
 def pairs(answers: Answers) -> set[tuple[tuple[str, str], ...]]:
-    """Every two answers of a path; to have no strategy is one, too."""
+    """Return all pairs of answers of a path; having no strategy is an answer, too."""
     settings = {"strategy": None, **answers}
     return set(itertools.combinations(sorted((name, str(value)) for name, value in settings.items()), 2))
 
 
 def worth_launching(plans: Sequence[Answers]) -> list[Answers]:
-    """Of those that compile nothing, enough for each pair of answers; else each way of compiling and each strategy."""
+    """Return enough paths without compilation for each pair of answers, and one path per way of compiling and per
+    strategy.
+    """
     pairs_of = [(plan, pairs(plan)) for plan in plans if plan["dynamo_backend"] == "no"]
     missing = set().union(*(of_plan for _, of_plan in pairs_of))
     chosen, ways, strategies = [], set(), set()
@@ -176,7 +178,7 @@ def settings_of_deepspeed() -> None:
 def test_every_pair_of_answers_on_this_machine_is_launched() -> None:
     plans = [*walk("here", 1), *walk("here", 2)]
     chosen = worth_launching(plans)
-    # Compiling or not is asked after all else, and changes nothing but itself.
+    # The question about compiling comes last, and changes no other answer.
     uncompiled = [without(plan, "dynamo_config") for plan in plans if plan["dynamo_backend"] == "no"]
     assert all(without(plan, "dynamo_config") in uncompiled for plan in plans)
     launched = set().union(*(pairs(without(plan, "dynamo_config")) for plan in chosen))
@@ -194,7 +196,7 @@ def test_every_pair_of_answers_on_this_machine_is_launched() -> None:
     shown = dict(part.partition("\n")[::2] for part in ended.stdout.split("=== ") if ".yaml\n" in part)
     assert ended.stdout.count("=== code 0\n") == len(chosen) > 20, ended.stderr[-4000:]
     for path, plan in zip(paths, chosen, strict=True):
-        # What a single process prints has no label.
+        # A single process's lines have no label.
         lines = [line.removeprefix("[0] ") for line in shown[str(path)].splitlines()]
         (facts,) = [ast.literal_eval(line) for line in lines if line.startswith("{")]
         assert facts == expected(plan), plan

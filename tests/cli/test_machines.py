@@ -1,4 +1,4 @@
-"""``nblaunch launch`` on several machines, which here are two launchers on the loopback interface."""
+"""``nblaunch launch`` on several machines, simulated by two launchers on the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cli.conftest import Running, labelled, script
 
 
 def meeting_here() -> list[str]:
-    """Options for machines that meet at a port of this one."""
+    """Return options for machines that meet at a port of this machine."""
     place = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     return [*place, "--dashboard", "none"]
 
@@ -56,7 +56,7 @@ def test_a_machine_that_does_not_come_is_named(start: Callable[..., Running]) ->
 def test_machines_that_were_launched_differently_say_so_at_once(
     start: Callable[..., Running], others: list[str]
 ) -> None:
-    """Rather than wait for each other until the time is up, which is ten minutes by default."""
+    """Otherwise they would wait for each other until the timeout, ten minutes by default."""
     name = script("raise AssertionError('must not run')\n")
     meeting = meeting_here()
     first = start("--num_machines", "2", *meeting, name)
@@ -82,7 +82,7 @@ def test_a_machine_may_begin_alone_also_where_there_is_little_time_to_meet(
 def test_a_failure_with_a_huge_message_is_reported_on_the_other_machine(
     start: Callable[..., Running],
 ) -> None:
-    """Where the store between them would not take the exception."""
+    """The store between them rejects so large an exception."""
     name = script("""
         import os, time
         if os.environ["RANK"] == "1":

@@ -1,4 +1,4 @@
-"""The entry point: what every command has in common."""
+"""The entry point: behaviour that all commands share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_do_not_matter(closed: str, tmp_path: Path) -> None:
-    """As under some service managers: the numbers 0 to 2 must not go to pipes between launcher and workers."""
+    """Some service managers close them; pipes between launcher and workers must not get the numbers 0 to 2."""
     (tmp_path / "train.py").write_text(
         "import os, pathlib\nprint('a line')\npathlib.Path('rank' + os.environ['RANK']).touch()\n"
     )
@@ -58,7 +58,7 @@ def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:
-    """Programs that it starts later would inherit that SIGINT is ignored."""
+    """Otherwise programs that it starts later would inherit an ignored SIGINT."""
     before = signal.getsignal(signal.SIGINT)
     script = tmp_path / "train.py"
     script.write_text("")

@@ -1,4 +1,4 @@
-"""``nblaunch launch --print_plan``: what would be done, and why."""
+"""``nblaunch launch --print_plan`` shows the planned launch and its reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = Callable[..., Ended]
 
 
 def rows(ended: Ended) -> dict[str, tuple[str, str]]:
-    """Name of a setting -> value, source."""
+    """Return setting name -> value and source."""
     assert ended.code == 0, ended.err
     table = ended.out.partition("\n\n")[0].splitlines()[1:]
     return {line.split()[0]: (line.split()[1], line.split(maxsplit=2)[2]) for line in table}

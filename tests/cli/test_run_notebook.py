@@ -1,4 +1,4 @@
-"""``nblaunch run-notebook`` with real kernels: what is shown, what is written, and how it ends."""
+"""``nblaunch run-notebook`` with real kernels: its output, the written notebook, and its exit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAM = [sys.executable, "-m", "nblaunch", "run-notebook"]
 
 
 def write(path: Path, *sources: str, parameters: int | None = None) -> Path:
-    """A notebook of these code cells; the one at ``parameters`` is tagged so."""
+    """Write a notebook with these code cells; the cell at ``parameters`` gets that tag."""
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     if parameters is not None:
         cells[parameters].metadata["tags"] = ["parameters"]
@@ -116,7 +116,7 @@ def test_parameters_are_set_after_their_cell(tmp_path: Path) -> None:
     ]
     nbformat.validate(written)
     again = run(tmp_path / "out.ipynb", "--parameters", "epochs=4", "--output", tmp_path / "out.ipynb")
-    assert "(4, 0.1, 'a', None, None)" in again.stdout  # those of the last time are gone
+    assert "(4, 0.1, 'a', None, None)" in again.stdout  # the previous parameters are gone
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_parameters_are_set_after_their_cell(tmp_path: Path) -> None:
 def test_a_signal_ends_the_launch_and_then_the_notebook(
     name: str, define: str, call: str, tmp_path: Path
 ) -> None:
-    """That no worker is left is seen by the fixture of all tests."""
+    """The fixture of all tests checks that no worker is left."""
     catch = f"try:\n    {call}\nexcept KeyboardInterrupt:\n    print('caught')"
     notebook = write(tmp_path / "wait.ipynb", define, catch, "print('never')")
     program = subprocess.Popen(
@@ -234,7 +234,7 @@ def test_without_nbclient_it_says_what_to_install(
 
 
 def wait_for(shown: io.TextIOBase, *texts: str) -> None:
-    """Read lines until each of the texts was in one."""
+    """Read lines until each text has occurred in one."""
     missing = set(texts)
     while missing:
         line = str(shown.readline())

@@ -1,4 +1,4 @@
-"""The screen of a running notebook: lines stay, tables move below them."""
+"""The screen of a running notebook: lines stay, and tables move below them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cli.terminal import Emulator
 
 
 class Terminal(io.StringIO):
-    """A stream that shows what a terminal would."""
+    """A stream with the screen of a terminal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A launched script runs as ``python script.py`` runs it, in every process."""
+"""A launched script runs in every process as ``python script.py`` would run it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_files_left_open_by_a_script_are_flushed() -> None:
 
 
 def test_a_script_logs_values_of_its_own_classes() -> None:
-    """The launcher does not have them: the script is another process's ``__main__``."""
+    """The launcher does not have these classes, because the script is another process's ``__main__``."""
     text = """
 import enum
 from nblaunch import Accelerator
@@ -83,7 +83,7 @@ def test_a_module_finds_what_it_would_find_under_python_m() -> None:
     Path("package/__init__.py").write_text("")
     Path("helper.py").write_text("")
     script(FACTS, "package/__main__.py")
-    by_python("-m", "package", "--lr", "1")  # compiles it, so that both find it compiled
+    by_python("-m", "package", "--lr", "1")  # compile it, so that both runs find it compiled
     expected = by_python("-m", "package", "--lr", "1")
     ended = launch("--num_processes", "2", "-m", "package", "--lr", "1")
     assert facts_of(ended, 0) == expected
@@ -176,7 +176,7 @@ num_processes: 2
 
 
 def test_all_output_is_shown_in_whole_lines() -> None:
-    """Unlike in a notebook nothing is left out: programs may read it."""
+    """Unlike in a notebook, nothing is omitted, because programs may read the output."""
     name = script("""
         import sys
         print("x" * 9000)
@@ -223,7 +223,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_program_without_any_streams_launches(method: str) -> None:
-    """A daemon has closed them: the numbers 0 to 2 must not go to pipes between launcher and workers."""
+    """A daemon has closed its streams; pipes between launcher and workers must not get the numbers 0 to 2."""
     name = script(f"""
         import pathlib
         import nblaunch

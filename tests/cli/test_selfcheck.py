@@ -1,4 +1,4 @@
-"""``nblaunch test`` passes where all is well, and each of its checks fails, with evidence, where something is not."""
+"""``nblaunch test`` passes on a good machine, and each of its checks fails with evidence if something is broken."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from nblaunch import cli
 from nblaunch.cli.selfcheck_jobs import CHECKS
 
-pytestmark = pytest.mark.timeout(240)  # of many launches one after the other, on a busy machine
+pytestmark = pytest.mark.timeout(240)  # for many launches one after the other on a busy machine
 
-# The library broken in one place for each check; workers are forked, and so inherit it.
+# For each check, break the library in one place; forked workers inherit that.
 BROKEN = """
 import sys
 from nblaunch.cli import main, selfcheck_jobs
@@ -54,7 +54,8 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     parts = re.split(r"^  FAILED +([\w-]+) .*\n", ended.stdout, flags=re.MULTILINE)
     evidence = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(evidence) == list(CHECKS), ended.stdout
-    assert "rank 1: reduce(sum)" not in evidence["collectives"]  # by chance, what it has is the sum
+    # the unreduced value happens to equal the sum
+    assert "rank 1: reduce(sum)" not in evidence["collectives"]
     assert "rank 0: reduce(sum) gave [0.0, 0.0], expected [1.0, 10.0]" in evidence["collectives"]
     assert re.search(
         r"rank 0: 0\.weight differs from single-process training by [\d.e-]+ ", evidence["gradients"]
@@ -86,7 +87,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(
 
 
 def test_an_interrupt_ends_it_and_its_workers() -> None:
-    """Nothing is left: the fixture of all tests looks."""
+    """The fixture of all tests checks that nothing is left."""
     program = subprocess.Popen(
         [sys.executable, "-m", "nblaunch", "test", "--cpu", "--num_processes", "2", "--start_method", "spawn"],
         stdout=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""Wrong uses of ``nblaunch launch``: one clear line, exit code 2, and nothing was started."""
+"""Wrong uses of ``nblaunch launch`` give one clear line and exit code 2, and start nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nblaunch on a Linux that lacks what macOS lacks. What it decides there: ``tests/backends/test_other_gpus.py``."""
+"""nblaunch on a Linux that lacks what macOS lacks. ``tests/backends/test_other_gpus.py`` tests its decisions there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 AS_ON_MAC = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "mac"), str(Path(__file__).parents[2])])
 }
-"""Variables of a process that lacks what macOS lacks."""
+"""Return the variables of a process that lacks what macOS lacks."""
 
 PROGRAM = """
 import pathlib, signal, sys
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(150)
 def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
-    """Results and weights come back, and no worker outlives its launcher, which the guardian alone sees to there."""
+    """Results and weights come back, and no worker outlives its launcher, which only the guardian ensures there."""
     script, pipe = tmp_path / "launch.py", tmp_path / "pipe"
     script.write_text(PROGRAM)
     os.mkfifo(pipe)
@@ -55,11 +55,11 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
         env={**os.environ, **AS_ON_MAC, "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
     )  # fmt: skip
     with launcher, pipe.open() as workers:
-        up = [workers.readline(), workers.readline()]  # empty where the program has ended
+        up = [workers.readline(), workers.readline()]  # empty if the program has ended
         launcher.kill()
         output = launcher.communicate()[0]
         assert up == ["up\n"] * 2, output
-        assert workers.read() == ""  # which returns when no worker has the pipe open any more
+        assert workers.read() == ""  # returns once no worker has the pipe open
 
 
 @pytest.mark.timeout(100)

@@ -1,4 +1,4 @@
-"""Import lines written for Accelerate, with ``accelerate`` replaced: they work, or say why not and what to do."""
+"""Import lines for Accelerate with ``accelerate`` replaced: they work, or the error says why not and what to do."""
 
 from __future__ import annotations
 

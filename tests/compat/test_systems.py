@@ -1,4 +1,4 @@
-"""What systems other than Linux get, on a Linux that lacks what they lack."""
+"""Systems other than Linux, simulated by a Linux that lacks what they lack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# What Python has on Linux and not on Windows, as far as the package or what it imports could ask for it.
+# Parts of Python that Linux has and Windows lacks, and that the package or its imports could use.
 WINDOWS = """
 import os, select, signal, socket, sys
 for name in ("fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "curses", "_curses", "readline"):

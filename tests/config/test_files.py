@@ -1,4 +1,4 @@
-"""Configuration files: our own and those of ``accelerate config``."""
+"""Configuration files: our own, and files written by ``accelerate config``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def of_accelerate(folder: Path, **values: Any) -> Path:
-    """A file as Accelerate itself writes it."""
+    """Return a file that Accelerate itself has written."""
     path = folder / "accelerate.yaml"
     base = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "use_cpu": False, "debug": False}
     ClusterConfig(**(base | values)).to_yaml_file(str(path))
@@ -159,7 +159,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("machines", ["1:4", "2:16"])
 def test_a_range_of_machines_needs_no_quotes(tmp_path: Path, machines: str) -> None:
-    """YAML 1.1 reads numbers to the base 60 like that."""
+    """YAML 1.1 would read such a range as a number in base 60."""
     layer = files.read(written(tmp_path, f"num_machines: {machines}\nhang_timeout_s: 1.5\n"))
     assert (layer.values["num_machines"], layer.values["hang_timeout_s"]) == (machines, 1.5)
 
@@ -286,7 +286,7 @@ def test_no_file_of_deepspeeds_is_none(tmp_path: Path) -> None:
 def test_a_link_stays_one(tmp_path: Path) -> None:
     target, link = tmp_path / "dotfiles.yaml", tmp_path / "config.yaml"
     link.symlink_to(target)
-    for num_processes in (1, 2):  # there is no such file the first time
+    for num_processes in (1, 2):  # the file does not exist the first time
         files.write(link, {"num_processes": num_processes})
         assert link.is_symlink()
         assert files.read(target).values == {"num_processes": num_processes}

@@ -1,4 +1,4 @@
-"""The table of settings: how values are read, merged and checked."""
+"""The table of settings: reading, merging and checking values."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def no_default_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         ("num_processes", 4.0, 4),
         ("fsdp_min_num_params", "1e8", 100_000_000),
         ("mixed_precision", "BF16", "bf16"),
-        ("mixed_precision", "off", "no"),  # as YAML 1.1 writes it, too
+        ("mixed_precision", "off", "no"),  # YAML 1.1 also writes it this way
         ("dynamo_backend", False, "no"),
         ("dynamo_backend", "INDUCTOR", "inductor"),
-        ("dynamo_backend", "openxla", "openxla"),  # of a device family
-        ("dynamo_backend", "ONNXRT", "onnxrt"),  # there once its library is imported
+        ("dynamo_backend", "openxla", "openxla"),  # strategies of a device family
+        ("dynamo_backend", "ONNXRT", "onnxrt"),  # exists once its library is imported
         ("fsdp_auto_wrap_policy", "transformer_based_wrap", "TRANSFORMER_BASED_WRAP"),
         ("fsdp_reshard_after_forward", "true", True),
         ("fsdp_reshard_after_forward", "full_shard", "FULL_SHARD"),
@@ -103,7 +103,7 @@ def test_defaults_match_a_launch() -> None:
     assert all(
         SETTINGS[name].default in (None, getattr(spec, field))
         for name, field in FIELDS.items()
-        if name != "start_method"  # of scripts: spawn
+        if name != "start_method"  # scripts start with spawn
     )
 
 

@@ -1,6 +1,6 @@
-"""GPUs that are not there: what a driver and the system show of them, and a torch that seems to be built for them.
+"""Simulated GPUs: the answers of a driver and of the system, and a torch that seems to be built for them.
 
-The GPUs are two, or the one of a Mac. What they compute is computed on the CPU.
+There are two GPUs, or the single GPU of a Mac. The CPU computes for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ VARIABLES = (
 
 
 class FakeModule:
-    """What ``torch.cuda``, ``torch.xpu`` or ``torch.mps`` is with GPUs; all else is that of the real module."""
+    """Replaces ``torch.cuda``, ``torch.xpu`` or ``torch.mps`` as with GPUs; all other attributes come from the real
+    module.
+    """
 
     def __init__(self, real: Any, count: int = 2) -> None:
         self.real, self.count, self.is_on, self.chosen = real, count, False, 0
@@ -84,12 +86,12 @@ class FakeModule:
 
 
 def install(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> FakeModule:
-    """Make this process one of a host with such GPUs.
+    """Make this process see a host with such GPUs.
 
     Args:
         kind: name of the backend.
-        folder: for the files of the host.
-        patch: by which it can be undone, but for ``forget()``.
+        folder: folder for the files of the host.
+        patch: undoes the changes, except for those that ``forget()`` undoes.
     """
     for name in VARIABLES:
         patch.delenv(name, raising=False)
@@ -116,13 +118,13 @@ def install(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> FakeModule:
 
 
 def forget() -> None:
-    """Forget what this process has kept of its GPUs."""
+    """Clear this process's cached facts about GPUs."""
     gpus._listed.cache_clear()
     gpus._driver_version.cache_clear()
 
 
 def write_amd(folder: Path, unique_ids: tuple[int, ...] = (0xAB01, 0xCD02)) -> None:
-    """Write what the kernel lists of a processor and of GPUs with these numbers, 0 for one that has none."""
+    """Write the Linux kernel's files for a processor and for GPUs with these numbers; 0 means none."""
     for number, unique_id in enumerate((None, *unique_ids)):
         node, render = folder / f"kfd/kfd/topology/nodes/{number}", f"renderD{127 + number}"
         node.mkdir(parents=True)
@@ -137,7 +139,7 @@ def write_amd(folder: Path, unique_ids: tuple[int, ...] = (0xAB01, 0xCD02)) -> N
 
 
 def write_intel(folder: Path, *addresses: str, num_tiles: int = 0, vendor: str = "0x8086") -> None:
-    """Write what the kernel lists of GPUs at these addresses of the PCI bus."""
+    """Write the Linux kernel's files for GPUs at these PCI addresses."""
     (folder / "drm").mkdir(exist_ok=True, parents=True)
     for address in addresses:
         device = folder / "devices" / address

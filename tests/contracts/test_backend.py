@@ -1,4 +1,4 @@
-"""What every device family must do: on this machine, whether or not it has such devices, and with simulated GPUs."""
+"""Requirements for every device family: on this machine, with or without such devices, and with simulated GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ TOPOLOGY = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, mast
 class Family(NamedTuple):
     """A backend on this machine, or with simulated GPUs.
 
-    ``prelude`` makes them in another process, ``draw`` draws random numbers on them; empty and None without.
+    ``prelude`` creates simulated GPUs in another process, ``draw`` draws random numbers on them; without, they are
+    empty and None.
     """
 
     backend: Backend
@@ -37,7 +38,7 @@ class Family(NamedTuple):
 ALL = [*sorted(backends.discover()), *(f"simulated {kind}" for kind in simulated.KINDS)]
 
 
-# All others are tested beside the newest torch: torch_xla has an environment of its own.
+# All other families are tested with the newest torch; torch_xla has a separate environment.
 @pytest.fixture(params=["xla"] if packages.is_installed("torch_xla") else ALL)
 def family(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +90,7 @@ def test_the_best_one_is_chosen() -> None:
 
 
 def test_launcher_half_stays_light_and_forkable(family: Family) -> None:
-    """In a process of its own, which has not imported torch yet: it must not be the launcher who makes a context."""
+    """This runs in a separate process that has not imported torch: the launcher must not create a context."""
     program = f"""{family.prelude}
 import os, sys, threading
 from nblaunch import backends
@@ -137,7 +138,7 @@ def test_random_states_can_be_put_back(family: Family) -> None:
         assert device.type == backend.device_type
         return family.draw() if family.draw is not None else torch.rand(8, device=device).tolist()
 
-    # The state of the CPU's generator is no backend's, but a part of every process.
+    # The state of the CPU's generator belongs to every process, not to a backend.
     state, of_cpu = dict(backend.rng_state()), torch.get_rng_state()
     drawn = draw()
     assert draw() != drawn
@@ -163,7 +164,7 @@ def test_outside_report_is_plain_and_leaves_nothing_open(backend: Backend) -> No
 
 @pytest.mark.parametrize("family", [f"simulated {kind}" for kind in simulated.KINDS], indirect=True)
 def test_simulated_devices_can_be_used(family: Family) -> None:
-    """Or the tests above would try nothing of their family."""
+    """Otherwise the tests above would not test these families."""
     backend = family.backend
     assert backend.affinity() > 0
     assert backends.choose("auto") is backend

@@ -1,6 +1,6 @@
-"""What every engine must do, whatever carries its bytes: processes, ssh, Slurm's srun, actors of Ray.
+"""Requirements for every engine, whatever its transport: processes, ssh, Slurm's srun, Ray's actors.
 
-``ssh``, ``srun`` and ``scontrol`` are stand-ins here, which run the command on this machine; the Ray cluster is real.
+``ssh``, ``srun`` and ``scontrol`` are stubs that run the command on this machine; the Ray cluster is real.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Subject:
     """An engine under test.
 
     Args:
-        settings: of a launch on two nodes.
-        environment: of the kernel.
-        refused: settings of a launch that it can't satisfy.
-        refusal: what the error must contain.
+        settings: settings of a launch on two nodes.
+        environment: variables of the kernel.
+        refused: settings of a launch that the engine can't satisfy.
+        refusal: text that the error must contain.
     """
 
     settings: dict[str, Any]
@@ -106,7 +106,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def notebook(subject: Subject, nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel in a folder with a module of its own, which launches on two nodes of the engine."""
+    """Start a kernel in a folder with a user's module, for launches on two nodes of the engine."""
     folder = tmp_path / "notebook"
     folder.mkdir()
     (folder / "helpers.py").write_text(

@@ -1,4 +1,4 @@
-"""What every way to start workers must do, whatever it is: start methods and their groups."""
+"""Requirements for every start method and its worker group."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Stage:
-    """Everything that a start method needs to be given, and what came of it."""
+    """The arguments of a start method, and its result."""
 
     def __init__(self, method: str, folder: Path) -> None:
         self.method = method
@@ -85,7 +85,7 @@ class Stage:
         return group
 
     def run(self, group: WorkerGroup, until: Callable[[], bool] | None = None) -> None:
-        """Poll until every rank has ended, or until something holds."""
+        """Poll until every rank has ended, or until a condition is true."""
         deadline = time.monotonic() + LIMIT_S
         while not (until() if until is not None else len(self.ended) == NUM):
             assert time.monotonic() < deadline, (self.ended, self.events, self.logs())
@@ -98,7 +98,9 @@ class Stage:
                 self.events[rank] += receiver.receive()[0]
 
     def has_started(self) -> bool:
-        """Whether every worker runs, and the group knows each; a forkserver may report it after the worker itself."""
+        """Return whether every worker runs and the group knows it; a forkserver may report a worker later than the
+        worker itself.
+        """
         is_known = len(self.group.pids()) == NUM
         return is_known and all(
             any(isinstance(event, Started) for event in events) for events in self.events.values()
@@ -138,7 +140,7 @@ def test_every_rank_runs_leads_a_posix_session_and_ends(stage: Stage) -> None:
     assert [value[:2] for value in values] == [("0", 7), ("1", 7)]
     for rank, (_, _, pid, process_group, posix_session) in enumerate(values):
         assert group.pids()[rank] == pid == process_group == posix_session
-    # Their numbers may belong to other processes by now.
+    # Other processes may have their numbers now.
     assert not set(group.pids().values()) & set(group.process_groups())
     assert stage.logs() == ["seen\n"] * NUM
     assert group.poll() == []
@@ -172,7 +174,7 @@ def test_a_signal_reaches_one_rank_with_its_children(stage: Stage, tmp_path: Pat
     psutil.wait_procs(children[1:], 5)
     assert not (children[1].is_running() and children[1].status() != psutil.STATUS_ZOMBIE)
     assert children[0].is_running()
-    group.signal(1, signal.SIGKILL)  # has ended: nothing happens
+    group.signal(1, signal.SIGKILL)  # the rank has ended, so nothing happens
     group.signal(0, signal.SIGTERM)
     stage.run(group)
     assert stage.ended[0] == ExitStatus(-signal.SIGTERM)
@@ -184,7 +186,7 @@ def test_closing_ends_what_still_runs(stage: Stage) -> None:
     pids = list(group.pids().values())
     assert set(pids) <= set(group.process_groups())
     group.close()
-    stage.stack.pop_all()  # the group has been closed; the rest below, in the same order
+    stage.stack.pop_all()  # the group's process first; the others below, in the same order
     stage.board.close()
     for receiver in stage.receivers.values():
         receiver.close()
@@ -202,7 +204,7 @@ def test_an_abandoned_rank_is_not_waited_for(stage: Stage) -> None:
     assert abandoned.pid in group.process_groups()
     group.signal(1, signal.SIGKILL)
     stage.run(group, lambda: 1 in stage.ended)
-    group.signal(0, signal.SIGKILL)  # is not sent any more
+    group.signal(0, signal.SIGKILL)  # no longer sent
     assert group.poll() == []
     assert abandoned.status() != psutil.STATUS_ZOMBIE
     stage.stack.callback(kill_child, abandoned)  # after the group is closed
@@ -215,7 +217,7 @@ def kill_child(process: psutil.Process) -> None:
 
 
 def test_closing_at_once_leaves_no_process(stage: Stage) -> None:
-    """Also while workers, or the process that is to fork them, have not come far."""
+    """This also holds while workers, or the process that forks them, are still starting."""
     stage.start(time.sleep, 100)
 
 

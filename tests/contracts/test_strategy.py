@@ -1,4 +1,4 @@
-"""What a plug-in strategy can rely on: a toy one, all of it in this file, trains, gathers, saves and loads."""
+"""The interface for plug-in strategies: a toy strategy in this file trains, gathers, saves and loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EPOCHS = 2
 
 
 class ToyStrategy(Strategy):
-    """Average each gradient as soon as backward has made it; each rank saves every second tensor."""
+    """Averages each gradient as soon as backward has computed it; each rank saves every second tensor."""
 
     name = "toy"
     holds_shards = True
@@ -70,7 +70,7 @@ class ToyStrategy(Strategy):
 
 
 class ToyPlugin(StrategyPlugin):
-    """Resolve precision and accumulation, and build the strategy."""
+    """Resolves precision and accumulation, and builds the strategy."""
 
     name = "toy"
 
@@ -87,7 +87,7 @@ class ToyPlugin(StrategyPlugin):
 
 
 def _prepare(accelerator: Accelerator) -> Any:
-    torch.manual_seed(accelerator.process_index)  # ranks begin with weights of their own
+    torch.manual_seed(accelerator.process_index)  # ranks begin with different weights
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=3)
@@ -107,7 +107,7 @@ def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) ->
 
 
 def train(is_toy: bool, folder: str) -> dict[str, Any]:
-    """Train for some epochs, with a checkpoint in ``folder`` after the first."""
+    """Train for some epochs, and save a checkpoint in ``folder`` after the first."""
     accelerator = (
         Accelerator(strategy=ToyPlugin())
         if is_toy
@@ -127,7 +127,7 @@ def train(is_toy: bool, folder: str) -> dict[str, Any]:
 
 
 def resume(folder: str) -> list[list[float]]:
-    """Go on from the checkpoint."""
+    """Continue from the checkpoint."""
     accelerator = Accelerator(strategy=ToyPlugin())
     prepared = _prepare(accelerator)
     accelerator.load_state(folder)
@@ -152,13 +152,13 @@ def test_a_strategy_of_a_users_own_trains_gathers_saves_and_loads(kernel: Kernel
     assert ours == other
     assert (ours["precision"], ours["steps"], ours["label"]) == ("bf16", STEPS, "MULTI_CPU")
     assert sum(ours["losses"][-1]) < sum(ours["losses"][0])
-    # As DistributedDataParallel averages the same gradients.
+    # DistributedDataParallel averages the same gradients.
     assert ours == usual
     assert kernel.run(f"launch(toy.resume, {str(tmp_path / 'toy')!r})").value == [ours["losses"][1:]] * 2
 
 
 class WholePlugin(StrategyPlugin):
-    """Build a strategy with nothing but what each must have."""
+    """Builds a strategy with only the required methods."""
 
     name = "whole"
 

@@ -1,4 +1,4 @@
-"""A device family that this file alone adds: registered from a cell, used by real launches, unknown to the package."""
+"""A device family that only this file defines: a cell registers it, and real launches use it."""
 
 from __future__ import annotations
 

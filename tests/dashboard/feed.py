@@ -1,4 +1,4 @@
-"""Code for a kernel that feeds dashboards with the events of made-up jobs: no process is started."""
+"""Code for a kernel that feeds dashboards with the events of simulated jobs, without starting a process."""
 
 from __future__ import annotations
 

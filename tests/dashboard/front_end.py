@@ -1,4 +1,4 @@
-"""A front end made of nothing: the widgets as a browser would have them, from the messages of a kernel."""
+"""A simulated front end: a browser's widgets, built from a kernel's messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FrontEnd:
     """The models of widgets, by their ids, after all ``messages``.
 
     Args:
-        messages: from IOPub, in order.
+        messages: messages from IOPub, in order.
     """
 
     def __init__(self, messages: Iterable[dict[str, Any]]) -> None:
@@ -27,7 +27,7 @@ class FrontEnd:
             if message["msg_type"] == "comm_open":
                 self.models[content["comm_id"]] = dict(content["data"]["state"])
             elif message["msg_type"] == "comm_msg" and content["data"].get("method") == "update":
-                # What a panel that was closed earlier sends again: pages drop it, too.
+                # An earlier panel that was closed sends this again; pages drop it, too.
                 if content["comm_id"] not in self.models:
                     continue
                 self.models[content["comm_id"]].update(content["data"]["state"])
@@ -41,18 +41,18 @@ class FrontEnd:
         return set(self.models) - self.closed
 
     def of(self, name: str) -> dict[str, dict[str, Any]]:
-        """The models of one kind, as "IntProgress" or "Button", in the order in which they were made."""
+        """Return the models of one kind, such as "IntProgress" or "Button", in the order of their creation."""
         return {
             key: state for key, state in self.models.items() if state.get("_model_name") == f"{name}Model"
         }
 
     @property
     def descriptions(self) -> list[str]:
-        """The texts of all buttons."""
+        """Return the texts of all buttons."""
         return [state["description"] for state in self.of("Button").values()]
 
     def button(self, description: str) -> str:
-        """The id of the button with this text."""
+        """Return the id of the button with this text."""
         assert self.descriptions.count(description) == 1, f"{description!r} in {self.descriptions}"
         return list(self.of("Button"))[self.descriptions.index(description)]
 
@@ -64,29 +64,30 @@ class FrontEnd:
 
     @property
     def bars(self) -> dict[str, int]:
-        """The progress bars in percent, by their names."""
+        """Return the progress of bars in percent, by their names."""
         found = re.findall(r'role="progressbar" aria-label="([^"]*)".*?aria-valuenow="(\d+)"', self.html)
         return {name: int(value) for name, value in found}
 
     @property
     def html(self) -> str:
-        """The values of all HTML widgets."""
+        """Return the values of all HTML widgets."""
         return "\n".join(state["value"] for state in self.of("HTML").values())
 
 
 def size(message: dict[str, Any]) -> int:
-    """Bytes of a message on its way to the front end: its four parts."""
+    """Return the bytes of a message to the front end: its four parts."""
     parts = ("header", "parent_header", "metadata", "content")
     return sum(len(json.dumps(message[part], default=str)) for part in parts)
 
 
 class VSCode:
-    """The outputs of cells as VS Code keeps them, from the messages of a kernel.
+    """The outputs of cells in VS Code, built from a kernel's messages.
 
-    Unlike JupyterLab, by ``src/kernels/execution`` of microsoft/vscode-jupyter (cellDisplayIdTracker.ts and
-    cellExecutionMessageHandler.ts): a message counts only as an answer to a cell that was run, also after the cell's
-    end; a display id is the name of one output, that which was displayed last; and an update names an output of any
-    cell. Of a cell with more outputs than :data:`MAX_OUTPUTS`, the first ones are shown (microsoft/vscode#325786).
+    The rules differ from JupyterLab's, see ``src/kernels/execution`` in microsoft/vscode-jupyter
+    (cellDisplayIdTracker.ts and cellExecutionMessageHandler.ts): a message counts only as an answer to an executed
+    cell, even after the cell's end; a display id refers to one output, the last one displayed with it; and an update
+    may refer to an output of any cell. If a cell has more than :data:`MAX_OUTPUTS` outputs, VS Code shows the first
+    ones (microsoft/vscode#325786).
     """
 
     MAX_OUTPUTS = 500
@@ -114,6 +115,6 @@ class VSCode:
                     named[display_id] = outputs[-1]
 
     def tables(self, cell: str) -> list[str]:
-        """The text of each display in a cell, of outputs that are shown."""
+        """Return the text of each visible display in a cell."""
         shown = self.outputs[cell][: self.MAX_OUTPUTS]
         return [output["data"].get("text/plain", "") for output in shown if "data" in output]

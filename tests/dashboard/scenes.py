@@ -1,4 +1,4 @@
-"""Jobs made up of synthetic events, for tests that need a view or something to feed to a dashboard."""
+"""Simulated jobs, for tests that need a view, or events for a dashboard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START_S = 1_000.0
 
 @dataclass
 class Clock:
-    """A clock that moves when asked to."""
+    """A clock that tests advance."""
 
     now_s: float = 50.0
 
@@ -36,14 +36,14 @@ class Clock:
 
 
 def started(num_processes: int, **fields: object) -> list[Event]:
-    """A job whose workers have all begun."""
+    """Return the events of a job whose workers have all started."""
     job = {"function_name": "train", "backend": "cpu", "start_method": "fork", "log_dir": "/logs/train-1"}
     begin = AttemptStarted(-1, START_S, num_processes=num_processes, **{**job, **fields})  # type: ignore[arg-type]
     return [begin, *(Started(rank, START_S, pid=100 + rank) for rank in range(num_processes))]
 
 
 def ended(num_processes: int, seconds: float = 12.0) -> list[Event]:
-    """All workers return and leave."""
+    """Return the events with which all workers return and exit."""
     at_s = START_S + seconds
     events: list[Event] = [Returned(rank, at_s) for rank in range(num_processes)]
     events += [Exited(rank, at_s) for rank in range(num_processes)]
@@ -68,7 +68,7 @@ def view_of(events: Iterable[Event], view: JobView | None = None) -> JobView:
 
 
 def trained(num_processes: int, steps: int = 100, total: int = 1000) -> JobView:
-    """A job some way into its first pass: 10 steps a second, 32 samples a step, a falling loss."""
+    """Return a job within its first epoch: 10 steps a second, 32 samples a step, a falling loss."""
     view = view_of(started(num_processes))
     for step in range(0, steps + 1, 5):
         view = fold_readings(

@@ -1,4 +1,4 @@
-"""Progress bars read from what workers print: tqdm's own lines, and lines that only look like them."""
+"""Progress bars in workers' output: tqdm's own lines, and lines that only look similar."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nblaunch.dashboard.view import Bar, read_bar
 
 @pytest.fixture(autouse=True)
 def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tqdm keeps a thread that outlives its bars, to redraw those that stand still."""
+    """Turn off tqdm's monitor, a thread that redraws idle bars and outlives them."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)
 
 
 def last_line(num_done: int, **options: Any) -> str:
-    """What tqdm leaves on the screen after ``num_done`` of its steps."""
+    """Return tqdm's line on the screen after ``num_done`` steps."""
     stream = io.StringIO()
     bar = tqdm(file=stream, mininterval=0, miniters=1, **options)
     bar.update(num_done)

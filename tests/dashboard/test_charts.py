@@ -1,4 +1,4 @@
-"""Charts: axes with round numbers, a legend, means before the curves of ranks."""
+"""Charts: axes with round numbers, a legend, means drawn before ranks' curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.dashboard.test_render import Reader
 
 
 def lines(html: str) -> list[list[tuple[float, float]]]:
-    """The points of each line, in pixels."""
+    """Return the points of each line in pixels."""
     found = []
     for first, rest in re.findall(r'<path d="M([^l"]+)l([^"]+)">', html):
         steps = [float(number) for number in f"{first} {rest}".split()]
@@ -37,8 +37,8 @@ def test_a_chart_has_axes_with_round_numbers_and_stays_in_its_frame() -> None:
     assert numbers(html) == ["-1", "0", "1", "2", "3", "step", "0", "1", "2", "3"]
     assert "x3 to 2.5 in 3 steps, min -1" in Reader(html).text
     gap = re.search(r"margin:6px (\d+)px", html)[1]  # type: ignore[index]
-    assert 3 * (width + int(gap)) <= 812  # three fit into the cell of a laptop
-    assert "vertical-align:bottom" in html  # frames stand side by side below captions of one line and of two
+    assert 3 * (width + int(gap)) <= 812  # three charts fit into a cell on a laptop
+    assert "vertical-align:bottom" in html  # frames are aligned below captions of one line and of two
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Curves: thinned evenly, never beyond their size, never going back."""
+"""Curves: thinned evenly, limited in size, with increasing steps."""
 
 from __future__ import annotations
 

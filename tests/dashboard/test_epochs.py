@@ -1,4 +1,4 @@
-"""The table of epochs: training loss of all ranks, logged metrics, time."""
+"""The table of epochs: mean training loss of all ranks, logged metrics, time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels import Kernel
 
 
 def epochs(numbers: range, num_ranks: int = 2) -> list[Event]:
-    """Events of epochs whose losses differ between ranks, each with an evaluation."""
+    """Return the events of epochs with an evaluation each, whose losses differ between ranks."""
     events: list[Event] = []
     for number in numbers:
         events += [
@@ -41,7 +41,7 @@ def test_epoch_rows_show_mean_loss_metrics_and_slowest_time() -> None:
     assert [tuple(row) for row in Reader(render_html(view)).rows][-3:] == expected
     lines = [tuple(line.split()) for line in render_text(view).splitlines()]
     assert ("1", "1.5000", "0.6000", "x", "3.0", "s") in lines
-    assert tabulate(view).metrics == ""  # they are in the table
+    assert tabulate(view).metrics == ""  # the metrics are in the table instead
 
 
 def test_metrics_have_a_row_in_an_epoch_and_a_line_before() -> None:
@@ -81,7 +81,7 @@ def test_a_restart_has_epochs_of_its_own() -> None:
 
 def test_each_training_has_own_epochs() -> None:
     view = view_of([*started(2), *epochs(range(1, 3))])
-    view = view_of([Metric(0, START_S, 1, {"accuracy": 0.9}, epoch=1)], view)  # in its first epoch
+    view = view_of([Metric(0, START_S, 1, {"accuracy": 0.9}, epoch=1)], view)  # still in its first epoch
     rows = [("1", "1.5000", "0.6000"), ("2", "0.7500", "0.7000"), ("1", "", "0.9000")]
     assert [row[:3] for row in tabulate_epochs(view).rows] == rows
     view = view_of([EpochEnded(rank, START_S, 1, 9.0, 1.0) for rank in range(2)], view)

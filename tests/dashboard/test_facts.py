@@ -1,4 +1,4 @@
-"""What workers report of the whole job while it runs, in the head of its table."""
+"""Facts about the whole job that workers report, in the head of its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time left, announced from readings of the board ten times a second, in jobs whose steps are known in advance."""
+"""The displayed time left, from ten readings of the board per second, in jobs whose steps are known in advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nblaunch.dashboard.fold import fold_readings
 from tests.dashboard.scenes import START_S, sample, started, view_of
 
 Announced = list[tuple[float, float | None]]
-"""Seconds since the start, and the time left that is shown then."""
+"""Seconds since the start, and the time left displayed at that moment."""
 
 
 def announced(
@@ -21,17 +21,17 @@ def announced(
     counts_all: bool = False,
     is_stream: bool = False,
 ) -> Announced:
-    """Return what a dashboard announces of one rank until its last step.
+    """Return a dashboard's forecasts for one rank until its last step.
 
     Args:
         steps_s: seconds of each step. A step ends when the loop takes the next batch.
-        per_epoch: steps of an epoch.
+        per_epoch: steps per epoch.
         begin_s: seconds from the start of the loop to its first batch.
-        counts_all: a framework counts the steps of the whole training.
-        is_stream: the loader does not know how many batches it has.
+        counts_all: whether a framework counts the steps of the whole training.
+        is_stream: whether the loader does not know its number of batches.
     """
     view = view_of(started(1))
-    taken_s = list(accumulate(steps_s[:-1], initial=begin_s))  # when each batch was taken
+    taken_s = list(accumulate(steps_s[:-1], initial=begin_s))  # times at which the loop takes a batch
     num_epochs = len(steps_s) // per_epoch
     total = -1 if is_stream else per_epoch
     shown: Announced = []
@@ -54,13 +54,13 @@ def announced(
 def largest_error(
     shown: Announced, steps_s: list[float], begin_s: float = 0.0, first_share: float = 0.1
 ) -> float:
-    """Return how far announcements are off, as a share of the time left.
+    """Return the largest error of forecasts, as a share of the time left.
 
     Args:
-        shown: the announcements.
+        shown: the forecasts.
         steps_s: seconds of each step.
-        begin_s: seconds before the first.
-        first_share: of the steps, after which an announcement counts. Those in the second half do not.
+        begin_s: seconds before the first step.
+        first_share: share of the steps after which forecasts count; forecasts in the second half don't.
     """
     num_steps, total_s = len(steps_s), begin_s + sum(steps_s)
     first_s = begin_s + sum(steps_s[: int(num_steps * first_share)])
@@ -96,7 +96,7 @@ def test_pauses_that_come_again_are_forecast() -> None:
 
 
 def test_nothing_is_announced_of_a_first_batch() -> None:
-    """The loop has taken a batch at once, and compiles its step for half a minute."""
+    """The loop takes its first batch at once, and then compiles the step for half a minute."""
     shown = announced([30.0, *[0.5] * 99], 100, 0.01)
     assert {left_s for at_s, left_s in shown if at_s <= 30.0} == {None}
 

@@ -1,4 +1,4 @@
-"""Dashboards in a real kernel: what reaches the front end, in how many messages, in which output."""
+"""Dashboards in a real kernel: their messages to the front end, by number and output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.dashboard.feed import FEED
 from tests.kernels import Kernel
 
 
-# Four kernels' worth of seconds are saved by sharing one; nothing here outlives its cell.
+# Sharing a kernel saves the start of four; nothing here outlives its cell.
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
     with Kernel.start() as kernel:
@@ -50,7 +50,7 @@ def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -
 
 @pytest.mark.timeout(60)
 def test_a_few_seconds_of_lines_and_steps_are_few_messages(shared: Kernel) -> None:
-    # Real time passes here, because the kernel's own buffering is part of what is counted.
+    # This test uses real time, because the kernel's own buffering affects the count.
     cell = shared.run(
         """
 d = dashboard.choose()

@@ -1,4 +1,6 @@
-"""The dashboards as listeners: when and what they publish. No kernel, no waiting: the clock is moved by hand."""
+"""The dashboards as listeners: what they publish, and when. There is no kernel and no waiting: tests advance the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from tests.dashboard.scenes import START_S, Clock, ended, sample, started
 
 
 class Publications:
-    """Stands in for a front end."""
+    """Replaces a front end."""
 
     def __init__(self) -> None:
         self.bundles: list[Mapping[str, str]] = []
@@ -129,7 +131,7 @@ def test_a_long_job_updates_one_output_a_few_times_a_second() -> None:
         table.on_readings([sample(rank, tick) for rank in range(2)])
     assert len(shown.ids) == 1
     assert shown.updates == [False] + [True] * (len(shown.updates) - 1)
-    assert 15 <= len(shown.updates) <= 35  # 10 s: 4 a second at first, then about 2
+    assert 15 <= len(shown.updates) <= 35  # 10 s: 4 per second at first, then about 2
 
 
 def test_a_large_table_is_published_more_rarely() -> None:
@@ -311,7 +313,7 @@ def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
     printer.close()
     lines = stream.getvalue().splitlines()
     per_rank = [sum(line.startswith(f"[{rank}] line") for line in lines) for rank in range(4)]
-    assert per_rank[3] == 500 + 20  # alone at first
+    assert per_rank[3] == 500 + 20  # rank 0 is alone at first
     assert all(125 + 20 <= number <= 200 + 20 for number in per_rank[:3])
     for rank in range(4):
         shown = next(line for line in lines if line.startswith(f"[{rank}] ...") and "not shown" in line)
@@ -327,7 +329,7 @@ def test_output_of_many_ranks_is_bounded() -> None:
     printer.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) < 3_200
-    assert any(line.startswith("[511]") for line in lines)  # something of every rank
+    assert any(line.startswith("[511]") for line in lines)  # every rank has some lines
     assert sum("prints a lot" in line for line in lines) == sum("rank_" in line for line in lines) == 512
     hidden = [
         int(found[1].replace(",", "")) for line in lines if (found := re.search(r"([\d,]+) lines not", line))
@@ -446,7 +448,7 @@ def test_ranks_that_use_the_same_display_id_do_not_overwrite_each_other() -> Non
     assert seen == [
         (0, "plot", False, "<Figure>"),
         (1, "plot-rank1", False, "<Figure>"),
-        (0, "plot", True, "b"),  # of several updates in a tick only the newest is sent
+        (0, "plot", True, "b"),  # only the newest of several updates in a tick is sent
         (1, "plot-rank1", True, "b"),
         (1, "of the notebook", True, "<Figure>"),
     ]
@@ -534,7 +536,7 @@ def test_importing_and_choosing_import_nothing_of_jupyter() -> None:
 
 @final
 class BrokenDashboard(Dashboard):
-    """Fails at everything."""
+    """A dashboard whose methods all raise."""
 
     num_calls = 0
 

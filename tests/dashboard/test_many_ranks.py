@@ -1,4 +1,4 @@
-"""Events and readings of many ranks are read together: what is shown is the same, and the cost stays small."""
+"""Dashboards process events and readings of many ranks in batches: the display is the same, and the cost is small."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TICK_S = 0.1
 
 
 class Recorded(ViewingDashboard):
-    """Keeps the views that it would draw."""
+    """Stores the views that it would draw."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -78,7 +78,7 @@ def test_many_ranks_are_drawn_less_often_and_as_they_are_now(num_ranks: int, mos
 
 def test_the_last_reading_before_the_end_counts() -> None:
     dashboard = started(NUM_RANKS)
-    for step in range(1, 13):  # the last ones are not drawn
+    for step in range(1, 13):  # the last readings are not drawn
         dashboard.tick(step, NUM_RANKS)
     assert {rank.step for rank in dashboard.drawn[-1].ranks} != {12}
     dashboard.on_event(JobEnded(-1, time.time()))
@@ -87,7 +87,7 @@ def test_the_last_reading_before_the_end_counts() -> None:
 
 
 def test_a_reading_counts_for_what_came_before_it_only() -> None:
-    """A rank that has moved on is not stalled; one of which this is known afterwards is."""
+    """A rank that has progressed is not stalled; a rank whose progress is read only later is."""
     dashboard = started(NUM_RANKS)
     dashboard.tick(1, NUM_RANKS)
     dashboard.on_event(Stalled(3, time.time(), for_s=30.0, where="cell 1, line 2"))

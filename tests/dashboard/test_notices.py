@@ -1,4 +1,4 @@
-"""Words about slow and stalled ranks, from samples made by hand."""
+"""Notices about slow and stalled ranks, from handwritten samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.dashboard.scenes import START_S, ended, killed, raised, sample, start
 
 
 def at_rates(rates: Sequence[float], seconds: float = 10.0, total: int = 1000) -> JobView:
-    """Ranks that make so many steps a second each."""
+    """Return samples of ranks with these steps per second."""
     view = view_of(started(len(rates)))
     ticks = round(seconds * 2)
     for tick in range(ticks + 1):
@@ -57,7 +57,7 @@ def test_a_slow_rank_is_named_with_how_much() -> None:
 
 
 def test_a_slow_rank_is_named_where_steps_take_many_seconds() -> None:
-    """Three of them are compared, however long they take; the first two are warm-up."""
+    """Three steps are compared, however long they take; the first two are warm-up."""
     assert texts(at_rates([0.2, 0.2, 0.1, 0.2], seconds=55)) == [
         "rank 2: 2.0 times slower than the others (0.100 against 0.200 steps/s)"
     ]
@@ -85,7 +85,7 @@ def test_the_first_second_is_too_early_to_judge() -> None:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["own rate", "in step"])
 def test_a_rank_that_becomes_slow_is_named_within_four_seconds(busy: bool) -> None:
-    """Rank 2 takes 50 ms a step and 250 ms from the tenth second on; in step, the others wait for it."""
+    """Rank 2 takes 50 ms per step, and 250 ms from the tenth second on; in lockstep, the others wait for it."""
     view, named_s = view_of(started(4)), None
     steps, busy_s = [0.0] * 4, [0.0] * 4
     for tick in range(1, 60):
@@ -109,7 +109,7 @@ def test_a_rank_that_becomes_slow_is_named_within_four_seconds(busy: bool) -> No
 
 
 def in_step(busy_s: Sequence[float], step_s: float = 0.1) -> JobView:
-    """Ranks that wait for each other at every step, after so many seconds of their own."""
+    """Return samples of ranks that wait for each other at every step, after this many seconds of their own work."""
     view = view_of(started(len(busy_s)))
     for step in range(0, 101, 5):
         readings = [
@@ -133,7 +133,7 @@ def test_lockstep_straggler_computes_longest() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_delays_of_a_busy_machine_are_no_slow_rank(seed: int) -> None:
-    """Each rank computes 20 ms a step, and loses the processor for 100 ms on average at every tenth."""
+    """Each rank computes for 20 ms per step, and loses the processor for 100 ms on average at every tenth step."""
     draw = random.Random(seed)
     view, now_s, busy_s = view_of(started(2)), 5.0, [0.0, 0.0]
     for step in range(1, 801):
@@ -200,7 +200,8 @@ def test_notice_shows_positions_after_an_interrupt() -> None:
     stall = Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0)
     view = fold_readings(view_of([report, stall], trained(2)), [], START_S + 71)
     assert notices(view)[0].lines == ("    rank 1 is at cell 5, line 9",)
-    assert notices(view)[0].text == "no progress for 1:01:"  # as the row, not as when it was reported
+    # the current position, as in the row, not the reported one
+    assert notices(view)[0].text == "no progress for 1:01:"
     assert "rank 1 is at cell 5, line 9" in render_text(view)
     moved = fold_readings(view, [sample(1, 101)], START_S + 72)
     assert not any(notice.lines for notice in notices(moved))
@@ -215,9 +216,11 @@ def test_past_hangs_are_not_shown_again() -> None:
         Stalled(1, START_S + 70, "cell 5, line 9", "", 60.0, is_certain=False),
     ]
     view = fold_readings(view_of([*stalls, report], trained(2)), [], START_S + 71)
-    assert notices(view_of(ended(2), view)) == ()  # all have returned, whatever was seen of it
+    # all ranks have returned, even if the board never showed it
+    assert notices(view_of(ended(2), view)) == ()
     view = waiting(view, (0, 1), 72, WorkerState.RUNNING)
-    assert notices(view_of([JobEnded(-1, START_S + 80, "interrupted")], view))[0].lines  # no step yet
+    # there was no step yet
+    assert notices(view_of([JobEnded(-1, START_S + 80, "interrupted")], view))[0].lines
     view = fold_readings(view, [sample(rank, 101) for rank in range(2)], START_S + 73)
     assert notices(view_of([JobEnded(-1, START_S + 80, "failed", 0)], view)) == ()
     stall = Stalled(0, START_S + 120, "cell 5, line 20", "barrier", 40.0)
@@ -283,7 +286,7 @@ def test_of_a_hang_that_was_stopped_only_the_culprit_failed() -> None:
     assert [failure[:2] for failure in tabulate(view).failures] == [
         ("rank 1", "did not enter the collective")
     ]
-    assert notices(view) == ()  # the exception has it
+    assert notices(view) == ()  # the exception contains it
 
 
 def test_why_steps_are_slow_takes_the_place_of_the_comparison() -> None:

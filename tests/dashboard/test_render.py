@@ -34,7 +34,9 @@ HOSTILE = "<script>alert('1')</script> & \"q\" ünï 漢字 🙂"
 
 
 class Reader(HTMLParser):
-    """Reads a fragment as a browser would: balanced tags, only harmless ones, and the text that is seen."""
+    """Reads a fragment as a browser does; checks that its tags are balanced and harmless, and collects its visible
+    text.
+    """
 
     VOID = frozenset({"br", "hr", "img"})
 
@@ -164,7 +166,7 @@ def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
     line = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
     view = view_of([*started(2), StatusLine(1, START_S, text=line)])
     row = tabulate(view).rows[2]
-    # The drawn part would take the place of the numbers: columns are narrow, and a bar is there already.
+    # The drawn bar would displace the numbers: columns are narrow, and the table has its own bar.
     assert (row.fraction, row.detail) == (0.45, "fold 2 450/1000 [00:45<00:55, 10.0it/s]")
     assert "width:45%" in render_html(view)
     assert "fold 2 450/1000 [00:45<00:55, 10.0it/s]" in render_text(view)
@@ -179,7 +181,7 @@ def test_a_killed_rank_is_called_killed() -> None:
 
 
 def golden_views() -> dict[str, JobView]:
-    """Jobs that have all that a table can show between them."""
+    """Return jobs that together contain everything that a table can show."""
     slowest = view_of(started(24))
     for step in range(0, 101, 5):
         busy_s = [0.09 if rank == 11 else 0.03 for rank in range(24)]
@@ -214,7 +216,7 @@ def test_the_table_in_a_terminal_word_for_word(golden: Golden) -> None:
 
 
 def test_the_table_in_a_notebook_word_for_word(golden: Golden) -> None:
-    """One tag a line."""
+    """The golden file has one tag per line."""
     html = {name: render_html(view, tail=()) for name, view in golden_views().items()}
     lines = {name: re.sub(r"(?<=>)(?=<)", "\n", text) for name, text in html.items()}
     golden.check("table.html", lines, is_volatile=False)
@@ -289,7 +291,7 @@ def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
     assert "killed by SIGKILL" in next(line for line in lines if line.split()[0] == "4")
     text = Reader(render_html(view)).text
     assert text.index(tabulate(view).failures[0].text) < text.index("rank" + "state")
-    assert "peer closed" not in text  # the logs have it
+    assert "peer closed" not in text  # the logs contain it
 
 
 def test_one_failure_of_all_ranks_is_one_card() -> None:
@@ -369,7 +371,7 @@ def test_html_stands_alone_in_any_theme() -> None:
     html = render_html(trained(8), tail=())
     assert not re.search(r"<style|<link|<img|https?:|@import|url\(", html)
     assert "tabular-nums" in html
-    # Neither ink nor paper is named: both come from the theme.
+    # Neither text colour nor background is set: both come from the theme.
     assert not re.search(r"(?<![-\w])color:(?:black|white|#000|#fff)", html)
     assert not re.search(r"background:(?:white|black|#fff|#000)", html)
 
@@ -452,7 +454,7 @@ def test_numbers() -> None:
     ]
 
 
-@settings(deadline=None)  # other tests may keep the processors busy
+@settings(deadline=None)  # other tests may occupy the processors
 @given(any_story)
 def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
     view = view_after(story)

@@ -1,4 +1,4 @@
-"""What stays of a job that has ended: its figures, one line for ranks that did the same, charts that can be read."""
+"""The summary of an ended job: its figures, one line for ranks that did the same, readable charts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.dashboard.test_render import Reader
 
 
 def trained(num_ranks: int = 2, *, slow_from: int = 50) -> JobView:
-    """100 steps in two epochs, ten a second in the first, two a second in the second."""
+    """Return a job with 100 steps in two epochs, ten per second in the first and two per second in the second."""
     view = view_of(started(num_ranks))
     at_s = 0.0
     for step in range(101):
@@ -75,7 +75,7 @@ def test_the_last_and_the_best_of_losses_and_metrics_are_shown() -> None:
     assert shown["training loss"] == ("0.7500", "best 0.5000 in epoch 1")
     assert shown["accuracy"] == ("0.7500", "best 0.8750 at step 20")
     assert shown["val_loss"] == ("0.2500", "best 0.1250 at step 20")
-    assert shown["share"] == ("0.7500", "")  # which way is better is not known
+    assert shown["share"] == ("0.7500", "")  # it is unknown which direction is better
     assert "lr" not in shown
     assert "lr 0.1" in render_text(over)
 

@@ -1,4 +1,4 @@
-"""Which rows a job has: the whole job, ranks that differ, and the others in one line."""
+"""The rows of a job: the whole job, ranks that differ, and one line for the others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_first_row_shows_the_whole_job() -> None:
 
 
 def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
-    """10 s of training and 5 s of evaluation an epoch."""
+    """An epoch has 10 s of training and 5 s of evaluation."""
     view = view_of(started(1))
     for tick in range(76):
         epoch, at_s = tick // 30 + 1, tick % 30 / 2
@@ -95,7 +95,7 @@ def test_an_evaluation_inside_an_epoch_is_not_the_end_of_the_epoch() -> None:
         (rank,) = view.ranks
         assert rank.job_fraction == pytest.approx(0.01)
         assert (rank.epoch_length_s, rank.left_s) == (None, None)
-    # 100 s an epoch, then 1 s for the second half of the evaluation, half an epoch and eight whole ones.
+    # An epoch takes 100 s: 1 s for the second half of the evaluation, half an epoch, and eight whole epochs remain.
     trained = (1000, 1000, 1)
     training = sample(
         0, 500, num_epochs=10, epoch=2, loop=3, step_time_s=105.0, steps_done=1500, trained=trained
@@ -160,7 +160,7 @@ def test_columns_are_the_same_from_the_first_step_to_the_end() -> None:
     assert tables[0].columns == ()
     assert {table.columns for table in tables[1:]} == {HEADS}
     heads = [re.findall(r"<td role=\"columnheader\".*?</td>", rows_html(table)) for table in tables[1:]]
-    assert all(head == heads[0] for head in heads)  # with their widths
+    assert all(head == heads[0] for head in heads)  # including their widths
 
 
 def test_a_job_that_trains_nothing_has_no_columns_of_training() -> None:
@@ -281,7 +281,7 @@ def test_states_differ_in_shape_wherever_they_differ_in_colour() -> None:
 
 # --- contrast --------------------------------------------------------------------------------------------------------
 
-# Text and background, with the opacity of text: JupyterLab light and dark, VS Code dark, JupyterLab 3 dark.
+# Text and background colours, and the opacity of text: JupyterLab light and dark, VS Code dark, JupyterLab 3 dark.
 THEMES = {
     "light": ((0, 0, 0), 0.87, (255, 255, 255)),
     "dark": ((255, 255, 255), 1.0, (17, 17, 17)),

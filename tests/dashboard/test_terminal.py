@@ -1,4 +1,4 @@
-"""What is redrawn in a terminal: on a real pseudo-terminal, seen through a screen that keeps what it shows."""
+"""Redrawing in a terminal: a real pseudo-terminal with an emulated screen."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ notebook_launcher(train, num_processes=2, backend="cpu")
 
 
 class Screen:
-    """What a terminal shows of what is written, with the cursor movements that rich and our own line use."""
+    """The screen of a terminal, which understands the cursor movements of rich and of our own line."""
 
     def __init__(self) -> None:
         self.lines = [""]
@@ -85,7 +85,7 @@ class Screen:
         elif name == "m":
             self.colours |= {int(number) for number in arguments.split(";") if number}
         else:
-            assert arguments in ("?25", "?2004"), (arguments, name)  # the latter by readline
+            assert arguments in ("?25", "?2004"), (arguments, name)  # readline writes the latter
             if arguments == "?25":
                 self.is_cursor_hidden = name == "l"
 
@@ -96,7 +96,7 @@ class Screen:
 
 @pytest.fixture(autouse=True)
 def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colours are as in a terminal of a user who has no settings for them."""
+    """Remove the user's settings for colours in terminals."""
     monkeypatch.setenv("TERM", "xterm")
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -104,7 +104,7 @@ def no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def terminal(columns: int = COLUMNS, encoding: str = "utf-8") -> Iterator[tuple[int, io.TextIOWrapper]]:
-    """A pseudo-terminal: the end that a user looks at, and a stream into the other one."""
+    """Open a pseudo-terminal; yield the user's end, and a stream into the other end."""
     user, program = pty.openpty()
     fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     stream = io.TextIOWrapper(io.FileIO(program, "w"), encoding=encoding, write_through=True)
@@ -116,12 +116,12 @@ def terminal(columns: int = COLUMNS, encoding: str = "utf-8") -> Iterator[tuple[
 
 
 def read(user: int, timeout_s: float = 0.0) -> str:
-    """What has arrived by now, up to the end of a character."""
+    """Return the output so far, up to the end of a character."""
     data = b""
     while select.select([user], [], [], timeout_s)[0] or not _is_whole(data):
         try:
             chunk = os.read(user, 1 << 16)
-        except OSError:  # Linux's way to report that the other end is closed
+        except OSError:  # Linux reports a closed other end this way
             break
         data += chunk
     return data.decode()
@@ -234,7 +234,7 @@ def test_the_last_table_has_the_columns_of_the_live_one(width: int) -> None:
         screen.write(read(user))
     lines = screen.text.splitlines()
     (head,) = (number for number, line in enumerate(lines) if line.startswith("rank"))
-    columns = [name for name in re.split(r"  +", before) if name != "ETA"]  # nothing is left
+    columns = [name for name in re.split(r"  +", before) if name != "ETA"]  # the screen is empty
     assert set(columns) <= set(re.split(r"  +", lines[head]))
     assert max(map(len, lines[head : head + 4])) <= width
     assert ("progress" in before, "━" in lines[head + 1]) == ((width >= 80,) * 2)
@@ -319,7 +319,7 @@ def test_a_script_in_a_terminal_shows_a_table_that_moves(tmp_path: Path) -> None
     screen, seen = _run_script(tmp_path)
     steps = [list(map(int, re.findall(r" (\d+)/40 ", text))) for text in seen if "/40 " in text]
     assert len({tuple(step) for step in steps}) >= 3, seen[-5:]
-    assert all(len(step) == 3 for step in steps)  # a row of the job and one per rank
+    assert all(len(step) == 3 for step in steps)  # a row for the job and one per rank
     assert not screen.is_cursor_hidden
     _assert_ended(screen)
 
@@ -389,7 +389,7 @@ def _read_until(
 
 
 def _run_script(tmp_path: Path) -> tuple[Screen, list[str]]:
-    """Run the script in a terminal; returns what is there at the end, and what was there in between."""
+    """Run the script in a terminal; return the final screen and earlier ones."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     screen, seen = Screen(), []

@@ -1,4 +1,4 @@
-"""The fold: what a dashboard knows after events and readings."""
+"""The view of a job that a dashboard computes from events and readings."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_last_line_of_the_output_is_kept() -> None:
     assert (view.ranks[0].status_line, view.ranks[1].last_line) == ("10%|#", "line 99")
     assert view.ranks[1].num_lines == 100
     view = fold(view, LogLines(0, START_S, lines=("100%|##",)))
-    assert view.ranks[0].status_line == "10%|#"  # the launcher reports each change of it
+    assert view.ranks[0].status_line == "10%|#"  # the launcher reports each change of the line
 
 
 BAR = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
@@ -217,7 +217,7 @@ def test_rates_and_time_left() -> None:
 
 def test_rates_forget_what_lies_before_the_window() -> None:
     view = trained(1, steps=100)
-    for number in range(1, 200):  # now one step a second instead of ten
+    for number in range(1, 200):  # now one step per second instead of ten
         view = fold_readings(
             view, [sample(0, 100 + number, step_time_s=15.0 + number)], START_S + 10 + number
         )
@@ -233,11 +233,11 @@ def test_new_loop_shows_old_rate_until_measured() -> None:
     assert view.ranks[0].steps_per_s == pytest.approx(10)
     view = fold_readings(view, [replace(evaluating, step=2, step_time_s=101.0, steps_done=102)], START_S + 96)
     assert view.ranks[0].steps_per_s == pytest.approx(2)
-    # A checkpoint is saved behind it: the finished evaluation is still on the board.
+    # A checkpoint is saved after it, so the finished evaluation is still on the board.
     saving = replace(evaluating, step=20, state=WorkerState.TRAINING, step_time_s=109.0, steps_done=120)
     view = fold_readings(view, [saving], START_S + 104)
     assert view.ranks[0].steps_per_s == pytest.approx(18 / 8)  # without its first two steps
-    # Back to the outer pass, which resumes where it was, with its own rate.
+    # Back in the outer loop, which continues with its own rate.
     resumed = sample(0, 100, 100, step_time_s=110.0, steps_done=121)
     view = fold_readings(view, [resumed], START_S + 105)
     assert view.ranks[0].steps_per_s == pytest.approx(10)
@@ -266,7 +266,7 @@ def test_events_overrule_the_board_at_both_ends() -> None:
     view = fold_readings(view_of(started(1)), readings, START_S)
     assert states(view) == ["running"]
     view = fold_readings(view, [SlotReading(0, WorkerState.FAILED)], START_S)
-    assert states(view) == ["running"]  # why it failed is about to be reported
+    assert states(view) == ["running"]  # the reason for the failure will be reported next
     view = fold_readings(
         view_of([Returned(0, START_S)], view), [SlotReading(0, WorkerState.TRAINING)], START_S
     )
@@ -366,7 +366,7 @@ def view_after(story: list[Event | list[SlotReading]]) -> JobView:
     return view
 
 
-@settings(deadline=None)  # other tests may keep the processors busy
+@settings(deadline=None)  # other tests may occupy the processors
 @given(any_story)
 def test_whatever_is_reported_the_view_stays_sane(story: list[Event | list[SlotReading]]) -> None:
     view = view_after(story)
@@ -380,12 +380,13 @@ def test_whatever_is_reported_the_view_stays_sane(story: list[Event | list[SlotR
 def test_a_rank_that_is_done_shows_its_training() -> None:
     view = fold_readings(view_of(started(1)), [sample(0, 20, 22, epoch=3, num_epochs=3)], START_S)
     rate = view.ranks[0].steps_per_s
-    # The last look at the training came before its last step.
+    # The last reading of the training came before its last step.
     evaluating = sample(
         0, 6, 6, epoch=3, num_epochs=3, loop=2, state=WorkerState.EVALUATING, trained=(22, 22, 3)
     )
     view = fold_readings(view, [evaluating], START_S + 1)
-    assert (view.ranks[0].step, view.ranks[0].total) == (6, 6)  # while it runs, of what it does now
+    # while it runs, the row shows the current loop
+    assert (view.ranks[0].step, view.ranks[0].total) == (6, 6)
     view = view_of(ended(1), view)
     for again in (view, fold_readings(view, [evaluating], START_S + 2)):
         (rank,) = again.ranks
@@ -430,7 +431,7 @@ def test_lockstep_ranks_show_equal_rates_between_epochs() -> None:
     one, other = view.ranks
     assert one.steps_per_s == pytest.approx(45 / 5.4)  # without its first steps
     assert one.steps_per_s == pytest.approx(other.steps_per_s)
-    # A long pause is none of the training's.
+    # A long pause does not count as training.
     later = [
         sample(1, 12, loop=1, step_time_s=40.0, state=WorkerState.RUNNING),
         sample(1, 1, 40, loop=4, epoch=3, step_time_s=40.1),
@@ -442,7 +443,7 @@ def test_lockstep_ranks_show_equal_rates_between_epochs() -> None:
 
 def test_steps_of_epochs_that_no_look_has_met_count_in_the_rate() -> None:
     view = view_of(started(1))
-    for look in range(5):  # every half second, five epochs of four steps
+    for look in range(5):  # five epochs of four steps every half second
         reading = sample(0, 2, 4, loop=1 + 5 * look, step_time_s=5 + look / 2, steps_done=2 + 20 * look)
         view = fold_readings(view, [reading], START_S + look / 2)
     assert view.ranks[0].steps_per_s == pytest.approx(40)

@@ -1,4 +1,4 @@
-"""What VS Code shows of a job, by the rules of its Jupyter extension: they are stricter than JupyterLab's."""
+"""A job in VS Code, whose Jupyter extension has stricter rules than JupyterLab."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.dashboard.front_end import FrontEnd, VSCode
 from tests.kernels import Cell, Kernel
 from tests.profiles import PROFILES, python_of
 
-# A job in the background, which ends when a later cell says so.
+# A background job, which a later cell ends.
 BACKGROUND = """
 d = dashboard.choose({kind!r}, background=True)
 stop, thread = run_in_background(d)
@@ -75,7 +75,7 @@ def test_widgets_of_a_background_job_go_on_while_no_cell_runs(shared: Kernel) ->
 
 
 def test_the_error_of_a_cell_is_among_the_outputs_that_are_shown(shared: Kernel) -> None:
-    # Of each of eight ranks a figure per step.
+    # A figure per step on each of eight ranks.
     cell = shared.run(
         """
 d = dashboard.choose()

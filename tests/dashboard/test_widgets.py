@@ -1,4 +1,4 @@
-"""The widgets' parts without a kernel: what is sent and when, what is remembered, and what happens when it breaks."""
+"""The parts of the widgets without a kernel: messages and their timing, kept lines, and failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.dashboard.scenes import START_S, Clock, ended, sample, started, train
 
 
 class Publications:
-    """Stands in for a front end."""
+    """Replaces a front end."""
 
     def __init__(self) -> None:
         self.bundles: list[Mapping[str, Any]] = []
@@ -64,7 +64,7 @@ def test_only_what_changed_is_sent() -> None:
     clock, widget = Clock(), FakeWidget("a", layout=1)
     throttle = Throttle(clock=clock)
     throttle.update(widget, value="a", layout=1)
-    assert (throttle.flush(), widget.num_messages) == (0, 0)  # it was made with these
+    assert (throttle.flush(), widget.num_messages) == (0, 0)  # it was created with these values
     throttle.update(widget, value="b", layout=1)
     assert (throttle.flush(), widget.value, widget.num_messages) == (1, "b", 1)
     throttle.update(widget, value="c", layout=2)
@@ -147,7 +147,7 @@ def test_the_book_is_plain_text() -> None:
 
 @dataclass
 class Sent:
-    """What a panel has sent after its first seconds."""
+    """The messages of a panel after its first seconds."""
 
     num_messages: int
     num_bytes: int
@@ -157,7 +157,7 @@ class Sent:
 
 
 def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Sent:
-    """Show a job whose ranks step and print, a tick every 0.2 s, and count messages from the ninth second on."""
+    """Show a job whose ranks step and print, with a tick every 0.2 s, and count messages from the ninth second on."""
     from nblaunch.dashboard.widget_panel import Panel
 
     clock, last_lines = Clock(), LastLines()
@@ -191,8 +191,8 @@ def send_for(num_ranks: int, seconds: float = 40.0, num_printing: int = 8) -> Se
         for rank in range(min(num_ranks, num_printing)):
             last_lines.add(LogLines(rank, START_S + tick / 5, lines=(f"loss {1 / (tick + 1)}",)))
         panel.show(view)
-        is_measured = tick >= 40  # what may be sent at once at the beginning is spent
-        if tick == 39:  # all parts are there
+        is_measured = tick >= 40  # the initial budget is spent
+        if tick == 39:  # all parts have been sent
             for widget in dict.fromkeys(panel._all()):
                 if widget.has_trait("value"):
                     widget.observe(count(widget), "value")
@@ -230,7 +230,7 @@ def test_charts_are_sent_only_if_changed_and_leave_room_for_rows() -> None:
         view = fold_readings(view, readings, START_S + 10 + tick / 5)
         view = fold(view, Metric(0, START_S, 10 + tick, {f"moving {i}": 1 / (tick + 1) for i in range(4)}))
         panel.show(view)
-        if tick == 20:  # what may be sent at once at the beginning is spent
+        if tick == 20:  # the initial budget is spent
             shown = {"rows": panel._rows}
             for chart in panel._charts.widget.children:
                 shown[re.search(r"<b>(.*?)</b>", chart.value)[1]] = chart  # type: ignore[index]
@@ -271,7 +271,7 @@ def test_charts_epochs_and_lines_appear_when_available() -> None:
     view = view_of(started(2))
     for tick in range(50):
         clock.now_s += 0.2
-        step = max(tick - 10, 0)  # they start for 2 s
+        step = max(tick - 10, 0)  # the ranks take 2 s to start
         if step:
             curve = LossCurve(step, 1, tuple(1 / end for end in range(1, step + 1)))
             readings = [sample(rank, step, loss=0.5, epoch=1, losses=curve) for rank in range(2)]
@@ -286,7 +286,7 @@ def test_charts_epochs_and_lines_appear_when_available() -> None:
     charts = panel._charts.widget
     num_charts, layout = len(charts.children), (charts.layout.flex_flow, charts.layout.min_height)
     panel.close("")
-    assert [len(shown) for shown in children] == [6, 7]  # the charts and the lines are side by side
+    assert [len(shown) for shown in children] == [6, 7]  # charts and lines are side by side
     assert (num_charts, layout) == (2, ("row nowrap", "196px"))
 
 
@@ -300,7 +300,7 @@ def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None
 
 
 class FakePanel:
-    """Remembers what it was asked to show; breaks where asked to."""
+    """Records what it shows; fails on request."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.views: list[JobView] = []
@@ -334,7 +334,7 @@ def with_widgets(**options: Any) -> NotebookDashboard:
 
 
 def drive(widgets: NotebookDashboard, clock: Clock, *, seconds: float = 10.0, step_s: float = 0.02) -> None:
-    """Feed a job of two ranks that is looked at far oftener than anything should be sent."""
+    """Feed a job of two ranks with far more readings than messages are allowed."""
     for event in started(2):
         widgets.on_event(event)
     for tick in range(round(seconds / step_s)):
@@ -349,7 +349,7 @@ def test_at_most_ten_updates_a_second_and_one_replacement() -> None:
     shown, clock, panel = Publications(), Clock(), FakePanel()
     drive(with_widgets(publish=shown, open_panel=panel, clock=clock), clock)
     assert 20 <= len(panel.views) <= 100
-    assert shown.bundles[0] == {"widget": 1}  # filled before it is shown
+    assert shown.bundles[0] == {"widget": 1}  # its contents are set before it is shown
     stand_ins = [bundle for bundle in shown.bundles if "stand-in" in bundle]
     assert len(stand_ins) >= 2
     assert shown.updates == [False, False, *[True] * len(stand_ins[1:]), True, True]
@@ -405,12 +405,12 @@ def test_widgets_that_break_become_html_in_the_same_output(
     assert len(shown.bundles) > 10
     tables = [bundle["text/plain"] for bundle in shown.bundles if "text/plain" in bundle]
     assert any("done in" in table for table in tables[-2:])
-    assert panel.lasting != ""  # what was opened is closed
+    assert panel.lasting != ""  # opened widgets are closed
 
 
 @pytest.mark.parametrize("breaks_at", [0, 7])
 def test_output_is_shown_live_even_if_widgets_fail(breaks_at: int) -> None:
-    """A printer beside the dashboard holds the lines back until the end, so that nothing else shows them."""
+    """A separate printer holds the lines back until the end, so that only the dashboard shows them."""
     shown, clock = Publications(), Clock()
     widgets = with_widgets(publish=shown, open_panel=FakePanel(breaks_at), clock=clock)
     for event in [*started(2), LogLines(1, START_S, lines=("epoch 0: loss 0.5",))]:
@@ -460,7 +460,7 @@ def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
 
 
 class Asked(Controls):
-    """Notes what is asked of a job."""
+    """Records the requests to a job."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Widgets in real kernels, with the newest Jupyter packages and with those of Colab: what reaches a front end."""
+"""Widgets in real kernels, with the newest Jupyter packages and with Colab's: their messages to a front end."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Controls:
 """
 
 NUM_KEPT = 5
-"""Widgets that stay of a job: a box with its layout, and a text with its layout and style."""
+"""Number of widgets that remain of a job: a box with its layout, and a text with its layout and style."""
 
 ALLOWANCE_BYTES = 2 * BURST_BYTES
-"""What is saved up at the beginning, and what the last message and an urgent one may overdraw."""
+"""The initial budget of messages, and the overdraft for the last message and an urgent one."""
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -68,12 +68,12 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 
 def run(kernel: Kernel, source: str) -> Cell:
-    """Run a cell as a user does: who runs it could answer ``input()``."""
+    """Run a cell as a user does, who could answer ``input()``."""
     return kernel.run(source, allow_stdin=True)
 
 
 class Watched:
-    """What a front end shows of all that a kernel sends from now on, also in answer to clicks."""
+    """A front end that shows everything that a kernel sends from now on, including answers to clicks."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -107,7 +107,7 @@ def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Ke
     assert "training" in live.html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in live.html
     assert "<script" not in live.html
-    assert cell.stdout == ""  # lines are in the pane of the widgets meanwhile
+    assert cell.stdout == ""  # meanwhile, lines are in the widgets' pane
 
     cell.wait()
     after = FrontEnd(cell.messages)
@@ -138,7 +138,7 @@ emit(d, [Failed(1, time.time(), info=ExceptionInfo("builtins.ValueError", "loss 
     run(shared, failing)
 
     def is_marked(front_end: FrontEnd) -> bool:
-        run(shared, "look(d, [])")  # drawn as soon as the widgets' own interval allows
+        run(shared, "look(d, [])")  # drawn as soon as the widgets' interval allows
         return "✗</span> failed" in front_end.html
 
     watched.wait_for(is_marked, "a marked rank")
@@ -158,7 +158,7 @@ def test_front_end_without_widgets_shows_the_table(shared: Kernel) -> None:
     table = cell.displays[0]
     assert "train: done in" in table.data["text/plain"]
     assert "<script" not in table.data["text/html"]
-    assert "[1] line 0" in cell.stdout.splitlines()  # the pane for output was in the widgets alone
+    assert "[1] line 0" in cell.stdout.splitlines()  # only the widgets had a pane for output
 
 
 @pytest.mark.parametrize("kind", ["auto", "widgets"])
@@ -221,11 +221,11 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
         )
         button = watched.front_end.button(description)
         shared.send_comm(button, {"method": "custom", "content": {"event": "click"}})
-        # The kernel is idle, so the click was delivered before the next cell is run.
+        # The kernel is idle, so it handles the click before it runs the next cell.
         assert run(shared, "controls.asked").value == list(asked)
 
     def wait_for(text: str) -> None:
-        """The job's own thread draws what was clicked."""
+        """Wait until the job's own thread has drawn the effect of a click."""
         watched.wait_for(lambda front_end: text in front_end.html, repr(text))
 
     click("Stacks", "ask_stacks")
@@ -239,7 +239,7 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
     button = watched.front_end.button("Confirm kill")
     while (
         "cancel" not in run(shared, "controls.asked").value
-    ):  # the first clicks may still be part of a double click
+    ):  # a later click may still count as part of a double click
         shared.send_comm(button, {"method": "custom", "content": {"event": "click"}})
     wait_for(">killed<")
     run(shared, "stop.set(); thread.join()")
@@ -249,7 +249,7 @@ def test_buttons_of_a_background_job(shared: Kernel) -> None:
 
 
 def test_buttons_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
-    """Kernels with subshells receive the click at once, others when the cell has ended."""
+    """Kernels with subshells receive the click at once, others only after the cell has ended."""
     watched = Watched(shared)
     run(shared, BACKGROUND)
     cell = shared.submit("stop.wait(30)", allow_stdin=True)
@@ -265,7 +265,7 @@ def test_buttons_can_be_clicked_while_a_cell_runs(shared: Kernel) -> None:
 def test_job_shown_twice_replaces_both_outputs(shared: Kernel) -> None:
     launching = run(shared, BACKGROUND)
     shown = run(shared, "controls.show_again(), controls.show_again()").result
-    assert shown == "(True, False)"  # a cell needs it once only
+    assert shown == "(True, False)"  # a cell needs it only once
     other = run(shared, "print(controls.show_again()); stop.set(); thread.join()")
     for cell in (launching, other):
         (table,) = replace(cell, messages=cell.messages + other.messages).displays[:1]
@@ -286,7 +286,7 @@ def test_a_page_that_is_opened_after_the_end_gets_the_table_in_the_widgets(share
     assert last["_model_name"] == "HTMLModel"
     assert "done in" in last["value"]
     assert len(end.open_ids) == NUM_KEPT
-    # A page that is opened anew can't create widgets: it does not know their layouts (ipywidgets 7).
+    # A newly opened page can't create widgets, because it does not know their layouts (ipywidgets 7).
     assert end.models[root]["children"][0].removeprefix("IPY_MODEL_") in first.models
 
 

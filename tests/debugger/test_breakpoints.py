@@ -1,4 +1,4 @@
-"""``breakpoint()`` in workers, answered in the cell of a real kernel."""
+"""``breakpoint()`` in workers; the user answers in the cell of a real kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
-    """A kernel whose jobs all end with their tests."""
+    """Start a kernel for tests whose jobs have all ended with the test."""
     with Kernel.start() as kernel:
         kernel.run(PREAMBLE)
         yield kernel
@@ -99,7 +99,7 @@ def test_a_background_job_waits_for_debug_in_another_cell(shared: Kernel) -> Non
 
 
 def _start_waiting(kernel: Kernel, name: str) -> None:
-    """Start a job in the background, of which both ranks wait at the breakpoint."""
+    """Start a background job whose two ranks wait at the breakpoint."""
     start = f"{name} = notebook_launcher(loop, num_processes=2, background=True, dashboard='text')"
     kernel.run(start, is_typed_into=True)
     kernel.run(f"while len({name}.debugger.prompts) < 2: pass")
@@ -124,7 +124,7 @@ def test_debug_finds_the_job_that_waits_behind_others(shared: Kernel) -> None:
 
 
 def test_debug_opens_the_latest_breakpoint_or_failure(shared: Kernel, tmp_path: Path) -> None:
-    # At once, the second breakpoint may be reached while the cell for the first still runs, and is answered there.
+    # Without a pause, the second breakpoint may come while the cell for the first still runs, which would answer it.
     shared.run(f"""
 def twice():
     breakpoint()
@@ -182,7 +182,7 @@ def trains():
         cell.type(line)
     assert cell.wait().status == "ok", cell.describe()
     places = re.findall(r"^[> ] (\S+)\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
-    walked = places[1:-1]  # pdb also says where it is when it opens, and after "u"
+    walked = places[1:-1]  # pdb also prints its position when it opens, and after "u"
     assert walked[0][1] == "trains", cell.describe()
     assert walked[-1][1] == "step"
     assert any("optimizer.py" in file for file, _ in walked), (
@@ -264,14 +264,14 @@ def test_the_end_of_the_input_leaves_pdb_or_the_interpreter_in_it(
 
 
 class Terminal(io.StringIO):
-    """A stream at which a user is."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 class Tee:
-    """What scripts put in the place of ``sys.stdout``, to write to a file as well."""
+    """A common replacement of ``sys.stdout`` in scripts, which also writes to a file."""
 
     def write(self, text: str) -> int:
         return len(text)

@@ -1,4 +1,4 @@
-"""A job with ``post_mortem=True`` in a real kernel: what is kept, looked into and released."""
+"""A job with ``post_mortem=True`` in a real kernel: its kept workers, inspected and released."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 
 @pytest.fixture(scope="module", params=PROFILES)
 def of_a_profile(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """A kernel of each kind, in which one test after another has its job fail."""
+    """Start a kernel of each kind, in which several tests run failing jobs one after the other."""
     with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
-        _fail(kernel)  # closing fails where the workers that are kept outlive the kernel
+        _fail(kernel)  # closing fails if kept workers outlive the kernel
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
-    """A kernel for the tests that need one kind only, and leave no worker behind."""
+    """Start a kernel for tests that need only one kind, and leave no worker behind."""
     with Kernel.start() as kernel:
         kernel.run(PREAMBLE)
         yield kernel
@@ -46,7 +46,7 @@ def shared() -> Iterator[Kernel]:
 
 @pytest.fixture
 def failed(of_a_profile: Kernel, nothing_left_behind: None) -> Iterator[Kernel]:
-    """A kernel with a job of three ranks, of which rank 1 has failed and the others wait in a collective."""
+    """Run a job of three ranks, of which rank 1 fails while the others wait in a collective."""
     _fail(of_a_profile)
     yield of_a_profile
     of_a_profile.run("nblaunch.last_job().release()")
@@ -257,7 +257,7 @@ def fails():
     ("death", "error"), [("pass", "KeyboardInterrupt"), ("os.kill(os.getpid(), 9)", "WorkerDied")]
 )
 def test_exit_handlers_run_where_nothing_is_kept(shared: Kernel, death: str, error: str) -> None:
-    """An interrupt ends the job, and so does the death of a rank by a signal."""
+    """An interrupt ends the job, and so does a rank that a signal kills."""
     shared.run(f"""
 def waits():
     import atexit, os, time

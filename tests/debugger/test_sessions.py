@@ -1,4 +1,4 @@
-"""The debugger in a session: after a command that failed, and at ``breakpoint()``; in a real kernel."""
+"""The debugger in a session in a real kernel: after a failed command, and at ``breakpoint()``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for number in range(2, 4):
 
 @pytest.fixture(scope="module", params=PROFILES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """A kernel with a session of three ranks, which the magics use."""
+    """Start a kernel with a session of three ranks for the magics."""
     with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
@@ -41,7 +41,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def failed(shared: Kernel) -> Kernel:
-    """A cell has failed on rank 1, while rank 2 waited in a collective, and rank 0 has ended it."""
+    """Run a cell that fails on rank 1 while rank 2 waits in a collective, after rank 0 has finished it."""
     shared.run(FAILS, raises="ValueError")
     return shared
 
@@ -138,7 +138,7 @@ def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kern
     source = (
         "%%ranks\nx = 1\nbreakpoint()\nx += 1\ntorch.distributed.barrier()\nint(os.environ['RANK']) * 0 + x"
     )
-    for _ in range(2):  # stepping to the end of a cell leaves nothing behind for the next
+    for _ in range(2):  # stepping to the end of a cell has no effect on the next
         cell = shared.submit(source, is_typed_into=True)
         for line in ("p x", "x = 40", "n", "n", "n"):
             cell.type(line)
@@ -159,7 +159,7 @@ def test_pdb_shows_the_frames_of_the_command_alone(shared: Kernel, command: str)
         cell.type(line)
     assert cell.wait().status == "ok", cell.describe()
     functions = re.findall(r"^[> ] .+\(\d+\)(\S+)\(\)", cell.stdout, re.MULTILINE)
-    # pdb says where it is when it opens, too
+    # pdb also prints its position when it opens
     assert functions[1:] == (["stops"] if "run" in command else ["<module>", "stops"]), cell.describe()
 
 

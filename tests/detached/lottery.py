@@ -1,9 +1,9 @@
-"""Kills, interrupts, full disks, removed and damaged files at random moments of jobs, and what must come of each.
+"""Kills, interrupts, full disks, removed and damaged files at random moments of jobs, with the required outcomes.
 
     python -m tests.detached.lottery [--draws 50] [--kinds rank guardian ...] [--seed 0]
 
-A job that is not killed itself returns its value, or raises the error that names what was killed. No process is left.
-A draw that ends otherwise is printed with all that is known of it. It needs the right to mount a small disk.
+A job that survives returns its value, or raises an error that names the killed process. No process is left. The program
+prints every draw that ends otherwise, with all details. It needs the right to mount a small disk.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ import nblaunch
 from nblaunch import Accelerator, Job, Session, notebook_launcher
 
 TOKEN = "NBLAUNCH_LOTTERY"
-"""Variable that processes of one lottery have, so that it kills no other."""
+"""Environment variable that marks the processes of one lottery, so that it kills no others."""
 
 LEFT_S = 15.0
-"""How long processes may take to end on a machine with more load than cores."""
+"""Seconds that processes may take to end on an overloaded machine."""
 
 RESULT_S = 90.0
 STEPS = 60
 STEP_S = 0.01
 SPAN_S = 1.5
-"""Seconds from the launch in which something happens; a job takes about as long."""
+"""Seconds after the launch in which a fault happens; a job takes about as long."""
 
 VALUE = {"steps": STEPS, "data": b"x" * 300_000}
 
@@ -55,7 +55,7 @@ def work() -> dict[str, Any]:
 
 
 def train(model: Any) -> str:
-    """Train so that after each step all weights are the number of steps."""
+    """Train such that all weights equal the number of steps after each step."""
     import torch
 
     accelerator = Accelerator()
@@ -90,7 +90,7 @@ def launch(**settings: Any) -> Job[Any]:
 
 
 def launch_node(node_rank: int, port: int) -> None:
-    """Launch one rank as one of two nodes, and print what comes of it."""
+    """Launch one rank as one of two nodes, and print the outcome."""
     try:
         notebook_launcher(
             work, num_processes=1, backend="cpu", dashboard="none",
@@ -103,7 +103,7 @@ def launch_node(node_rank: int, port: int) -> None:
 
 
 def result_of(job: Job[Any]) -> tuple[str, Any]:
-    """Return the kind of the end, and the value or the error."""
+    """Return the kind of outcome, and the value or the error."""
     try:
         return "value", job.result(RESULT_S)
     except BaseException as error:
@@ -111,7 +111,7 @@ def result_of(job: Job[Any]) -> tuple[str, Any]:
 
 
 def processes(*parts: str) -> list[psutil.Process]:
-    """Return the processes of this lottery, without this one, whose command lines have all ``parts``."""
+    """Return the processes of this lottery, except this one, whose command lines contain all ``parts``."""
     matches = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -127,7 +127,7 @@ def processes(*parts: str) -> list[psutil.Process]:
 
 
 def first_of(candidates: list[psutil.Process]) -> list[psutil.Process]:
-    """Return those that were not started by another of them: forked workers have the command line of their parent."""
+    """Return processes whose parent is not among them: forked workers have the command line of their parent."""
     pids = {process.pid for process in candidates}
     parents = []
     for process in candidates:
@@ -138,11 +138,11 @@ def first_of(candidates: list[psutil.Process]) -> list[psutil.Process]:
 
 
 class Lottery:
-    """Draws; each method with the name of a kind returns what is wrong, or an empty text.
+    """The draws; each method named after a kind returns what is wrong, or an empty string.
 
     Args:
-        folder: folder of the jobs, on a small disk.
-        seed: of what is drawn.
+        folder: folder for the jobs, on a small disk.
+        seed: seed of the draws.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -154,7 +154,7 @@ class Lottery:
         time.sleep(self._random.uniform(0.0, span_s))
 
     def kill(self, find: Callable[[], list[psutil.Process]]) -> bool:
-        """Kill one of the processes that are there now; return whether there was one."""
+        """Kill one of the present processes; return whether there was one."""
         candidates = find()
         if not candidates:
             return False
@@ -165,7 +165,7 @@ class Lottery:
     # --- kinds ---------------------------------------------------------------------------------------------------
 
     def kernel(self) -> str:
-        """The launching process is killed, while it launches or later."""
+        """Kill the launching process, while it launches or later."""
         before = {job.id for job in nblaunch.jobs()}
         program = "from tests.detached import lottery; job = lottery.launch(); job.wait()"
         launching = subprocess.Popen([sys.executable, "-c", program])
@@ -212,7 +212,7 @@ class Lottery:
         return "" if is_good or end == VALUE else f"{kind}: {end}"
 
     def agent(self) -> str:
-        """The agent of one of two nodes is killed, while they meet or later."""
+        """Kill the agent of one of two nodes, while they meet or later."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -242,7 +242,7 @@ class Lottery:
         return "" if is_good else f"{ends}"
 
     def interrupt(self) -> str:
-        """Interrupt once, or twice."""
+        """Interrupt once or twice."""
         job = launch()
         self.wait()
         job.interrupt()
@@ -253,7 +253,7 @@ class Lottery:
         return "" if kind == "KeyboardInterrupt" or end == VALUE else f"{kind}: {end}"
 
     def weights(self) -> str:
-        """Interrupt training in a detached job: the weights are those of a whole step."""
+        """Interrupt training in a detached job: the weights must belong to a complete step."""
         import torch
 
         model = torch.nn.Linear(8, 4)
@@ -265,13 +265,13 @@ class Lottery:
         kind, end = result_of(job)
         if kind not in ("KeyboardInterrupt", "value"):
             return f"{kind}: {end}"
-        if not job.weights():  # it came before the function had begun, or a note says why there are none
+        if not job.weights():  # it came before the function, or a note says why
             return "" if kind == "KeyboardInterrupt" else "no weights"
         job.load_weights(model)
         return self._unless_whole(model, kind == "value")
 
     def session(self) -> str:
-        """Interrupt ``session.run`` while it trains, or sends its value and its weights."""
+        """Interrupt ``session.run`` while it trains, or while it sends its value and weights."""
         model = untrained()
         with Session(2, backend="cpu") as session:
             kind, end = self._interrupted(lambda: session.run(train, (model,), dashboard="none"))
@@ -289,7 +289,7 @@ class Lottery:
         return self._unless_kept(model, kind, end, lambda: job.result() if job is not None else None)
 
     def damage(self) -> str:
-        """A file of an ended job is damaged: that job says so, and another is as it was."""
+        """Damage a file of an ended job: that job must report it, and another must be unaffected."""
         hurt, other = launch(), launch()
         if result_of(hurt) != ("value", VALUE):
             return "no value"
@@ -312,7 +312,7 @@ class Lottery:
         return ("" if is_good else f"{path.name} is {kind}: {end}") + self._unless_value(other)
 
     def disk(self) -> str:
-        """The disk is full for a while."""
+        """Fill the disk for a while."""
         job = launch()
         self.wait()
         filler = self._folder / "filler"
@@ -324,20 +324,20 @@ class Lottery:
         return self._unless_value(job)
 
     def removal(self) -> str:
-        """A cleaner removes the folder of the job, which is there again at its end."""
+        """Remove the job's folder like a cleaner; it must exist again at the job's end."""
         job = launch()
         self.wait(STEPS * STEP_S)
         aside = self._folder / "removed"
         had_ended = False
         with suppress(FileNotFoundError):
             job.log_dir.rename(aside)
-            had_ended = (aside / "end.json").exists()  # no process has the value any more
+            had_ended = (aside / "end.json").exists()  # no process has the value any longer
             shutil.rmtree(aside)
         wrong = self._unless_value(job)
         return "" if had_ended and "was removed" in wrong else wrong
 
     def _interrupted(self, call: Callable[[], Any]) -> tuple[str, Any]:
-        """Interrupt this process at a random moment of ``call``; return the kind of its end, and value or error."""
+        """Interrupt this process at a random moment of ``call``; return the kind of outcome, and value or error."""
         timer = threading.Timer(self._random.uniform(0.0, SPAN_S), os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
@@ -353,12 +353,14 @@ class Lottery:
         if kind not in ("KeyboardInterrupt", "value"):
             return f"{kind}: {end}"
         has_value = kind == "value"
-        with suppress(RuntimeError, KeyboardInterrupt):  # a rank had not returned
+        with suppress(RuntimeError, KeyboardInterrupt):  # one rank had not returned
             has_value = result() == "trained"
         return self._unless_whole(model, has_value)
 
     def _unless_whole(self, model: Any, is_complete: bool) -> str:
-        """Return what is wrong with the weights, which are those of one step, of the last if all ranks returned."""
+        """Return what is wrong with the weights: they must belong to one step, to the last one if all ranks
+        returned.
+        """
         values = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
         is_whole = len(values) == 1 and (
             values == {float(STEPS)} if is_complete else values <= set(range(STEPS + 1))
@@ -372,7 +374,7 @@ class Lottery:
     # --- after each ----------------------------------------------------------------------------------------------
 
     def what_is_left(self) -> str:
-        """Return the processes that are left some seconds later; end them."""
+        """Return the processes that are left after some seconds; end them."""
         _, left = psutil.wait_procs(processes(), LEFT_S)
         for process in left:
             process.kill()
@@ -407,7 +409,7 @@ def small_disk() -> Iterator[Path]:
 
 
 def main() -> None:
-    """Draw as often as the arguments say; print each draw that ended badly."""
+    """Draw as often as the arguments say; print each bad draw."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--draws", type=int, default=50, help="of each kind")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
@@ -418,7 +420,7 @@ def main() -> None:
         os.environ |= {
             TOKEN: secrets.token_hex(8), "NBLAUNCH_LOG_DIR": str(folder), "NBLAUNCH_KEEP_JOBS": "6",
         }  # fmt: skip
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # print what was counted
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # print the counts
         lottery = Lottery(folder, options.seed)
         good, drawn = dict.fromkeys(options.kinds, 0), dict.fromkeys(options.kinds, 0)
         until_s = time.monotonic() + options.limit

@@ -1,4 +1,4 @@
-"""Detached jobs of an nblaunch that is installed in a folder of its own: another version, or one that is replaced."""
+"""Detached jobs of an nblaunch that is installed in a separate folder: another version, or one that is replaced."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Installation:
     """A copy of this nblaunch, with folders for its jobs.
 
     Args:
-        folder: where; its files named ``gate`` and the number of an attempt let the ranks of that attempt go on.
-        changes: text -> what stands instead of it in the copy, by the path in the package.
+        folder: its folder; files named ``gate`` and the number of an attempt let the ranks of that attempt continue.
+        changes: path in the package -> text -> its replacement in the copy.
     """
 
     def __init__(self, folder: Path, changes: Mapping[str, Mapping[str, str]] | None = None) -> None:
@@ -98,11 +98,11 @@ class Installation:
         return job_id
 
     def release(self, attempt: int = 0) -> None:
-        """Let the ranks of an attempt go on."""
+        """Let the ranks of an attempt continue."""
         Path(f"{self._gate}{attempt}").touch()
 
     def replace(self) -> None:
-        """Replace all files, as an update does, by those of a version with which nothing of this one works."""
+        """Replace all files, as an update does, by an incompatible version's files."""
         for path in self.package.rglob("*.py"):
             version = '__version__ = "9.9.9"\n' if path == self.package / "__init__.py" else ""
             aside = path.with_suffix(".new")
@@ -112,11 +112,11 @@ class Installation:
             shutil.rmtree(folder)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run ``nblaunch`` of the version under test in a shell."""
+        """Run the tested version of ``nblaunch`` in a shell."""
         return self._run([sys.executable, "-m", "nblaunch", *arguments], PACKAGE.parent)
 
     def run(self, program: str) -> str:
-        """Run a program with the version under test; return what it prints."""
+        """Run a program with the tested version; return its output."""
         done = self._run([sys.executable, "-c", program], PACKAGE.parent)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -1,4 +1,4 @@
-"""Jobs that outlive the kernel that launched them, in real kernels."""
+"""Jobs that outlive their kernel, in real kernels."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LINES = [f"step {step} of rank {{}}" for step in range(20)]
 
 
 class Desk:
-    """Starts kernels of one user, who has one folder of jobs."""
+    """Starts kernels of one user with one folder of jobs."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Desk:
         return kernel
 
     def release(self) -> None:
-        """Let the ranks that wait at the gate go on."""
+        """Let the ranks that wait at the gate continue."""
         for rank in range(2):
             open(f"{self.gate}{rank}", "w").close()
 
@@ -91,14 +91,14 @@ class Desk:
         return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run nblaunch in a shell to its end."""
+        """Run nblaunch in a shell until it ends."""
         with self.start_command(*arguments) as process:
             stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def _last_update(kernel: Kernel) -> str:
-    """Return what the output of the attached job shows, whichever cell the update came in."""
+    """Return the output of the attached job, whichever cell the update came in."""
     updates = [one["content"] for one in kernel.messages if one["msg_type"] == "update_display_data"]
     return str(updates[-1]["data"]["text/plain"]) if updates else ""
 
@@ -132,7 +132,8 @@ def test_a_job_survives_its_kernel(desk: Desk, profile: str) -> None:
         assert lines == [line.format(rank) for line in LINES]
         assert LINES[-1].format(rank) in _last_update(second)
     assert second.run("[row['step'] for row in job.metrics]").value == list(range(20))
-    second.run("notebook_launcher(train, (model,), num_processes=2, dashboard='none')")  # undisturbed
+    # the job was not disturbed
+    second.run("notebook_launcher(train, (model,), num_processes=2, dashboard='none')")
     second.run("trained = torch.nn.Linear(8, 4)\njob.load_weights(trained)")
     equal = "all(torch.equal(one, two) for one, two in zip(trained.parameters(), model.parameters()))"
     assert second.run(equal).value is True
@@ -186,7 +187,7 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     assert followed.returncode == 0, followed.stderr
     assert "[1] waiting" in followed.stdout
     assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
-    assert desk.command("stop", job_id).returncode == 2  # it has ended
+    assert desk.command("stop", job_id).returncode == 2  # the job has ended
     assert kernel.run("job.result(60)").value == "stopped"
 
 
@@ -218,11 +219,11 @@ def test_a_job_of_another_version_is_listed_and_can_be_read_and_stopped(desk: De
     assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
 
     assert desk.command("stop", job_id).returncode == 0
-    assert kernel.run("job.result(60)").value == "stopped"  # this kernel has attached before
+    assert kernel.run("job.result(60)").value == "stopped"  # this kernel attached before
     ended = "done" if what == "events with other fields" else "other version"
     assert re.search(rf"^{job_id} +{ended} ", desk.command("jobs").stdout, re.MULTILINE)
     assert desk.command("attach", job_id).returncode == 2
-    assert desk.command("stop", job_id).returncode == 2  # it has ended
+    assert desk.command("stop", job_id).returncode == 2  # the job has ended
     assert desk.command("logs", job_id).stdout == "waiting\n"
 
 
@@ -414,7 +415,7 @@ def test_reattaching_reuses_and_detaching_frees_resources(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120)
     kernel.wait_until(lambda: len(kernel.run("job.metrics").value) == 10, 60, "both ranks at the gate")
-    # What follows a job opens its folder for a moment, several times a second.
+    # A follower briefly opens the job's folder several times a second.
     taken = (
         "import threading\n"
         "counts = [len(os.listdir('/proc/self/fd')) for _ in range(100)]\n"
@@ -509,7 +510,7 @@ def test_followed_job_has_the_job_process_plan(desk: Desk) -> None:
 
 @pytest.mark.timeout(300)
 def test_detached_workers_are_forked_from_the_job_process(desk: Desk) -> None:
-    """It is another process that restarts them, too: no fork happens beside other code of the kernel."""
+    """Another process also restarts them, so no fork happens while other code of the kernel runs."""
     kernel = desk.kernel()
     kernel.run(IN_A_THREAD + "def parent():\n    return os.getppid()")
     kernel.run("launch(parent)", raises="LaunchError")

@@ -1,4 +1,4 @@
-"""The folder of a detached job and its socket: private to their user."""
+"""The folder and the socket of a detached job, both private to their user."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _launch() -> Launch:
 def recorded(
     outcome: JobOutcome | None = None, job_id: str = "train-3f9a2c", **changes: Any
 ) -> Iterator[tuple[JobFolder, Recorder]]:
-    """Give the folder of a job and what writes it, as its process does."""
+    """Yield the folder of a job and its writer, as the job process uses them."""
     home = open_home()
     log = JobLog(str(home.path), job_id)
     requests = JobRequests()
@@ -81,7 +81,7 @@ def recorded(
 
 
 def _ended(outcome: JobOutcome, job_id: str = "train-3f9a2c") -> JobFolder:
-    """Return the folder of a job that has ended so."""
+    """Return the folder of a job with this outcome."""
     with recorded(outcome, job_id) as (folder, recorder):
         recorder.on_event(AttemptStarted(-1, 1.0, "train", 1))
         recorder.on_event(JobEnded(-1, 2.0, outcome.status, message=outcome.message))
@@ -132,14 +132,16 @@ RAN: list[str] = []
 
 
 class Hostile:
-    """A pickle of another user, which leaves a trace where it is read."""
+    """An object of another user that leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RAN.append, ("this ran",)
 
 
 def test_swapped_folder_is_not_read(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may rename in the folder above: what was checked is what is read, at whichever moment they do."""
+    """Other users may rename entries of the parent folder: nblaunch reads only what it checked, whenever they
+    rename.
+    """
     folder = _ended(JobOutcome("done", values={0: 7}))
     hostile = own_folder / "hostile"
     (hostile / folder.id).mkdir(parents=True)
@@ -169,7 +171,7 @@ def test_swapped_folder_is_not_read(own_folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["launch", "snapshot", "events", "result", "error"])
 def test_a_pickle_that_is_not_signed_by_this_user_is_not_read(name: str) -> None:
-    """Also where it lies in the right folder: one that was restored from another user's archive, say."""
+    """This holds even in the right folder, for example one that was restored from another user's archive."""
     error = None if name == "result" else ValueError("nan")
     folder = _ended(JobOutcome("done" if error is None else "failed", error, values={0: 7}))
     (folder.path / name).write_bytes(bytes(32) + pickle.dumps(Hostile()))
@@ -261,9 +263,9 @@ def test_the_newest_job_is_the_newest_that_can_be_attached_to() -> None:
     ("changes", "status"),
     [
         ({"name": "laptop-on-a-train"}, "running"),
-        ({"boot_id": "before"}, "on here"),  # it has written since this machine was started
+        ({"boot_id": "before"}, "on here"),  # it wrote after this machine was started
         ({"id": "another", "boot_id": "other"}, "on here"),
-        ({"pid_namespace": "1"}, "lost"),  # of a container, in which no process answers
+        ({"pid_namespace": "1"}, "lost"),  # in a container whose processes can't answer
     ],
 )
 def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str], status: str) -> None:
@@ -305,7 +307,7 @@ def test_a_job_runs_from_the_start_of_its_first_worker_on() -> None:
         statuses = [nblaunch.jobs()[0].status]
         recorder.on_event(Started(0, 1.0, pid=1))
         statuses.append(nblaunch.jobs()[0].status)
-        shutil.rmtree(folder.path)  # before the board was read for the first time
+        shutil.rmtree(folder.path)  # before the first reading of the board
         assert recorder.restore() == ""
         statuses.append(nblaunch.jobs()[0].status)
     assert statuses == ["starting", "running", "running"]
@@ -354,7 +356,7 @@ def test_job_pruned_during_listing_is_left_out(
 
 
 def test_error_contains_picklable_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is too large to travel with the error itself."""
+    """The part is too large to be sent with the error itself."""
     monkeypatch.setattr(exceptions, "_MAX_BYTES", 1000)
     value = {"weights": torch.arange(1000), "lock": "<Unpicklable>"}
     error = ResultError("rank 1's return value can't be pickled: ...", partial=value)
@@ -365,7 +367,7 @@ def test_error_contains_picklable_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class _Ticks:
-    """Notes in which order lines and ticks reach a listener."""
+    """Records the order in which lines and ticks reach a listener."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -382,7 +384,7 @@ class _Ticks:
 
 
 def test_a_long_log_is_shown_while_it_is_read() -> None:
-    """Else listeners would hold all of it until its end."""
+    """Otherwise listeners would hold the whole log until its end."""
     folder = _ended(JobOutcome("done"))
     folder.log_path(0).parent.mkdir()
     folder.log_path(0).write_text("a line\n" * 500_000)  # read in portions of 1 MiB
@@ -428,17 +430,17 @@ def test_requests_are_served_through_paths_of_any_length(tmp_path: Path) -> None
     server.close()
     made.close()
     assert not Endpoint(folder).is_served()
-    remote.stop()  # has no effect any more
+    remote.stop()  # has no further effect
 
 
 def test_requests_of_another_user_are_ignored(
     own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests.os, "getuid", lambda: os.geteuid() + 1)
-    assert not Endpoint(own_folder).is_served()  # a client takes no answer of another user's process
+    assert not Endpoint(own_folder).is_served()  # a client accepts no answer from another user's process
     with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
         client.connect(address)
-        with suppress(BrokenPipeError):  # it has been refused already
+        with suppress(BrokenPipeError):  # the request was already refused
             client.sendall(b"stop")
         client.settimeout(10)
         assert _read(client) == b""
@@ -449,7 +451,7 @@ def test_requests_of_another_user_are_ignored(
 def _read(client: socket.socket) -> bytes:
     try:
         return client.recv(100)
-    except ConnectionResetError:  # closed with what was sent unread
+    except ConnectionResetError:  # closed before the sent bytes were read
         return b""
 
 
@@ -465,7 +467,7 @@ def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) 
 
 
 class _SlowRequests(_Requests):
-    """Answers where the ranks are when a stop is requested, and not before."""
+    """Returns the positions of the ranks only after a stop was requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,7 +506,8 @@ def test_requests_are_served_after_descriptors_have_run_out(
 
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", refuse)
-        requests.RemoteRequests(Endpoint(own_folder)).interrupt()  # the server waits for this one already
+        # the server already waits for this descriptor
+        requests.RemoteRequests(Endpoint(own_folder)).interrupt()
         assert refused.wait(10)
     requests.RemoteRequests(Endpoint(own_folder)).stop()
     assert server.stopped.wait(10)
@@ -546,14 +549,14 @@ def test_weights_and_values_come_back_as_they_were() -> None:
 
 
 class _Unreadable:
-    """Its own code raises what a full disk does."""
+    """An object whose own code raises the error of a full disk."""
 
     def __reduce__(self) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class _Removing:
-    """Removes a folder when it is pickled for the first time."""
+    """Removes a folder when it is first pickled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

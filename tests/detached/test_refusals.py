@@ -1,4 +1,4 @@
-"""What can't be combined with ``detach=True``: refused before any process is started."""
+"""Arguments that can't be combined with ``detach=True`` are refused before any process is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the buttons of a notebook do with a detached job: a real Jupyter server restarts and interrupts its kernel."""
+"""The buttons of a notebook and a detached job: a real Jupyter server restarts and interrupts its kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAIT = "import nblaunch\njob = nblaunch.attach(dashboard='none')\nprint('waits')
 
 @contextmanager
 def connected(server: Lab, kernel_id: str) -> Iterator[BlockingKernelClient]:
-    """Connect as a page does that shows the notebook."""
+    """Connect like a page that shows the notebook."""
     client = BlockingKernelClient(connection_file=str(server.runtime_folder / f"kernel-{kernel_id}.json"))
     client.load_connection_file()
     client.start_channels(hb=False)
@@ -46,7 +46,7 @@ def connected(server: Lab, kernel_id: str) -> Iterator[BlockingKernelClient]:
 
 
 def is_ready(client: BlockingKernelClient) -> bool:
-    """Ask whether the kernel answers on both channels; what it publishes before is lost."""
+    """Return whether the kernel answers on both channels; earlier messages are lost."""
     client.kernel_info()
     try:
         client.get_shell_msg(timeout=1.0)
@@ -86,7 +86,7 @@ def test_a_job_goes_on_whatever_is_done_with_its_kernel(
             )
             assert [job.status for job in detached.jobs()] == ["running"]
             server.request("POST", f"{kernels}/{kernel_id}/restart")
-        with connected(server, kernel_id) as client:  # the page was loaded anew
+        with connected(server, kernel_id) as client:  # the page was reloaded
             assert (
                 run(client, WAIT, lambda: server.request("POST", interrupt))["ename"] == "KeyboardInterrupt"
             )

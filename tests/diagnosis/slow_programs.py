@@ -1,6 +1,6 @@
-"""Training loops that are slow for a reason, and loops that are as fast as they can be.
+"""Training loops that are slow for a reason, and loops that run at full speed.
 
-Each gets an Accelerator, runs on two ranks and trains until it is stopped.
+Each loop gets an Accelerator, runs on two ranks and trains until it is stopped.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import nblaunch
 
 WIDTH = 256
 MAX_S = 150.0
-"""After which a loop ends by itself."""
+"""Seconds after which a loop ends by itself."""
 
 
 class Slow(Dataset[torch.Tensor]):
-    """Samples that take a while to read.
+    """A dataset whose samples take some time to read.
 
     Args:
-        seconds: of a sample.
-        size: of a sample.
+        seconds: time to read a sample.
+        size: number of elements of a sample.
     """
 
     def __init__(self, seconds: float, size: int = WIDTH) -> None:
@@ -60,7 +60,7 @@ def loop(
     model = model or mlp()
     steps = optimizer(model.parameters(), lr=1e-6)
     model, steps = accelerator.prepare(model, steps)
-    # Not prepared: each rank has data of its own.
+    # The loader is not prepared, because each rank has its own data.
     loader = DataLoader(dataset, batch_size=batch_size, **options)
     step, until_s = 0, time.monotonic() + MAX_S
     while True:
@@ -91,7 +91,7 @@ def data_on_one_rank(accelerator: Any) -> None:
 
 
 class Positions(nn.Module):
-    """A model whose time grows with the length of its samples."""
+    """A model whose computing time grows with the length of its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ SLOW: dict[Callable[[Any], None], str] = {
     collectives: " collectives, most of them all_",
     optimizer: "is the optimizer's",
 }
-"""Loop -> a part of the sentence about it."""
+"""Loop -> a part of the expected notice."""
 
 
 # --- as fast as they can be -------------------------------------------------------------------------------------------
@@ -217,5 +217,5 @@ CLEAN: tuple[Callable[[Any], None], ...] = (
 
 
 def run(function: Callable[[Any], None]) -> None:
-    """Run a loop, as the function of a launch."""
+    """Run a loop as the function of a launch."""
     function(nblaunch.Accelerator())

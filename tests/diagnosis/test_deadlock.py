@@ -1,4 +1,4 @@
-"""Which ranks wait for a thread that their process does not have, and what is reported about them."""
+"""Reports about ranks that wait for a thread that their process does not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = Callable[[Waits | None], None]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Answer:
-    """Sets what is read about every process."""
+    """Replace the readings about every process."""
 
     def set_waits(waits: Waits | None) -> None:
         monkeypatch.setattr(deadlock, "endless_waits", lambda pid: waits)

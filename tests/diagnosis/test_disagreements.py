@@ -1,4 +1,4 @@
-"""Calls in which ranks differ: which is the first, and which ranks are at fault."""
+"""Calls in which ranks differ: the first such call, and the ranks at fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = Group((0, 1, 2, 3), 0, True)
 
 
 def calls_of(*sites: Site, first: int = 1) -> RankCalls:
-    """The calls of a rank, with the numbers and chains that it would record."""
+    """Return the calls of a rank, with the numbers and chains that it would record."""
     calls: list[Call] = []
     counts: dict[object, int] = {}
     chain = 0

@@ -1,4 +1,4 @@
-"""A worker's exception as the kernel raises it, and tracebacks made of what travelled."""
+"""A worker's exception as raised in the kernel, with a traceback rebuilt from the sent frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.odd_exceptions import Frozen, Mute
 
 
 def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
-    """What a worker would send of ``error``, raised in a function of this file."""
+    """Return the event that a worker would send for ``error``, raised in a function of this file."""
 
     def train() -> None:
         if cause is None:
@@ -41,7 +41,7 @@ def failure(error: BaseException, cause: BaseException | None = None) -> Failed:
     ],
 )
 def test_only_collective_errors_are_consequences(error: Exception, is_consequence: bool) -> None:
-    """An upload at the end of the function fails by itself, though other ranks have returned before."""
+    """An upload at the end of the function fails by itself, even though other ranks have returned before."""
     import torch.distributed  # noqa: F401  as in every worker that trains
 
     assert failure(error).is_consequence == is_consequence
@@ -81,7 +81,7 @@ def test_the_original_arrives_with_its_workers_frames() -> None:
 def test_causes_stay_in_reach() -> None:
     rebuilt = rebuild(failure(RuntimeError("no learning rate"), KeyError("lr")))
     assert isinstance(rebuilt.__cause__, KeyError)
-    assert rebuilt.__cause__.__traceback__ is None  # it was never raised
+    assert rebuilt.__cause__.__traceback__ is None  # this one was never raised
 
 
 def test_causes_and_contexts_have_frames_of_their_own() -> None:
@@ -175,12 +175,12 @@ def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
 
 
 def test_an_error_between_two_lines_is_described() -> None:
-    """An interrupt may come at an instruction that belongs to no line."""
+    """An interrupt may come at an instruction without a line number."""
 
     def loop() -> None:
         raise KeyboardInterrupt
 
-    # Source: Objects/locations.md of CPython: runs of instructions without a location.
+    # Source: CPython's Objects/locations.md, on instructions without a location.
     loop.__code__ = loop.__code__.replace(co_linetable=b"\xff" * 8)
     with pytest.raises(KeyboardInterrupt) as caught:
         loop()

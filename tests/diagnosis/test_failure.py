@@ -1,4 +1,4 @@
-"""The exception of an attempt that failed, with everything a user needs to know."""
+"""The exception of a failed attempt, with everything a user needs to know."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ frame #5: clone + 0x44 (0x7f15 in /lib/x86_64-linux-gnu/libc.so.6)
 
 
 def test_a_death_in_native_code_shows_its_message_and_not_where(log: JobLog) -> None:
-    """As where a rank waits in NCCL for others until its group's patience is over."""
+    """For example, a rank waits in NCCL for other ranks until its group's timeout."""
     log.log_path(1).write_text(WATCHDOG)
     text = str(failure_of(died(-6), {0: 40, 1: 41}, log, 0).error)
     assert "rank 1 (pid 41) was killed by SIGABRT" in text
@@ -124,7 +124,7 @@ def test_memory_evidence_replaces_guesses(log: JobLog) -> None:
     report.host_memory = {
         rank: HostMemory(rank, 1.0, 1_000_000, peak_bytes=(2 + rank) * 1_000_000_000) for rank in range(2)
     }
-    # As if the system had counted one kill less when the attempt began.
+    # Pretend that the system counted one kill fewer when the attempt began.
     record.before = dataclasses.replace(record.before, oom_kills=record.before.oom_kills - 1)
     report.memory = record
     report.last_readings = [

@@ -1,4 +1,4 @@
-"""Seeing a standstill, and reading what the ranks' stacks say about it."""
+"""Detecting a standstill, and interpreting the ranks' stacks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_a_rank_waits_in(
     [
         ([(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx")], True),
         ([(f"{TORCH}/serialization.py", 9, "_save")], True),
-        ([(f"{TORCH}/_dynamo/eval_frame.py", 9, "_fn")], False),  # in the stack of whatever was compiled
+        ([(f"{TORCH}/_dynamo/eval_frame.py", 9, "_fn")], False),  # on the stack of all compiled code
         (
             [
                 (f"{TORCH}/distributed/distributed_c10d.py", 9, "barrier"),
@@ -128,7 +128,7 @@ def test_position_uses_the_function_thread() -> None:
 
 
 def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
-    """Below the bootstrap, a forked worker has the frames of the kernel."""
+    """Below the bootstrap, a forked worker's stack has the kernel's frames."""
     cell = ("/tmp/ipykernel_1/2.py", 4, "<module>")
     fork = ("/site/nblaunch/start_methods/fork.py", 70, "fork_workers")
     starting = position_of(dump((output.__file__, 9, "capture"), BOOTSTRAP, fork, cell))

@@ -1,4 +1,4 @@
-"""What is found about ranks without progress, over simulated time."""
+"""Findings about ranks without progress, over simulated time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ T = 10.0
 
 @dataclass(frozen=True)
 class Is:
-    """What a rank does at a moment.
+    """A rank's activity at one moment.
 
     Args:
-        signs: counted progress by now.
-        has_stepped: whether steps were among it.
-        line: where it is.
-        waiting_in: as of a position.
+        signs: counted progress so far.
+        has_stepped: whether the progress includes steps.
+        line: current line.
+        waiting_in: as in a position.
         is_long_work: likewise.
         is_importing: likewise.
-        cpu: processor seconds of its thread by now; None = unknown.
-        others_cpu: of other threads and children.
-        outputs: lines by now.
+        cpu: processor seconds of its thread so far; None = unknown.
+        others_cpu: processor seconds of other threads and children.
+        outputs: number of lines so far.
     """
 
     signs: int = 0
@@ -54,7 +54,7 @@ Rank = Callable[[float], Is]
 def findings(
     ranks: Mapping[int, Rank], until_s: float = 4 * T, tick_s: float = 0.25
 ) -> list[tuple[float, Finding]]:
-    """All that is found while time goes on."""
+    """Return all findings while time advances."""
     detector, found, now_s = HangDetector(T), [], 0.0
     while now_s <= until_s:
         states = {rank: rank_is(now_s) for rank, rank_is in ranks.items()}
@@ -90,7 +90,7 @@ def steps(t: float) -> Is:
 
 
 def then(first: Rank, at_s: float, second: Rank) -> Rank:
-    """``second`` begins at ``at_s``, with what ``first`` had shown."""
+    """Return a behaviour that continues ``first`` with ``second`` at ``at_s``, keeping its counts."""
 
     def rank(t: float) -> Is:
         if t < at_s:
@@ -107,7 +107,7 @@ def then(first: Rank, at_s: float, second: Rank) -> Rank:
 
 
 def with_thread(share: float, rank: Rank) -> Rank:
-    """Another thread of the rank computes, as a monitor does or one that calls ``sleep(0)`` in a loop."""
+    """Let another thread of the rank compute, such as a monitor, or a thread that calls ``sleep(0)`` in a loop."""
     return lambda t: replace(rank(t), others_cpu=share * t)
 
 

@@ -1,4 +1,4 @@
-"""Whether memory ran out, judged from the evidence."""
+"""Judging from evidence whether memory ran out."""
 
 from __future__ import annotations
 

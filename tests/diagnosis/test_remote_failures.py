@@ -1,4 +1,4 @@
-"""What is raised here for failures on other nodes."""
+"""Errors that this node raises for failures on other nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failed(
 
 
 def failure(remote: RemoteFailures, tmp_path: Path, here: Failed | None = None) -> Failure:
-    """Of an attempt whose ranks 0 and 1 ran here and could not go on without the others."""
+    """Return the failure of an attempt whose ranks 0 and 1 ran here and could not continue without the others."""
     first = here or failed(0, "RuntimeError", 5.0, is_consequence=True)
     report = AttemptReport(
         failed={first.rank: first},
@@ -51,7 +51,7 @@ def test_remote_first_failure_explains_local_ones(tmp_path: Path) -> None:
 
 
 def test_remote_data_is_not_unpickled(tmp_path: Path) -> None:
-    """Only the text counts, whatever stands beside it; classes that are not loaded here are not looked for."""
+    """Only the text is used; classes that are not loaded here are not searched for."""
     there = failed(3, "somewhere.else.Odd", 2.0)
     found = failure(
         RemoteFailures(LABELS, failed={3: replace(there, exception=pickle.dumps(Witness()))}), tmp_path
@@ -65,7 +65,7 @@ unpickled: list[str] = []
 
 
 class Witness:
-    """A pickle of it leaves a trace where it is read."""
+    """An object that leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpickled.append, ("this ran",)

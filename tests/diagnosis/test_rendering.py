@@ -1,4 +1,4 @@
-"""Exceptions as IPython shows them: notes, and which frames."""
+"""Exceptions in IPython: notes and shown frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_notes_of_the_user_come_first() -> None:
 
 
 def test_earlier_causes_are_named_once_where_the_error_travels_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the process of a detached job to the kernel, which annotates it with the notes found there."""
+    """The error comes from the process of a detached job, and the kernel adds the notes found there."""
     cause = ExceptionInfo("ValueError", "y", cause=ExceptionInfo("KeyError", "'lr'"), is_raised_from=True)
     info = ExceptionInfo("RuntimeError", "x", text="RuntimeError: x", cause=cause)
     notes: list[str] = ["by us"]
@@ -71,7 +71,7 @@ def test_frames_that_are_worth_showing(frames: list[tuple[str, bool]], shown: li
 
 
 def _called_by_launcher(function: Callable[[], object]) -> None:
-    """Call ``function`` from a frame of nblaunch's."""
+    """Call ``function`` from a frame of nblaunch."""
     names: dict[str, Any] = {"__name__": "nblaunch.launcher.fake"}
     exec("def call(function): function()", names)
     names["call"](function)
@@ -83,7 +83,7 @@ def _called_by_launcher(function: Callable[[], object]) -> None:
         (
             KeyboardInterrupt(),
             ["test_libraries_below_the_launcher"],
-        ),  # as in the lock by which a job is waited for
+        ),  # for example, in the lock on which the kernel waits for a job
         (
             OSError("no space"),
             ["test_libraries_below_the_launcher", "__call__", "_mock_call", "_execute_mock_call"],

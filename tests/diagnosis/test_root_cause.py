@@ -1,4 +1,4 @@
-"""Who is to blame, from reports of attempts that went wrong in every way."""
+"""The root cause of attempts that failed in every way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(
     signalled: dict[int, float] | None = None,
     left_by_exit: bool = False,
 ) -> AttemptReport:
-    """A report in which every rank that sent something has also exited."""
+    """Return a report in which every rank that sent an event has also exited."""
     made = AttemptReport(signalled=signalled or {})
     made.returned = {r: Returned(r, t, left_by_exit=left_by_exit) for r, t in (returned or {}).items()}
     made.failed = {error.rank: error for error in errors}
@@ -143,7 +143,7 @@ def test_deaths_in_words(code: int, happened: str, meaning: str) -> None:
 
 @pytest.mark.parametrize("code", [*(-number for number in signal.valid_signals()), 0, 1, 3])
 def test_every_death_has_a_next_step(code: int) -> None:
-    """What it means, then what to do."""
+    """The text says first what a death means, then what to do."""
     meaning, *steps = re.split(r"(?<=[.)]) (?=[A-Z])", what_it_means(RootCause(1, status=ExitStatus(code))))
     assert meaning
     assert steps, meaning

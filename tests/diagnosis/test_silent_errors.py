@@ -1,4 +1,4 @@
-"""Observations of ranks, judged together in the launcher."""
+"""Observations of ranks, which the launcher judges together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why steps are slow: each cause by its facts, none where steps are as fast as they can be, and real jobs."""
+"""Causes of slow steps: each cause from its facts, none for loops at full speed, and real jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
 from tests.diagnosis import slow_programs
 
-NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms a step
+NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms per step
 QUIET = Processors(wait_share=0.02, num_threads=1, run_s=8.0, wait_s=0.2)
 BUSY = Processors(wait_share=0.6, num_threads=1, run_s=3.0, wait_s=6.0)
 HOG = Neighbour(812, "python", 0.5, is_pinned=True)
@@ -39,7 +39,7 @@ MACHINE = Machine(2)
 def times(
     shares: Mapping[SpanKind, float], counts: Mapping[SpanKind, int] | None = None, **others: Any
 ) -> StepTimes:
-    """Return what a rank spent 100 steps on: shares of the time, by kind."""
+    """Return a rank's times in 100 steps, from shares by kind."""
     seconds = {kind: share * PERIOD_S for kind, share in shares.items()}
     numbers = {**dict.fromkeys(shares, NUM_STEPS), **(counts or {})}
     return StepTimes(NUM_STEPS, PERIOD_S, seconds, numbers, **others)
@@ -162,7 +162,9 @@ def test_nothing_is_named_where_nothing_can_be_changed(name: str) -> None:
 
 
 def _spans() -> list[Span]:
-    """Return ten steps of a second: 0.2 s of data, a pass with 0.1 s of garbage in it, an optimizer, a collective."""
+    """Return ten steps of one second: 0.2 s for data, a backward pass with 0.1 s of garbage collection, an
+    optimizer, a collective.
+    """
     place = COLLECTIVES.index("broadcast")
     spans: list[Span] = []
     for step in range(10):
@@ -188,7 +190,7 @@ def test_what_lies_inside_is_counted_once() -> None:
 
 
 def test_the_closure_of_an_optimizer_is_not_the_optimizers_time() -> None:
-    """As in Lightning: forward and backward are computed inside of the optimizer's step."""
+    """Lightning computes forward and backward inside the optimizer's step."""
     spans: list[Span] = []
     for step in range(10):
         parts = [
@@ -213,10 +215,10 @@ def test_few_steps_are_not_judged() -> None:
 
 
 class Notices:
-    """A listener that keeps the notes about slow steps.
+    """A listener that collects the notes about slow steps.
 
     Args:
-        cause: a part of the note that it waits for.
+        cause: part of the note to wait for.
     """
 
     def __init__(self, cause: str) -> None:
@@ -231,10 +233,10 @@ class Notices:
                 self.is_named.set()
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Do nothing with them."""
+        """Ignore readings."""
 
     def close(self) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self.is_named.set()
 
 
@@ -260,7 +262,7 @@ def notices_of(function: Callable[[Any], None], seconds: float, cause: str = "")
     return listener.texts
 
 
-# Those whose share of the time does not depend on how busy the machine is; all are in tests/benchmarks/slow_steps.py.
+# Loops whose time shares do not depend on the machine's load; tests/benchmarks/slow_steps.py has all of them.
 STEADY = (
     slow_programs.data_on_all_ranks,
     slow_programs.saves,
@@ -278,7 +280,7 @@ def test_a_real_job_gets_the_cause(
     monkeypatch.setenv("SLOW_FOLDER", str(tmp_path))
     cause = slow_programs.SLOW[function]
     texts = notices_of(function, slow_programs.MAX_S, cause)
-    # Where other programs run on the same cores, a notice about these may come first.
+    # If other programs run on the same cores, a notice about them may come first.
     assert [text for text in texts if cause in text], texts
 
 

@@ -1,4 +1,4 @@
-"""Asking workers for their stacks, and reading what they write."""
+"""Requesting workers' stacks, and parsing them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_worker_that_is_blocked_in_native_code_answers_too(tmp_path: Path) -> 
     with _worker(path, "wait_in_native_code") as pid:
         while (
             psutil.Process(pid).status() != psutil.STATUS_SLEEPING
-        ):  # it says that it is ready before it waits
+        ):  # it reports that it is ready before it waits
             time.sleep(0.001)
         dump = StackDump({3: pid}, {3: path})
         while not dump.is_done:

@@ -1,4 +1,4 @@
-"""The documentation's site, built once for all tests of it."""
+"""The documentation's site, built once for all its tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from tests.architecture.source import ROOT
 
 BUILD_S = 1500.0
-"""Limit of a build: it takes 20 s on a quiet core, and many times that beside the rest of the suite."""
+"""Time limit of a build: it takes 20 s on an idle core, and many times longer while the rest of the suite runs."""
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as ``make docs`` builds it."""
+    """Build the site as ``make docs`` does."""
     target = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs", ".", target],

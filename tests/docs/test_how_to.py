@@ -1,4 +1,4 @@
-"""The blocks of the how-to pages run when they are pasted, after those of the tutorial."""
+"""The code blocks of the how-to pages run after the tutorial's blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(model=None):
 
 
 def python_of(page: str) -> list[str]:
-    """The blocks of Python of a page, but for those that show what was before."""
+    """Return the Python blocks of a page, except blocks that show code before a change."""
     code = [code for language, code in blocks(ROOT / "docs" / f"{page}.md") if language == "python"]
     return [block for block in code if not block.startswith("# before")]
 
@@ -59,12 +59,12 @@ GIVEN = {
     "jupyterlab": ("", "", "result = job.result()"),
     "sessions": (EPOCH, "", ""),
 }
-"""Page -> what is run before each of its blocks: what it takes as given."""
+"""Page -> code to run before each of its blocks, which the page assumes."""
 
 
 @pytest.fixture
 def taught(kernel: Kernel) -> Kernel:
-    """A kernel with the tutorial's data, model and training function."""
+    """Start a kernel with the tutorial's data, model and training function."""
     kernel.run(DATA_AND_MODEL + TRAIN)
     return kernel
 
@@ -98,7 +98,7 @@ def test_the_page_of_the_debugger_runs_as_it_stands(taught: Kernel) -> None:
 def test_the_page_of_detached_jobs_runs_as_it_stands(taught: Kernel) -> None:
     launch, later = python_of("how-to/detached-jobs")
     taught.run("build_model = lambda: torch.nn.Sequential(*model)")
-    taught.run("%env NBLAUNCH_NUM_PROCESSES=3")  # it looks at rank 2
+    taught.run("%env NBLAUNCH_NUM_PROCESSES=3")  # it inspects rank 2
     name = taught.run(launch).value
     taught.run(later.replace("train-3f9a2c", name), timeout_s=120)
     taught.run("assert model(inputs).argmax(dim=1).eq(labels).float().mean() > 0.9")

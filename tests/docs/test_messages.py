@@ -1,7 +1,6 @@
-"""Messages that the pages and the notebooks quote are in the code.
+"""Messages that pages and notebooks quote exist in the code.
 
-A message is quoted in double quotes, in prose, by three words or more: "this process has taken ...". Three dots stand
-for what is left out.
+A quote in prose has double quotes and at least three words: "this process has taken ...". Three dots mark omitted text.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
-# Of other programs: in Kaggle's menu, a word that a page explains, and what JupyterLab shows.
+# Quotes that are not messages of nblaunch: from Kaggle's menu, an explained word, and from JupyterLab.
 NO_MESSAGES = {"Save & Run All", "Not yet run", "Error displaying widget"}
 _LEFT_OUT = "\0"
 
 
 def prose(path: Path) -> str:
-    """The text of a page or a notebook without its code."""
+    """Return the text of a page or a notebook without its code."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -38,13 +37,13 @@ def prose(path: Path) -> str:
 
 
 def quotes(text: str) -> list[str]:
-    """What is quoted in prose, from three words on."""
+    """Return the quotes in prose with at least three words."""
     found = re.findall(r'["“](\w[^"“”\n]*(?:\n[^"“”\n]+)?)["”]', text)
     return [" ".join(quote.split()) for quote in found if len(quote.split()) > 2]
 
 
 def literals(source: str) -> Iterator[str]:
-    """Each string of a module but docstrings, with a mark where an f-string fills something in."""
+    """Yield each string of a module except docstrings, with marks for the values in f-strings."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -58,7 +57,7 @@ def literals(source: str) -> Iterator[str]:
 
 
 def is_in(quote: str, texts: list[str]) -> bool:
-    """Whether one of ``texts`` has the parts of a quote in this order."""
+    """Return whether one of ``texts`` contains the parts of a quote in this order."""
     pattern = ".*".join(re.escape(part.strip(" ,.:;")) for part in re.split(r"\.\.\.|…", quote))
     return any(re.search(pattern, text, re.DOTALL) for text in texts)
 
@@ -77,7 +76,7 @@ def test_quoted_messages_exist(texts: list[str]) -> None:
 
 
 def test_a_quote_that_no_code_has_is_found(texts: list[str]) -> None:
-    """The search can fail: on a message that is gone, and on one whose end is another."""
+    """The search fails for a message that no longer exists, and for one with another ending."""
     page = 'See "this process has taken ... to the moon" and "this process has\ntaken the TPU chips itself", or "a b".'
     wrong, right = quotes(page)
     assert not is_in(wrong, texts)
@@ -85,7 +84,7 @@ def test_a_quote_that_no_code_has_is_found(texts: list[str]) -> None:
 
 
 def test_errors_that_headings_name_exist() -> None:
-    """Troubleshooting goes by symptom: the name of an error, before what it is about."""
+    """Troubleshooting is sorted by symptom: its headings begin with the name of an error."""
     named = {
         name
         for path in PAGES

@@ -1,4 +1,4 @@
-"""The pages under ``docs/``: their code runs or at least parses, and what they name exists."""
+"""The pages under ``docs/``: their code runs, or at least parses, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_code_parses_and_imports_what_exists(path: Path) -> None:
         if language != "python":
             continue
         if code.startswith("%%"):
-            code = code.partition("\n")[2]  # a cell of another process
-        code = re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)  # for IPython alone
+            code = code.partition("\n")[2]  # a cell for another process
+        code = re.sub(r"^(\s*)[%!].*$", r"\1pass", code, flags=re.MULTILINE)  # valid only in IPython
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nblaunch"):
                 module = importlib.import_module(node.module or "")

@@ -1,4 +1,4 @@
-"""The documentation's site: builds without a warning, has every public name, and leads nowhere that is not there."""
+"""The documentation's site builds without a warning, has every public name, and contains no broken link."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.docs.conftest import BUILD_S
 
 MODULES = [*names.FILES, "nblaunch.errors", "nblaunch.training.strategies"]
 
-pytestmark = pytest.mark.timeout(BUILD_S + 60)  # the first test waits for the site
+pytestmark = pytest.mark.timeout(BUILD_S + 60)  # the first test builds the site
 
 
 class _Page(HTMLParser):
-    """The addresses that a page names, and its anchors."""
+    """The links and the anchors of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def test_links_within_the_site_lead_somewhere(site: Path) -> None:
 
 
 def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
-    """So that it works, and is searched, without a network."""
+    """The site, including its search, works without a network."""
     loaded = {
         address for path in site.rglob("*.html") for address in _page(path).loaded if _is_elsewhere(address)
     }
     assert {address for address in loaded if not address.startswith("data:")} == set()
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     assert "notebook_launcher" in index
-    assert "kaggl" in index  # a word of a page, as the search stems it
+    assert "kaggl" in index  # a word from a page, in the stemmed form of the search index
 
 
 def test_the_notebooks_are_pages(site: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that launch on nodes of this machine, and what they run there."""
+"""Kernels that launch on nodes of this machine, and their functions."""
 
 from __future__ import annotations
 
@@ -62,19 +62,23 @@ def train(what, who):
     dist.all_reduce(torch.ones(2))
     return threading.Lock() if what == "unpicklable result" else rank()
 """
-"""A function that ends on rank ``who`` as ``what`` says, once all ranks have begun."""
+"""A function that ends on rank ``who`` as ``what`` says, after all ranks have begun."""
 
 
 @pytest.fixture
 def notebook(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel with all that the tests' cells use; whatever it started has ended by itself when the test is over."""
+    """Start a kernel with everything that the tests' cells use; its processes must have ended by the end of the
+    test.
+    """
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
 
 
 def comparable(text: str) -> str:
-    """Return the text of an error without what differs between two launches: processes, folders, labels of nodes."""
+    """Return the text of an error without the parts that differ between launches: processes, folders, labels of
+    nodes.
+    """
     text = re.sub(r"\(pid \d+\)", "(pid N)", text)
     text = re.sub(
         r" on (node \d+ \(host [^)]*\)|[\w.-]+); complete log: \S+", " on HOST; complete log: PATH", text

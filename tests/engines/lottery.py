@@ -1,14 +1,14 @@
-"""Failures and kills at random moments of a launch on two nodes, and what must come of each.
+"""Failures and kills at random moments of a launch on two nodes, with the required outcomes.
 
     python -m tests.engines.lottery [--engine processes] [--failures 50] [--kills 100]
 
-* failure: a rank raises, dies, returns early or hangs. Type, text and notes of the error are those of the engine of one
-  machine, but for processes and labels of nodes.
+* failure: a rank raises, dies, returns early or hangs. Type, text and notes of the error are the same as on one
+  machine, except for processes and labels of nodes.
 * kill: a rank, a node process, the kernel or the process of a detached job gets SIGKILL at a random moment after the
   call of the launcher; with Ray also an actor or the driver. The error names the victim, nothing is left after some
   seconds, and the next launch works.
 
-A draw that ends otherwise is printed with all that is known of it.
+The program prints every draw that ends otherwise, with all details.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tests.engines.ray_cluster import cluster
 from tests.kernels import Kernel
 
 TOKEN = "NBLAUNCH_LOTTERY"
-"""Variable that processes of one lottery have, so that it kills no other."""
+"""Environment variable that marks the processes of one lottery, so that it kills no others."""
 
 LEFT_S = 3.0
-"""How long processes may take to end."""
+"""Seconds that processes may take to end."""
 
 BUSY_LEFT_S = 10.0
-"""How long they may take on a machine with more load than cores, as where all tests run."""
+"""The same on an overloaded machine, for example while all tests run."""
 
 FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable result", "hang")
 VICTIMS = {"processes": ("rank", "node", "kernel", "job process")}
@@ -113,10 +113,10 @@ class Draw:
     """One draw.
 
     Args:
-        what: what was done.
-        wrong: what is wrong about its end; empty if nothing is.
-        seconds: that it took.
-        left_s: seconds until no process was left after it.
+        what: the fault.
+        wrong: what is wrong with the outcome; empty if nothing is.
+        seconds: duration of the draw.
+        left_s: seconds after the draw until no process was left.
     """
 
     what: str
@@ -130,9 +130,9 @@ class Lottery:
 
     Args:
         engine: ``"processes"`` or ``"ray"``.
-        address: of the Ray cluster; empty without one.
-        seed: of what is drawn.
-        left_s: how long processes may take to end.
+        address: address of the Ray cluster; empty without one.
+        seed: seed of the draws.
+        left_s: seconds that processes may take to end.
     """
 
     def __init__(self, engine: str, address: str = "", seed: int = 0, left_s: float = LEFT_S) -> None:
@@ -155,7 +155,7 @@ class Lottery:
     # --- failures ------------------------------------------------------------------------------------------------
 
     def fail(self, kernel: Kernel, what: str) -> Draw:
-        """Let a random rank fail; compare the error with that of the engine of one machine."""
+        """Let a random rank fail; compare the error with the local engine's error."""
         who = -1 if what == "unpicklable result" else self._random.randrange(4)
         if (what, who) not in self._local:
             self._local[what, who] = self._error_of(kernel, what, who, "engine='local', num_nodes=1")
@@ -169,13 +169,13 @@ class Lottery:
 
     def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
         value = kernel.run(f"error_of({what!r}, {who}, {settings})", timeout_s=180).value
-        # How the other ranks ended depends on how soon they were signalled.
+        # The end of the other ranks depends on how soon they were signalled.
         return [re.sub(r"PATH\n.*", "PATH", comparable(str(part)), flags=re.DOTALL) for part in value]
 
     # --- kills ---------------------------------------------------------------------------------------------------
 
     def kill(self, kernel: Kernel, victim: str, span_s: float) -> Draw:
-        """Kill a victim within ``span_s`` seconds of the call of the launcher; the kernel must not be the victim."""
+        """Kill a victim other than the kernel within ``span_s`` seconds after the call of the launcher."""
         delay_s = self._random.uniform(0.0, span_s)
         detach = ", detach=True" if victim == "job process" else ""
         call = f"draw_kill({victim!r}, {delay_s}, engine={self.engine!r}{detach})"
@@ -201,7 +201,7 @@ class Lottery:
         return "" if is_good else f"{name}: {text}"
 
     def kill_kernel(self, span_s: float) -> Draw:
-        """Kill a kernel within ``span_s`` seconds of the call of the launcher."""
+        """Kill a kernel within ``span_s`` seconds after the call of the launcher."""
         delay_s = self._random.uniform(0.0, span_s)
         with self.kernel() as kernel:
             cell = kernel.submit(f"launch(work, engine={self.engine!r})")
@@ -212,7 +212,7 @@ class Lottery:
         return Draw(f"kernel killed {delay_s:.2f} s after the call", wrong, left_s, left_s)
 
     def _what_is_left(self, kernel: Kernel) -> tuple[str, float]:
-        """Return what was left after some seconds, empty if nothing was, and the seconds until nothing was."""
+        """Return what was left after some seconds, or an empty string, and the seconds until nothing was left."""
         began_s = time.monotonic()
         try:
             kernel.wait_for_no_processes(self._left_s)
@@ -226,7 +226,7 @@ class Lottery:
 
 
 def _node_processes() -> list[str]:
-    """Return the node programs of this lottery, on nodes of a Ray cluster as well."""
+    """Return the node programs of this lottery, including those on nodes of a Ray cluster."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -237,7 +237,7 @@ def _node_processes() -> list[str]:
 
 
 def main() -> None:
-    """Draw as often as the arguments say; print each draw that ended badly, and times."""
+    """Draw as often as the arguments say; print each bad draw, and times."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="processes", choices=VICTIMS)
     parser.add_argument("--failures", type=int, default=50)

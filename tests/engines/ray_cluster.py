@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, in a process of its own: ``python -m tests.engines.ray_cluster``.
+"""A Ray cluster of two nodes on this machine, in a separate process: ``python -m tests.engines.ray_cluster``.
 
 with cluster() as address: ...
 """
@@ -16,7 +16,7 @@ _STORE_BYTES = 150 << 20
 
 @contextmanager
 def cluster() -> Iterator[str]:
-    """Run a cluster while the block runs; give its address."""
+    """Run a cluster while the block runs; yield its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.engines.ray_cluster"],
         stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": CORES, "object_store_memory": _STORE_BYTES}
-    # By default Ray's workers wait for all else that this machine does.
+    # By default, Ray's workers have a lower priority than all other programs.
     head = {**settings, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}
     made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**settings)

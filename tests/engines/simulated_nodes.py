@@ -1,7 +1,7 @@
-"""Many nodes whose ranks are made up, played by one process: ``python -m tests.engines.simulated_nodes SETTINGS``.
+"""Many nodes with simulated ranks, played by one process: ``python -m tests.engines.simulated_nodes SETTINGS``.
 
-The launching process is real, and so are messages, channels and uplinks: only the ranks are not. They take steps and
-print, and after some time each raises an error, all within a second.
+The launching process, messages, channels and uplinks are real; only the ranks are simulated. They take steps and print,
+and after some time all raise an error within a second.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _EXIT_S = 0.05
 
 @dataclass(frozen=True)
 class Play:
-    """What the nodes do.
+    """The behaviour of the nodes.
 
     Args:
-        num_nodes: how many there are.
-        ranks_per_node: ranks of each.
+        num_nodes: number of nodes.
+        ranks_per_node: ranks of each node.
         seconds: from the start of the ranks to the first error.
         result_path: file for :class:`Played`.
     """
@@ -70,13 +70,13 @@ class Play:
 
 @dataclass(frozen=True)
 class Played:
-    """What has happened.
+    """A record of the play.
 
     Args:
         began_s: when the ranks started, on the wall clock.
-        first_s: when the first of them failed.
-        last_s: when the last of them failed.
-        messages: that the nodes sent until the first failed, not counting the start.
+        first_s: when the first rank failed.
+        last_s: when the last rank failed.
+        messages: number of messages that the nodes sent before the first failure, without the start.
         num_bytes: size of these messages.
     """
 
@@ -88,7 +88,7 @@ class Played:
 
 
 def engine(play: Play) -> Callable[[str], Callable[[], Engine]]:
-    """Return what takes the place of ``nblaunch.engines.find``."""
+    """Return a replacement for ``nblaunch.engines.find``."""
     return lambda name: lambda: SimulatedEngine(play)
 
 
@@ -146,7 +146,7 @@ class _CountingChannel(Channel):
 
 
 class _Node:
-    """One node, from its first words to its end."""
+    """One node, from its first message to its end."""
 
     def __init__(self, fd: int, number: int, play: Play, folder: Path) -> None:
         self.channel = _CountingChannel(fd, os.dup(fd), b"n")
@@ -162,7 +162,7 @@ class _Node:
         self.channel.send_raw(schema.dump(Hello(**{**asdict(Hello.of_this_process()), "host": self._host})))
 
     def turn(self) -> None:
-        """Handle what has arrived, and let the ranks do what is due."""
+        """Handle arrived messages, and let the ranks act if it is time."""
         if self._uplink is not None:
             self._play_ranks(self._uplink)
         elif self._boot is None:
@@ -293,7 +293,7 @@ def _ready(host: str, num_processes: int) -> Ready:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Play; the arguments are a :class:`Play` as JSON, and a descriptor for each node."""
+    """Play all nodes; the arguments are a :class:`Play` as JSON, and a descriptor for each node."""
     play = Play(**json.loads(arguments[0]))
     with tempfile.TemporaryDirectory(prefix="nblaunch-nodes-") as folder:
         nodes = [_Node(int(fd), number, play, Path(folder)) for number, fd in enumerate(arguments[1:])]

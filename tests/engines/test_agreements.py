@@ -1,4 +1,4 @@
-"""Ranks of two nodes that end at the same check: the test carries the messages, and decides how long they take."""
+"""Ranks of two nodes that end at the same check: the test delivers the messages, and decides how long they take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 30.0
 
 
 class Job:
-    """Two nodes with two ranks each, whose steps all wait for each other where ``in_step``."""
+    """Two nodes with two ranks each; with ``in_step``, all ranks wait for each other in every step."""
 
     def __init__(self, subject: Subject, delay_s: float = 0.0, grace_s: float = 1000.0) -> None:
         self.delay_s = delay_s
@@ -60,7 +60,7 @@ class Job:
         reached = dict.fromkeys(self.ballots, 0)
 
         def is_joined(step: int) -> bool:
-            """Wait for the collective of a step; return whether all ranks have come to it."""
+            """Wait for the collective of a step; return whether all ranks have joined it."""
             while min(reached.values()) <= step and not self.steps:
                 time.sleep(0.0001)
             return min(reached.values()) > step

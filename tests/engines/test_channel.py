@@ -1,4 +1,4 @@
-"""The channel between a coordinator and a node: whole messages, in order, under the seal of the job alone."""
+"""The channel between a coordinator and a node: complete messages, in order, only with the job's signature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair:
         self.node = Channel(down[0], up[1], b"n")
 
     def agree(self) -> Pair:
-        """Take both ends past their first messages."""
+        """Exchange the first messages of both ends."""
         self.node.send_mark()
         self.node.send_raw(schema.dump(Hello("a", "3.11", "1")))
         assert len(self.coordinator.receive_raw(1)) == 1
@@ -115,5 +115,5 @@ def test_the_end_is_seen_behind_what_was_sent(pair: Pair) -> None:
     assert pair.coordinator.receive() == []
     assert pair.coordinator.is_closed
     pair.close(pair.node.reading_fd)
-    pair.coordinator.send(Request("stop"))  # nothing raises: the end says why
+    pair.coordinator.send(Request("stop"))  # nothing raises: the reason comes with the end
     assert pair.coordinator.backlog == 0

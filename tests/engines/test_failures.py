@@ -1,4 +1,4 @@
-"""What fails on a node is reported as on one machine: same type, same text but for the node's label."""
+"""Failures on a node are reported as on one machine: with the same type and text, except for the node's label."""
 
 from __future__ import annotations
 

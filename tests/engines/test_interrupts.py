@@ -86,7 +86,7 @@ def test_nodes_that_load_the_call_end_with_a_killed_kernel(notebook: Kernel, tmp
 
 
 def _load_slowly(notebook: Kernel, folder: Path) -> Cell:
-    """Launch a call that two nodes load and load."""
+    """Launch a call that two nodes never finish loading."""
     marks = folder / "marks"
     marks.mkdir()
     notebook.run(LOADING)

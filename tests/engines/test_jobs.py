@@ -1,4 +1,4 @@
-"""What a job on nodes gives back, and how it is looked at while it runs: as on one machine."""
+"""Results and observation of a job on nodes are the same as on one machine."""
 
 from __future__ import annotations
 

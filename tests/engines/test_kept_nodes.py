@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture
 def ready(notebook: Kernel) -> Kernel:
-    """A kernel with nodes that have run a job."""
+    """Start a kernel with nodes that have run a job."""
     notebook.run("nodes = nblaunch.Nodes(2, engine='processes')\nlaunch(rank, engine=nodes)", timeout_s=120)
     return notebook
 

@@ -1,4 +1,4 @@
-"""A node whose program is killed or stopped: it is named, nothing is left, and the job starts again if it may."""
+"""A node whose program is killed or stopped: the error names it, nothing is left, and the job restarts if it may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many nodes whose ranks are made up: what they send, and what becomes of many failures at once."""
+"""Many nodes with simulated ranks: their messages, and many simultaneous failures."""
 
 from __future__ import annotations
 

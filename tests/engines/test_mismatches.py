@@ -1,4 +1,4 @@
-"""Collectives that ranks of different nodes call differently: explained as on one machine."""
+"""Collectives that ranks of different nodes call differently are explained as on one machine."""
 
 from __future__ import annotations
 

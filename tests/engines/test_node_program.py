@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @pytest.fixture
 def channel(tmp_path: Path, nothing_left_behind: None) -> Iterator[Channel]:
-    """The channel to a node program that is ready to start one rank, which would sleep for an hour."""
+    """Yield the channel to a node program that is ready to start one rank, which would sleep for an hour."""
     command = [sys.executable, "-c", "from nblaunch.engines.node import main; main()"]
     env = {**os.environ, "NBLAUNCH_LOG_DIR": str(tmp_path)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as program:

@@ -1,4 +1,4 @@
-"""What is Ray's own about nodes of a Ray cluster: the user's connection, resources, and the death of a raylet."""
+"""Features that only Ray has: the user's connection, resources, and the death of a raylet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels to nodes: modules as text, and the names of those that must be there."""
+"""Code for nodes: sent modules, and the names of modules that must be installed there."""
 
 from __future__ import annotations
 

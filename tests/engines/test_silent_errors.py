@@ -1,4 +1,4 @@
-"""Errors that raise nothing, in ranks of different nodes: compared over all nodes, and named once."""
+"""Errors without an exception in ranks of different nodes: compared over all nodes, and reported once."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_ranks_of_two_nodes_are_compared_and_a_mistake_is_named_once(
         notebook.submit(f"launch(train, False, '{tmp_path}/w.pt', {settings})").wait(120).shown.split()
     )
     assert shown.count("NBLAUNCH_CHECKS=-replicas_differ silences") == 2, "a line, and the summary"
-    # Paths of two machines may name two files, so each node compares its own ranks.
+    # A path may name different files on two machines, so each node compares only its own ranks.
     assert ("NBLAUNCH_CHECKS=-same_file silences" in shown) == (per_node == 2)
     assert f"(ranks 0-{ranks - 1}, " in shown

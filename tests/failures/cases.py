@@ -1,4 +1,4 @@
-"""The table: functions that fail, and what must be reported of each."""
+"""The table of failing functions, with the expected report of each."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Case:
     """A cell that launches ``train`` and fails.
 
     Args:
-        name: of the case.
-        source: the cell up to the launch; defines ``train``.
+        name: name of the case.
+        source: the cell before the launch; defines ``train``.
         raises: class of the exception in the kernel.
-        value: its message, or what its message begins with.
-        shows: what the shown error must contain besides.
-        line: what the first source line shown must be.
-        rank: where the root cause is; None where any rank may be the first.
-        check: an expression over ``error`` (the exception in the kernel), which must be true.
-        is_remote: an exception of the function, rather than one that the launcher makes.
-        prints: what the log of ``rank`` must contain.
-        is_possible: on this Python.
+        value: its message, or the beginning of it.
+        shows: other texts that the shown error must contain.
+        line: the expected first source line.
+        rank: rank of the root cause; None if any rank may be the first.
+        check: an expression with ``error`` (the exception in the kernel) that must be true.
+        is_remote: whether the function raises the exception, rather than the launcher.
+        prints: text that the log of ``rank`` must contain.
+        is_possible: whether this Python supports the case.
     """
 
     name: str
@@ -41,7 +41,7 @@ LAUNCH = "notebook_launcher(train, num_processes=3, start_method={method!r}, int
 
 
 def _raising(statement: str, before: str = "") -> str:
-    """Rank 1 does something while the others wait for it in a collective."""
+    """Return a function in which rank 1 runs ``body`` while the others wait for it in a collective."""
     return f"""{before}
 def train():
     dist.init_process_group()

@@ -1,4 +1,4 @@
-"""Kernels in which launches fail, and what every failure is measured by."""
+"""Kernels in which launches fail, and common checks for every failure."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def relaunch(method="fork"):
     return notebook_launcher(add_up, num_processes=2, return_all=True, start_method=method)
 """
 
-# What is made once per process, as torch's first store and ipykernel's socket for prints, is made before this.
+# Resources that are created once per process, such as torch's first store and ipykernel's socket for prints, exist
+# before this.
 SETTLED = """
 print("settled", relaunch(), "x" * 100_000)      # long enough for the thread that zmq has for long messages
 before = traces()
@@ -81,11 +82,11 @@ before = traces()
 
 
 def start_kernel(log_dir: Path, *, is_settled: bool = True, **env: str) -> Kernel:
-    """A kernel in which the preamble has run.
+    """Start a kernel and run the preamble in it.
 
     Args:
-        log_dir: of its jobs.
-        is_settled: what is made once per process has been made, so that ``traces()`` can be compared.
+        log_dir: log folder of its jobs.
+        is_settled: create the resources that exist once per process, so that ``traces()`` can be compared.
         **env: variables of the kernel.
     """
     kernel = Kernel.start(env={"NBLAUNCH_LOG_DIR": str(log_dir), **env})
@@ -105,9 +106,9 @@ def start_kernel(log_dir: Path, *, is_settled: bool = True, **env: str) -> Kerne
 def across_methods(
     argument: str, cases: Sequence[Any], forkserver: Collection[str] = (), spawn: Collection[str] = ()
 ) -> pytest.MarkDecorator:
-    """Parametrize ``method`` and ``argument``: all cases with forks, and those named here in fresh interpreters too.
+    """Parametrize ``method`` and ``argument``: all cases with forks, and the named cases also in fresh interpreters.
 
-    An interpreter per rank costs seconds, a fork milliseconds; most of what fails does so alike in both.
+    An interpreter per rank costs seconds, a fork milliseconds, and most failures are the same in both.
     """
     named = {case.name: case for case in cases}
     pairs = [("fork", case) for case in cases]
@@ -119,21 +120,21 @@ def across_methods(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """The module's kernel, for all start methods. Every failure must leave it as it was."""
+    """Start the module's kernel, for all start methods. Every failure must leave it unchanged."""
     with start_kernel(tmp_path_factory.mktemp("logs")) as kernel:
         yield kernel
 
 
 @pytest.fixture
 def fresh(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel of the test's own, for what changes a kernel for good."""
+    """Start a separate kernel, for tests that change a kernel permanently."""
     with start_kernel(tmp_path / "logs") as kernel:
         yield kernel
 
 
 @pytest.fixture
 def start(nothing_left_behind: None, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    """Starts kernels that the test is going to kill; what they leave is ended in any case."""
+    """Return a function that starts kernels for the test to kill; their remains are ended in any case."""
     started: list[Kernel] = []
 
     def start_one(**options: Any) -> Kernel:
@@ -146,21 +147,21 @@ def start(nothing_left_behind: None, tmp_path: Path) -> Iterator[Callable[..., K
 
 
 def value_of(kernel: Kernel, expression: str) -> Any:
-    """A literal that the kernel computes."""
+    """Return a literal that the kernel computes."""
     return ast.literal_eval(
         kernel.run(f"print(repr({expression}))", store_history=False).stdout.splitlines()[-1]
     )
 
 
 def assert_as_before(kernel: Kernel) -> None:
-    """No process is left, nothing in the kernel has changed, and a launch works."""
+    """Check that no process is left, nothing in the kernel has changed, and a launch works."""
     kernel.wait_for_no_processes(2.0)
     found = value_of(kernel, "(changed(before), relaunch(), nblaunch.last_job().status)")
     assert found == ({}, [3.0, 3.0], "done")
 
 
 def source_line(cell: Cell) -> str:
-    """The first source line that IPython marks in the cell's traceback: what the eye falls on."""
+    """Return the first source line that IPython marks in the cell's traceback, where a user looks first."""
     for line in cell.raised.lines:
         if line.lstrip("-").startswith("> "):
             return line.partition("> ")[2].strip().partition(" ")[2].strip()

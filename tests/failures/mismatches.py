@@ -1,8 +1,8 @@
-"""Programs in which ranks call collectives that do not go together, and programs that only look as if they did.
+"""Programs in which ranks call collectives that do not match.
 
 Each is the body of a function ``train`` in a cell. Comments mark the lines that an explanation must name:
 
-    # <- fault    of the ranks at fault, or of the one side where ranks merely disagree
+    # <- fault    of the ranks at fault, or of one side if ranks merely disagree
     # <- others   of the other ranks
 
 The helpers that bodies use are in :data:`PREAMBLE`.
@@ -56,12 +56,12 @@ class Mismatch:
     """A program whose ranks disagree.
 
     Args:
-        name: of it.
-        body: of ``train``.
-        faulty: ranks at fault; empty where no side is more likely wrong than the other.
-        says: texts that the explanation must have, besides ranks and lines.
-        num_ranks: how many.
-        is_quiet: nothing raises, hangs or dies without a comparison of ranks.
+        name: name of the program.
+        body: body of ``train``.
+        faulty: ranks at fault; empty if neither side is more likely to be wrong.
+        says: texts that the explanation must contain, besides ranks and lines.
+        num_ranks: number of ranks.
+        is_quiet: whether nothing raises, hangs or dies unless ranks are compared.
     """
 
     name: str
@@ -73,21 +73,21 @@ class Mismatch:
 
     @property
     def source(self) -> str:
-        """The cell that defines ``train``."""
+        """Return the cell that defines ``train``."""
         body = self.body.strip("\n")
         return f"def train():\n{body}\n"
 
     def lines(self, whose: str) -> list[int]:
-        """Return the lines of the cell that are marked, ``whose`` being ``fault`` or ``others``."""
+        """Return the marked lines of the cell; ``whose`` is ``fault`` or ``others``."""
         lines = enumerate(self.source.splitlines(), start=1)
         return [number for number, line in lines if f"<- {whose}" in line]
 
     def problems(self, explanation: str, shown: str) -> list[str]:
-        """Return what is missing or wrong in an explanation; empty where it is right.
+        """Return what is missing or wrong in an explanation; empty if it is right.
 
         Args:
-            explanation: what the launch raised, with its notes.
-            shown: the table that stays in the cell.
+            explanation: the exception of the launch, with its notes.
+            shown: the final table in the cell.
         """
         first = explanation.partition("\n")[0]
         found = [text for text in self.says if text not in explanation]

@@ -1,4 +1,4 @@
-"""Programs that are odd, and right: ranks do different things, and no message may come of it.
+"""Correct programs that look odd: ranks do different things, and nblaunch must not report it.
 
 Each is the body of a function ``train`` in a cell, as in ``mismatches.py``.
 """
@@ -18,7 +18,7 @@ class RightProgram:
 
     @property
     def source(self) -> str:
-        """The cell that defines ``train``."""
+        """Return the cell that defines ``train``."""
         body = self.body.strip("\n")
         return f"def train():\n{body}\n    return 'right'\n"
 

@@ -1,9 +1,9 @@
-"""Launches in odd surroundings, and on machines that stop, sleep or have too few cores.
+"""Launches in odd environments, and on machines that stop, sleep or have too few cores.
 
     python -m tests.failures.surroundings [NAME ...] [--launches 300] [--pairs 50] [--ranks 64]
 
-Each name is a method of :class:`Surroundings`, which raises an error if something is lost. Needs the rights of root on
-Linux for the user without a name and the home folder that can't be written to.
+Each name is a method of :class:`Surroundings`, which raises an error if something is lost. The user without a name and
+the read-only home folder need root on Linux.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ time.time = lambda: real_time() + int.from_bytes(clock[:8], "little", signed=Tru
 def set_clock(ahead_s):
     clock[:8] = int(ahead_s).to_bytes(8, "little", signed=True)
 """
-"""A wall clock that jumps while the monotonic clock goes on, as after a suspension, in this kernel and its workers."""
+"""A wall clock that jumps while the monotonic clock continues, as after a suspension, in this kernel and its
+workers.
+"""
 
 PAIR = """
 import sys
@@ -117,7 +119,7 @@ print("done", flush=True)
 
 
 class Surroundings:
-    """Each public method raises an error if something is lost, and returns what is worth to be known."""
+    """Each public method raises an error if something is lost, and returns noteworthy facts."""
 
     def __init__(self, launches: int, pairs: int, ranks: int) -> None:
         self._launches, self._pairs, self._ranks = launches, pairs, ranks
@@ -135,7 +137,7 @@ class Surroundings:
             return str(kernel.run("os.umask(0o077)\ncheck_all()", timeout_s=LIMIT_S).value)
 
     def umask_777(self) -> str:
-        """The user may not even read files of their own."""
+        """Use a umask with which the user may not even read their own files."""
         with _kernel() as kernel:
             return kernel.run("os.umask(0o777)\nrefusal(check_all)", timeout_s=LIMIT_S).value
 
@@ -197,7 +199,7 @@ class Surroundings:
     # --- processes that stop -------------------------------------------------------------------------------------
 
     def stopped_rank(self) -> str:
-        """A rank is stopped for longer than the hang timeout, and goes on."""
+        """Stop a rank for longer than the hang timeout, then continue it."""
         with _kernel() as kernel:
             kernel.run("model = trained()")
             cell = kernel.submit("notebook_launcher(train, (model, 40, 0.05), 2, hang_timeout_s=2.0)")
@@ -214,12 +216,12 @@ class Surroundings:
             return next(line for line in shown.splitlines() if "stopped" in line).strip()
 
     def stopped_kernel(self) -> str:
-        """The kernel is stopped while its workers train and return."""
+        """Stop the kernel while its workers train and return."""
         with _kernel() as kernel:
             return self._stopped(kernel, lambda: [psutil.Process(kernel.pid)])
 
     def stopped_machine(self) -> str:
-        """The kernel and all of its processes are stopped, as by a container that is paused."""
+        """Stop the kernel and all of its processes, as in a paused container."""
         with _kernel() as kernel:
             return self._stopped(kernel, lambda: [psutil.Process(kernel.pid), *kernel.processes()])
 
@@ -280,7 +282,7 @@ class Surroundings:
     # --- many ----------------------------------------------------------------------------------------------------
 
     def many_launches(self) -> str:
-        """Launch many times in one kernel: nothing piles up."""
+        """Launch many times in one kernel: nothing must accumulate."""
         with _kernel() as kernel:
             kernel.run("for _ in range(10): notebook_launcher(sums, (1,), 2, dashboard='none')")
             state = "me = psutil.Process(); len(os.listdir('/proc/self/fd')), me.num_threads(), me.memory_info().rss"
@@ -307,7 +309,7 @@ class Surroundings:
             return f"{self._ranks} ranks on {os.cpu_count()} cores in {time.monotonic() - began_s:.1f} s"
 
     def two_kernels(self) -> str:
-        """Two processes launch at the same time, again and again: ports, files and logs are their own."""
+        """Launch repeatedly in two processes at the same time: each must have its own ports, files and logs."""
         program = PAIR.format(folder=os.getcwd(), cell=CELL, launches=self._pairs)
         both = [
             subprocess.Popen(
@@ -327,11 +329,11 @@ class Surroundings:
 
 
 LIMIT_S = 240.0
-"""Time for a cell on a machine with more load than cores."""
+"""Seconds for a cell on an overloaded machine."""
 
 
 class _kernel:
-    """A kernel with the functions of the cells; nothing is left of it."""
+    """Start a kernel with the cells' functions, and check that nothing is left of it."""
 
     def __enter__(self) -> Kernel:
         self._home = tempfile.TemporaryDirectory()
@@ -359,7 +361,7 @@ def _shown(cell: Any) -> str:
 
 
 def main() -> None:
-    """Try each name; print how it went."""
+    """Try each name; print its outcome."""
     parser = argparse.ArgumentParser()
     every = [name for name in vars(Surroundings) if not name.startswith("_")]
     parser.add_argument("names", nargs="*", choices=[*every, []], default=every)

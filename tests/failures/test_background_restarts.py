@@ -1,7 +1,7 @@
-"""Jobs in the background that start workers again while the kernel is busy with something else.
+"""Background jobs that restart workers while the kernel is busy with something else.
 
-Workers of a later attempt must never be forked from a kernel whose main thread is inside a library: the kernel, or the
-workers, would wait for ever for a lock whose holder is not among them.
+Workers of a later attempt must never be forked from a kernel whose main thread is inside a library: the workers could
+wait forever for a lock whose holder they lack.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ while not pathlib.Path({folder!r}, "again").exists():
 LOADS = {
     "numpy": "import numpy\na = numpy.random.rand(300, 300)\nwhile job.is_running:\n    a @ a",
     "torch": "a = torch.rand(300, 300, requires_grad=True)\nwhile job.is_running:\n    (a @ a).sum().backward()",
-    # Its body ends when a worker of the second attempt has begun, which then imports the module, too.
+    # The module's body ends when a worker of the second attempt has begun; that worker then imports the module, too.
     "import": "import slow_module",
     "cuda": (
         "from nblaunch import backends\n"

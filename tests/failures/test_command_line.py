@@ -1,4 +1,4 @@
-"""A function that parses the command line, which is the kernel's in a notebook."""
+"""A function that parses the command line; in a notebook, it is the kernel's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for a thread which they do not have are named within seconds, and no other wait is."""
+"""Ranks that wait for a thread that they do not have are named within seconds; other waits are not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_a_wait_beside_threads_that_end_no_wait_is_named_and_stops_nothing(
 
 
 def test_waits_that_end_by_themselves_are_not_named(kernel: Kernel) -> None:
-    """Of another rank, a thread that sleeps, a clock, a signal, a lock and a queue between processes; each for 2 s."""
+    """Waits for another rank, a sleeping thread, a clock, a signal, and a lock and a queue between processes, each
+    for 2 s.
+    """
     kernel.run(PREPARED)
     kernel.run("""
 import multiprocessing, signal

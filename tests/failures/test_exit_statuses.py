@@ -1,4 +1,4 @@
-"""Exit statuses of workers, in a kernel that ignores SIGCHLD or whose code takes them."""
+"""Exit statuses of workers in a kernel that ignores SIGCHLD, or whose code collects them."""
 
 from __future__ import annotations
 

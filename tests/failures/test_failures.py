@@ -1,4 +1,4 @@
-"""Every failure of the table, in a kernel that goes on afterwards."""
+"""Every failure of the table, in a kernel that continues afterwards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_any_other_end_leaves_nothing_either(shared: Kernel, end: str) -> None:
 
 
 def _check_shown(cell: Cell, case: Case) -> None:
-    if cell.error is None:  # IPython prints exception groups by other means, without any message of their own
+    if cell.error is None:  # IPython prints exception groups differently, without their own message
         assert case.raises == "ExceptionGroup"
         assert case.value in cell.stderr
         return
@@ -87,7 +87,7 @@ def _check_shown(cell: Cell, case: Case) -> None:
 
 
 def _check_evidence(cell: Cell, case: Case, text: str, pids: dict[int, int]) -> None:
-    """Who, where, and what became of the others: in the message or in the notes."""
+    """Check that the message or the notes name the rank, the place and the other ranks' outcome."""
     found = re.search(r"^rank (\d+) \(pid (\d+)\) on (\S+); complete log: (\S+)$", text, re.M)
     assert found is not None, text
     rank, pid, host, path = found.groups()
@@ -97,7 +97,7 @@ def _check_evidence(cell: Cell, case: Case, text: str, pids: dict[int, int]) -> 
     assert Path(path).exists()
     others = [line for line in text.splitlines() if OTHERS.match(line)]
     assert len(others) == 1, text
-    # On a busy machine the launcher may have to stop a rank before it notices that its partner is gone.
+    # On a busy machine, the launcher may stop a rank before it notices that its partner is gone.
     fates = dict(re.findall(r"ranks? ([\d, ]+): ([^;]+)", others[0]))
     assert sorted(rank for ranks in fates for rank in ranks.split(", ")) == ["0", "2"], text
     assert set(fates.values()) <= {"lost the connection to it", "stopped by the launcher"}, text
@@ -107,9 +107,9 @@ def _check_evidence(cell: Cell, case: Case, text: str, pids: dict[int, int]) -> 
 
 
 def _check_traceback(case: Case, printed: str) -> None:
-    """Printed by Python rather than by IPython: the worker's frames once, last of all, and none of the launcher's."""
+    """Check Python's own traceback: the worker's frames come once and last, without the launcher's frames."""
     statement = case.line or "raise ExceptionGroup('two things'"
-    # The cell's own source, also where the worker has never seen the cell.
+    # It has the cell's source, even if the worker has never seen the cell.
     assert printed.count(statement) == 1, printed
     assert printed.index("notebook_launcher") < printed.rindex("in train"), printed
     assert "/nblaunch/" not in printed, printed

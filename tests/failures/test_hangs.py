@@ -1,4 +1,4 @@
-"""Jobs that stand still: seen, distinguished, and stopped where that was asked for."""
+"""Jobs without progress: detected, distinguished, and stopped on request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Shape:
     """A way to hang.
 
     Args:
-        name: of it.
-        body: of the function.
-        lines: what must be reported, each as part of one line.
-        timeout_s: longer where ranks may need longer than others for their way to where they wait.
+        name: name of the hang.
+        body: body of the function.
+        lines: texts that the report must contain, each within one line.
+        timeout_s: hang timeout; longer if ranks may reach their waits at different times.
     """
 
     name: str
@@ -119,7 +119,7 @@ SHAPES = (
             "rank 1: waiting in barrier, ",
             " after 2 batches, ranks 0, 2 are still in it, in batch 3",
         ),
-        timeout_s=5.0,  # it imports the Accelerator
+        timeout_s=5.0,  # the function imports the Accelerator
     ),
     *(
         Shape(
@@ -156,7 +156,7 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
         TRAIN.format(body=shape.body)
-        # Fresh interpreters are not ready at the same time: a rank may be waited for that still imports torch.
+        # Fresh interpreters become ready at different times: others may wait for a rank that still imports torch.
         + LAUNCH.format(
             method=method, timeout_s=5.0 if method == "spawn" else shape.timeout_s, on_hang="stop"
         ),
@@ -168,7 +168,7 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
     assert f"complete logs: {value_of(shared, 'str(nblaunch.last_job().log_dir)')}" in cell.raised.value
     shared.run("job = nblaunch.last_job()")
     if shape is SHAPES[0]:
-        # The rank that the others waited for has failed. The positions of all ranks are in the exception alone.
+        # The rank that the others waited for has failed. Only the exception has the positions of all ranks.
         table = cell.displays[0].data["text/plain"]
         states = re.findall(r"^ +(\d) +(\w+)", table, re.MULTILINE)
         assert states == [("0", "stopped"), ("1", "failed"), ("2", "stopped")], table
@@ -186,7 +186,7 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
         TRAIN.format(body=shape.body)
         + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
     )
-    # A report that comes while ranks still join the group only supposes a hang, and gives no seconds.
+    # A report while ranks still join the group only suspects a hang, and has no seconds.
     cell.wait_for(lambda cell: re.search(r"no progress for \d+ s:", cell.shown), 30, "the time")
     cell.wait_for(lambda cell: shape.lines[-1] in cell.shown, 30, "the report")
     cell.wait_for(lambda cell: "waiting in all_reduce (cell " in cell.shown, 30, "the state of a rank")
@@ -240,7 +240,7 @@ def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: s
 
 
 def test_ranks_that_import_for_long_do_not_hang(shared: Kernel, tmp_path: Path) -> None:
-    """Rank 0 imports a library for longer than the timeout, rank 1 waits for it."""
+    """Rank 0 imports a library for longer than the timeout, and rank 1 waits for it."""
     library = f"""
 import time
 end = time.monotonic() + {2.5 * TIMEOUT_S}
@@ -267,7 +267,7 @@ notebook_launcher(train, ({str(tmp_path / "site-packages")!r},), 2, hang_timeout
 
 
 def test_ranks_that_work_do_not_hang(shared: Kernel) -> None:
-    """Slow steps, a long evaluation, a checkpoint, a bar: each part longer than the timeout, each step shorter."""
+    """Slow steps, a long evaluation, a checkpoint, a bar: each part takes longer than the timeout, each step less."""
     cell = shared.run(
         f"""
 def train(folder):
@@ -338,7 +338,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     )
     text = ""
 
-    def are_there() -> bool:  # the ranks go on for a moment after their last print
+    def are_there() -> bool:  # the ranks continue for a moment after their last print
         nonlocal text
         text = value_of(shared, "job.stacks()")
         return all(part in text for part in expected)
@@ -352,7 +352,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
 
 
 def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, tmp_path: Path) -> None:
-    """However it ends, the main thread asks where the ranks are all the while."""
+    """The main thread requests the ranks' positions all the time, however the job ends."""
     shared.run(
         f"""
 import nblaunch.context

@@ -1,4 +1,4 @@
-"""An interrupt keeps the weights of the last optimizer step, or says why it can't."""
+"""An interrupt keeps the weights of the last optimizer step, or a note says why it can't."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1.0, foreach=False)
     assert found, cell.describe()
     steps = "sorted({state['step'].item() for state in optimizer.state.values()})"
     assert value_of(shared, steps) == [float(found[1])]
-    shared.run("del optimizer; gc.collect()")  # its states lie in the memory that the workers have written
+    shared.run("del optimizer; gc.collect()")  # its states are in memory that the workers have written
     assert_as_before(shared)
 
 
 def test_a_rank_that_has_stopped_before_a_step_is_not_interrupted_again(shared: Kernel) -> None:
-    """Not in its ``finally``, which takes longer than an interrupt waits for the others."""
+    """It is not interrupted in its ``finally``, which takes longer than an interrupt waits for the other ranks."""
     shared.run(
         """
 def train_and_clean_up(model):
@@ -240,7 +240,9 @@ session = nblaunch.Session(2)
 
 
 def test_ranks_of_a_session_end_at_the_same_step(shared: Kernel) -> None:
-    """Shards are of one model then, though rank 0 has done a step when the interrupt comes before it on rank 1."""
+    """The shards then belong to one model, although rank 0 has finished a step before which the interrupt comes on
+    rank 1.
+    """
     shared.run(
         """
 def train_shards(model):

@@ -1,4 +1,4 @@
-"""The interrupt button, whatever the workers are doing."""
+"""The interrupt button, whatever workers are doing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.kernels import Cell, Kernel
 GRACE_S = 1.0
 TERM_GRACE_S = 1.0
 LONG_S = 3600.0
-"""A grace that no test waits for: whatever ends in time has ended without it."""
+"""A grace period that no test reaches: workers that end in time do so without it."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What workers do when the interrupt comes.
+    """The activity of workers when the interrupt comes.
 
     Args:
-        name: of it.
-        body: what rank 1 does, or every rank; calls ``ready`` where the interrupt may come.
-        grace_s: between the steps of the escalation.
-        at_least_s: before that the kernel must not be idle again: the grace is honoured.
-        leaves_word: its ``finally`` runs, and writes a file.
-        end_s: how long the processes that workers have forked may take to end, once they are killed.
+        name: name of the activity.
+        body: code of rank 1, or of every rank; calls ``ready`` when the interrupt may come.
+        grace_s: seconds between the steps of the escalation.
+        at_least_s: minimum seconds until the kernel is idle again, because it honours the grace period.
+        leaves_word: whether its ``finally`` runs and writes a file.
+        end_s: seconds that processes forked by workers may take to end after they are killed.
     """
 
     name: str
@@ -45,7 +45,7 @@ STATES = (
     State("C sleep", "ready(); time.sleep(3600)", LONG_S, 0.0, True),
     State(
         "C code that never looks up",
-        # os.write in place of a print, in which Python would handle the interrupt that comes then.
+        # os.write instead of print, because Python would handle the interrupt inside print.
         "from collections import deque; from itertools import chain, repeat\n"
         "deque(chain(map(os.write, [1], [b'ready\\n']), repeat(None)), maxlen=0)",
         GRACE_S,
@@ -70,7 +70,7 @@ STATES = (
     State("a finally that never ends", "stay()", GRACE_S, GRACE_S, False),
     State(
         "data loaders",
-        # Not before: Python swallows a KeyboardInterrupt that it raises in the hooks of a fork.
+        # Not earlier: Python swallows a KeyboardInterrupt that is raised in the hooks of a fork.
         "for number, _ in enumerate(torch.utils.data.DataLoader(Endless(), num_workers=2)): number or ready()",
         GRACE_S,
         0.0,
@@ -120,7 +120,7 @@ def train_with(body: str) -> str:
 
 
 def wait_for_ranks(cell: Cell, word: str) -> None:
-    """Wait until both have printed it."""
+    """Wait until both ranks have printed the text."""
     for rank in (0, 1):
         cell.wait_for_text(f"[{rank}] {word}", timeout_s=30)
 
@@ -268,12 +268,12 @@ def test_an_interrupt_while_workers_start_is_quiet(shared: Kernel, method: str, 
         train_with("ready(); time.sleep(3600)")
         + LAUNCH.format(folder=str(tmp_path), method=method, grace_s=GRACE_S)
     )
-    # The guardian is the last process to be started: from here on the launcher waits for its workers.
+    # The guardian starts last: from here on, the launcher waits for its workers.
     shared.wait_until(
         lambda: any("nblaunch-guardian" in p.cmdline() for p in shared.processes()), 30, "the workers' start"
     )
     shared.interrupt()
-    cell.wait(30)  # imports take their time and are not broken off in the middle
+    cell.wait(30)  # imports take time and are not interrupted in the middle
     assert cell.raised.name == "KeyboardInterrupt"
     assert "Traceback" not in cell.stderr + cell.stdout, cell.describe()
     assert shared.processes() == []
@@ -304,7 +304,7 @@ os.register_at_fork(before=lambda: [call() for call in at_fork])
 
 @pytest.mark.parametrize("method", START_METHODS)
 def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: Kernel, method: str) -> None:
-    """Before any process, and between the first and the first worker that is ready."""
+    """The interrupt comes before any process, or between the first process and the first ready worker."""
     shared.run(STARTING + "job = None")
     moments = {
         "fork": ["before fork 1", "before fork 2"],

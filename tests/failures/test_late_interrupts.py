@@ -1,4 +1,4 @@
-"""Interrupts after the function has returned: value and weights arrive, whatever code of the user runs then."""
+"""Interrupts after the function has returned: value and weights arrive, whatever user's code runs then."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_second_interrupt_ends_the_wait_and_keeps_the_value(prepared: Kernel, 
 
 
 def test_a_rank_without_anything_to_send_is_not_waited_for(prepared: Kernel, tmp_path: Path) -> None:
-    """Rank 1 has returned, its value is not wanted, and its last report takes long; rank 0 is still at work."""
+    """Rank 1 has returned, its value is not requested, and its last report takes long; rank 0 is still working."""
     prepared.run("""
 def uneven():
     if rank() == 0:
@@ -203,7 +203,7 @@ def test_the_value_of_a_rank_that_returned_before_others_were_killed_is_kept(
 
 
 def interrupt_where_ranks_send(kernel: Kernel, folder: Path, where: str) -> None:
-    """Interrupt the kernel once rank 0 sends, and the other has returned; elsewhere the kernel does it itself."""
+    """Interrupt the kernel once rank 0 sends and the other rank has returned; other tests leave this to the kernel."""
     if where in IN_RANKS:
         kernel.wait_until((folder / "sending").exists, 30, "rank 0 to send")
         kernel.interrupt()

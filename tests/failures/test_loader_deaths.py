@@ -1,4 +1,4 @@
-"""A process of a data loader dies: what torch raises in a handler of SIGCHLD, wherever the rank is at that moment."""
+"""A data loader's process dies: torch raises in a SIGCHLD handler, wherever the rank is at that moment."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_child_handler_is_off_while_a_session_sends(kernel: Kernel) -> None:
 
 @pytest.fixture
 def default_handler() -> Iterator[None]:
-    """The system's own handling of SIGCHLD, where torch may have set a handler."""
+    """Restore the system's handling of SIGCHLD, because torch may have set a handler."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGCHLD, before)
 
 
 def _try_get_data(error: BaseException) -> Failed:
-    """Describe ``error`` as raised by torch's method of this name, which reads from a process of a loader."""
+    """Describe ``error`` as if torch's method of this name, which reads from a loader's process, had raised it."""
     try:
         raise error
     except BaseException as raised:

@@ -1,4 +1,4 @@
-"""Memory runs out: in workers, under a limit; the kernel survives and says what happened."""
+"""Memory runs out in workers under a limit; the kernel survives and reports what happened."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train():
 
 @pytest.fixture
 def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel in a control group of limited memory."""
+    """Start a kernel in a control group with limited memory."""
     with control_group("memory") as group, start_kernel(tmp_path / "logs") as kernel:
         group.add(kernel.pid)
         group.limit.write_text(str(LIMIT))

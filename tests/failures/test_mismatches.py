@@ -1,6 +1,6 @@
-"""Collectives that ranks call differently: explained, with the ranks at fault; odd programs that are right: no message.
+"""Mismatched collectives are explained, with the ranks at fault; correct programs that look odd get no message.
 
-All mismatches are run by ``make bench ARGS=mismatches``, some of each kind here.
+``make bench ARGS=mismatches`` runs all mismatches; these tests run some of each kind.
 """
 
 from __future__ import annotations

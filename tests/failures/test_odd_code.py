@@ -1,4 +1,4 @@
-"""Exceptions and functions whose own code gets in the way of reporting them."""
+"""Exceptions and functions whose own code makes reporting them difficult."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ launch({kind}(message))
     assert f"True {kind} True" in cell.stdout
     assert len(cell.raised.lines) <= MAX_LINES, cell.raised.lines[:MAX_LINES]
     assert len(cell.raised.text) < 10_000
-    assert len(cell.raised.value) < 10_000  # what a saved notebook keeps
+    assert len(cell.raised.value) < 10_000  # size in the saved notebook
     assert len(cell.stdout) < 30_000
     for shown in (cell.raised.text, cell.raised.value):
         assert "omitted" in shown

@@ -1,4 +1,4 @@
-"""The kernel is gone, in whatever way: nothing that it started is there three seconds later."""
+"""The kernel ends in any way: none of its processes is left three seconds later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels import Cell, Kernel
 
 LIMIT_S = 3.0
 
-# One rank in each state that makes a process hard to end.
+# Each rank is in a state in which a process is hard to end.
 TRAIN = """
 import collections, itertools, subprocess
 
@@ -126,12 +126,12 @@ def _kill(kernel: Kernel) -> None:
 
 
 def _kill_group(kernel: Kernel) -> None:
-    """As a server that ends a kernel, or the end of a terminal session, does."""
+    """Kill the process group, like a server that ends a kernel, or the end of a terminal session."""
     os.killpg(os.getpgid(kernel.pid), signal.SIGKILL)
 
 
 def _shut_down(kernel: Kernel) -> None:
-    """A request that a kernel busy with a cell does not answer; the client then kills it."""
+    """Send a request that a busy kernel does not answer; the client then kills it."""
     manager = kernel._manager
     manager.session.send(kernel._control, "shutdown_request", {"restart": True})
     try:
@@ -156,7 +156,7 @@ ENDS: dict[str, Callable[[Kernel], None]] = {
     ],
 )
 def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, end: str) -> None:
-    """Spawned workers are children of the kernel as forked ones are, and watched by the same means."""
+    """Spawned workers are children of the kernel like forked ones, and are watched in the same way."""
     kernel = start(is_settled=False)
     _launch(kernel, method)
     processes = kernel.processes()
@@ -177,8 +177,8 @@ def test_nothing_outlives_a_kernel_killed_while_workers_start(
     kernel.submit(TRAIN + f"notebook_launcher(train, num_processes=4, start_method={method!r})")
     kernel.wait_until(lambda: len(kernel.processes()) > len(before), 20, "the first process")
     kernel.kill()
-    # A fresh interpreter looks for its parent when it has imported nblaunch, which takes seconds on busy cores.
-    # One that is started at this very moment is not known by its environment yet: all are looked for again.
+    # A fresh interpreter checks its parent after it has imported nblaunch, which takes seconds on busy cores. An
+    # interpreter that has just started does not show its environment yet, so search again.
     kernel.wait_for_no_processes(20.0 if method == "spawn" else LIMIT_S)
 
 
@@ -187,7 +187,7 @@ def test_a_job_in_the_background_ends_with_an_orderly_shutdown(fresh: Kernel, tm
     fresh.wait_until(lambda: len(fresh.processes()) >= NUM_PROCESSES + 1, 20, "the workers")
     processes = fresh.processes()
     fresh.close()  # fails if anything outlives the kernel by ten seconds
-    _, left = psutil.wait_procs(processes, LIMIT_S)  # of what has ended, the system removes the rest
+    _, left = psutil.wait_procs(processes, LIMIT_S)  # the system removes the remains of ended processes
     assert left == []
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of ``python train.py`` when a worker fails: their own lines once, and last the one that failed."""
+"""The output of ``python train.py`` when a worker fails: the user's lines once, the failed line last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     main()
 """
 
-# Call -> what helper() raises, and how Python shows it last.
+# Call -> the exception of helper(), and Python's last line about it.
 CALLS = {
     "nblaunch.notebook_launcher(train, (), 2)": (
         'ValueError("the loss is nan")',

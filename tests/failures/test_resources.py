@@ -1,4 +1,4 @@
-"""The machine refuses something: disk, descriptors, processes, memory."""
+"""The machine lacks a resource: disk, descriptors, processes, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels import Kernel
 
 @contextmanager
 def mounted(folder: Path, option: str) -> Iterator[Path]:
-    """A file system in memory, limited by an option of tmpfs(5)."""
+    """Mount a file system in memory, limited by an option of tmpfs(5)."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], capture_output=True, text=True
@@ -34,14 +34,14 @@ def mounted(folder: Path, option: str) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB."""
+    """Mount a file system of 256 kB."""
     with mounted(tmp_path / "disk", "size=256k") as folder:
         yield folder
 
 
 @pytest.fixture
 def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
-    """A file system on which ten files, named by numbers, leave no place for another."""
+    """Mount a file system with ten numbered files and no room for another."""
     with mounted(tmp_path / "disk", "nr_inodes=11") as folder:
         for number in range(10):
             (folder / str(number)).touch()
@@ -100,7 +100,7 @@ def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk
 
 
 def test_a_hang_on_a_full_disk_names_the_disk(shared: Kernel, small_disk: Path) -> None:
-    """Stacks could not be written, and the ranks were reported as stopped or blocked."""
+    """Stacks can't be written then; the ranks were once reported as stopped or blocked."""
     cell = shared.run(
         f"""
 def train():
@@ -121,7 +121,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
     shared: Kernel, method: str, disk_without_inodes: Path
 ) -> None:
-    """Whichever file is the first that there is no place for: each launch finds one place more."""
+    """Each launch has room for one more file, so every file is once the first without room."""
     log_dir = str(disk_without_inodes)
     launch = f"notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={log_dir!r})"
     for num_free in range(7):
@@ -165,7 +165,7 @@ def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Ker
     cell = shared.run(SWEEP.format(method=method, first=first, last=last, step=step), timeout_s=60)
     assert shared.processes() == []
     outcomes = set(cell.value)
-    # A worker may be the one that is refused: then it is an OSError of that rank, as any of a function is.
+    # The refused process may be a worker: its error is then an OSError of that rank.
     assert "LaunchError" in outcomes
     assert outcomes <= {"LaunchError", "OSError", "RuntimeError", "DistStoreError", "[3.0, 3.0]"}, outcomes
     assert "ulimit -n" in value_of(shared, "last_refusal")
@@ -173,7 +173,9 @@ def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Ker
 
 
 def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
-    """Where another process forks, a control group refuses: see :func:`test_a_limit_on_processes_is_named`."""
+    """For start methods in which another process forks, a control group refuses:
+    :func:`test_a_limit_on_processes_is_named`.
+    """
     cell = shared.run(
         """
 import errno, posix
@@ -236,7 +238,7 @@ def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path
             text = cell.raised.value
             assert "the system refused" in text or "could not be started" in text
             assert "ulimit -u" in text
-            # A process is refused, or the thread of the rendezvous store, whichever comes first.
+            # The system refuses a process, or the thread of the rendezvous store, whichever comes first.
             assert re.search("Resource temporarily unavailable|can't start new thread", text)
             assert len(cell.raised.lines) <= 25, cell.describe()
             kernel.wait_for_no_processes(3.0)

@@ -1,4 +1,4 @@
-"""Who is blamed, restarts, stopping on request, and what a kept error keeps."""
+"""Root causes, restarts, stopping on request, and the references of a stored error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ except ValueError as error:
 
 
 def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
-    # As long as it may take on busy cores until the others have raised, too.
+    # Long enough for the others to raise, too, on busy cores.
     shared.run(
         "from nblaunch.launcher import escalation\nusual_s, escalation.COLLECT_S = escalation.COLLECT_S, 10.0"
     )
@@ -190,7 +190,7 @@ notebook_launcher(train, (model,), 2, start_method={method!r})
         "if isinstance(o, (Supervisor, Attempt, StoreHost, Board))])[1]",
     )
     assert left == []
-    # With its job and its error forgotten, nothing of the launcher holds the model.
+    # Once job and error are dropped, the launcher holds no reference to the model.
     shared.run(
         """
 notebook_launcher(add_up, num_processes=2)

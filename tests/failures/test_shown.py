@@ -1,4 +1,4 @@
-"""How failures are shown, word for word, in IPython and in a terminal: golden files."""
+"""The exact display of failures in IPython and in a terminal, as golden files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.failures.cases import STUBBORN
 from tests.golden_files import Golden
 from tests.kernels import Cell, Kernel
 
-# What rank 1 does while the others wait for nothing that could fail.
+# Code of rank 1, while the others wait for something that can't fail.
 KINDS = {
     "an exception": 'raise ValueError("the loss is nan")',
     "an exception with its cause": """
@@ -81,7 +81,7 @@ def test_a_script_that_ends_well_in_a_terminal(golden: Golden, tmp_path: Path) -
     (tmp_path / "train.py").write_text(SCRIPT)
     plan = launched(tmp_path, "--num_processes", "2", "--print_plan")
     ended = launched(tmp_path, "--num_processes", "2")
-    # Memory is looked at now and then, which may be never in so short a life; a slow one has lines of progress.
+    # Memory is read at intervals, perhaps never in so short a job; a slow job has lines of progress.
     volatile = r"^train\.py: running for.*\n|^peak memory: .*\n"
     table = re.sub(volatile, "", ended.stderr, flags=re.MULTILINE)
     golden.check(
@@ -91,7 +91,7 @@ def test_a_script_that_ends_well_in_a_terminal(golden: Golden, tmp_path: Path) -
 
 
 def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``nblaunch launch`` of the folder's script, without the settings of this machine's user."""
+    """Run the folder's script with ``nblaunch launch``, without this user's settings."""
     own = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_CONFIG_FILE": str(folder / "config.yaml")}
     return subprocess.run(
         [sys.executable, "-m", "nblaunch", "launch", "--cpu", *words, "train.py"],

@@ -1,4 +1,4 @@
-"""Launches, sessions and detached jobs with an odd umask, temporary folder or home."""
+"""Launches, sessions and detached jobs with an odd umask, temporary folder or home folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that SIGKILL does not end: the cell comes back all the same, and says which process was left behind."""
+"""Workers that SIGKILL does not end: the cell ends nevertheless, and names the process that was left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.failures.conftest import value_of
 from tests.kernels import Kernel
 from tests.stuck_folder import StuckFolder, can_be_made
 
-# tests/launcher/test_stopping.py has the same with a process that only seems not to end.
+# tests/launcher/test_stopping.py tests the same with a process that only seems not to end.
 pytestmark = pytest.mark.skipif(
     not can_be_made(), reason="only root can mount a file system that does not answer"
 )
@@ -55,7 +55,7 @@ def test_the_cell_returns_and_names_the_process(
     assert value_of(kernel, "changed(before)").keys() <= {"children"}, "the worker alone"
 
     kernel.submit("exit()")
-    kernel.wait_for_exit()  # that does not wait for it either
+    kernel.wait_for_exit()  # closing does not wait for it either
     left = psutil.Process(pid)
     assert left.status() == psutil.STATUS_DISK_SLEEP
     folder.release()

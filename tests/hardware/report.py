@@ -1,9 +1,9 @@
-"""All that is to be proved on a machine with NVIDIA GPUs, by one command, with the figures in one file.
+"""Runs all checks for a machine with NVIDIA GPUs, and writes the figures to one file.
 
     make test-gpu                               # or: python -m tests.hardware.report [--list] [names of parts]
 
-Writes ``artifacts/gpu.json`` and the same as ``artifacts/gpu.md`` after each part, so that what was found stays if a
-later one is cut off. Ends with 1 if a test failed, a target was missed, or a part was not run to its end.
+It writes ``artifacts/gpu.json`` and ``artifacts/gpu.md`` after each part, so results survive if a later part is cut
+off. The exit status is 1 if a test failed, a target was missed, or a part did not finish.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Part:
     """A file of tests or a benchmark.
 
     Args:
-        name: on the command line.
+        name: name on the command line.
         proves: what it shows.
         tests: arguments for pytest; empty for a benchmark.
         benchmark: module of ``tests.benchmarks``; empty for tests.
-        limit_s: after which it is ended.
+        limit_s: seconds after which it is ended.
     """
 
     name: str
@@ -68,7 +68,7 @@ PARTS = (
 
 
 def run_tests(arguments: Sequence[str], folder: Path, limit_s: int) -> dict[str, Any]:
-    """Run pytest; return how many tests passed, and the others with their reasons."""
+    """Run pytest; return the number of passed tests, and the other tests with their reasons."""
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}", "-q"]
@@ -87,7 +87,7 @@ def run_tests(arguments: Sequence[str], folder: Path, limit_s: int) -> dict[str,
 
 
 def run_benchmark(name: str, folder: Path, limit_s: int) -> dict[str, Any]:
-    """Run a benchmark in a process of its own; return its rows."""
+    """Run a benchmark in a separate process; return its rows."""
     path = folder / "rows.jsonl"
     path.unlink(missing_ok=True)
     status = _run([sys.executable, "-m", "tests.hardware.report", "--rows", str(path), name], limit_s)
@@ -101,7 +101,7 @@ def run_benchmark(name: str, folder: Path, limit_s: int) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], limit_s: int) -> int | None:
-    """Return the status; None where the limit was reached."""
+    """Return the exit status; None if the limit was reached."""
     try:
         return subprocess.run(command, cwd=ROOT, timeout=limit_s, check=False).returncode
     except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ def _write_rows(path: Path, name: str) -> None:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as a page."""
+    """Return the report as a page."""
     head = f"# GPUs, {report['date']}\n\n{', '.join(report['gpus']) or 'no GPU'}; torch {report['torch']}\n"
     lines = [head]
     for name, part in report["parts"].items():
@@ -133,9 +133,9 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def run(parts: Sequence[Part], folder: Path) -> bool:
-    """Run the parts and write them into the report in ``folder``; return whether all was good.
+    """Run the parts and add them to the report in ``folder``; return whether all succeeded.
 
-    The other parts of a report of the same day, GPUs and torch stay in it.
+    Other parts of the report stay if they are from the same day, GPUs and torch.
     """
     folder.mkdir(exist_ok=True)
     path = folder / "gpu.json"

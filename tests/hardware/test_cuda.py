@@ -1,6 +1,6 @@
-"""The CUDA backend on real GPUs. Skipped where there is none.
+"""The CUDA backend on real GPUs. Skipped without one.
 
-What looks at a process before CUDA is in use runs in a fresh interpreter, because this one may use it already.
+Tests of a process before CUDA is in use run in a fresh interpreter, because this process may already use it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")
 
 
 def _fresh(code: str) -> Any:
-    """The JSON that ``code`` prints in a fresh interpreter."""
+    """Return the JSON that ``code`` prints in a fresh interpreter."""
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
@@ -44,7 +44,7 @@ def test_gpus_are_counted_as_cuda_counts_them_and_without_a_context() -> None:
         "import json; from nblaunch.backends import cuda, first_use;"
         "count = cuda.BACKEND.device_count();"
         "touched = first_use.is_cuda_initialised(); import torch;"
-        "is_initialised = torch.cuda.is_initialized(); torch.cuda.init();"  # from here on torch asks CUDA, not NVML
+        "is_initialised = torch.cuda.is_initialized(); torch.cuda.init();"  # from here on, torch queries CUDA, not NVML
         "print(json.dumps([count, touched, is_initialised, torch.cuda.device_count()]))"
     )
     count, touched, is_initialised, true_count = _fresh(code)
@@ -59,7 +59,7 @@ _HAZARD = (
 )
 
 
-# Through the runtime rather than NVML, as where the variable was set to 0 by the user.
+# Through the runtime rather than NVML, as if the user had set the variable to 0.
 _ASKING = "import os; os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '0'; torch.cuda.is_available()"
 HAZARDS = {
     "torch.ones(3).sum()": None,
@@ -82,7 +82,7 @@ def test_asking_by_nvml_is_none() -> None:
     assert _fresh(_HAZARD.format(before="torch.cuda.is_available(); torch.cuda.device_count()")) is None
 
 
-# What a worker would do is tried in a fork: "" where it can, else the error.
+# Try a worker's operations in a fork: "" if they succeed, else the error.
 _FORK = (
     "import json, os, torch; from nblaunch.backends.cuda import BACKEND\n"
     "from torch.utils.data import DataLoader\n"

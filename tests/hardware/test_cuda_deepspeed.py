@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on real GPUs. Skipped where there is none."""
+"""DeepSpeed's engine on real GPUs. Skipped without one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _train(
         "losses": losses,
         "skipped": skipped,
         "device": next(iter(model.buffers()), x).device.type,
-        # On the CPU, or the tests' own process would start CUDA to receive them.
+        # On the CPU, because the test process would otherwise start CUDA to receive them.
         "weights": {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()},
     }
 
@@ -83,7 +83,7 @@ def test_16_bits(precision: str, stage: int) -> None:
     reason = BACKEND.precision_refusal(precision)
     if reason is not None:
         pytest.skip(reason)
-    # A scale that overflows at first: the engine leaves steps out until it fits.
+    # A scale that overflows at first: the engine skips steps until it fits.
     scaled = {"fp16": {"enabled": "auto", "initial_scale_power": 32}}
     results = ranks.run(_train, 1, _zero(stage, **scaled), precision, backend="cuda", timeout_s=TIMEOUT_S)[0]
     assert (results["skipped"] > 0) == (precision == "fp16")

@@ -1,4 +1,4 @@
-"""Sharded training on real GPUs: two ranks over NCCL, or on one GPU over gloo. Skipped where there is none."""
+"""Sharded training on real GPUs: two ranks over NCCL, or on one GPU over gloo. Skipped without one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float]
     results = [*epoch(accelerator, *rest), *epoch(accelerator, *rest)]
     weights = accelerator.get_state_dict(rest[0])
     assert accelerator.num_processes == 1 or {weight.device.type for weight in weights.values()} == {"cpu"}
-    # Or the tests' own process would start CUDA to receive them.
+    # Otherwise the test process would start CUDA to receive them.
     return results, {name: weight.cpu() for name, weight in weights.items()}
 
 
@@ -55,7 +55,7 @@ def _train_in_fp16() -> tuple[list[bool], float]:
     skipped = []
     for inputs, targets in loader:
         loss = (model(inputs) - targets).pow(2).mean()
-        # One rank alone overflows at the first step, and all must leave it out.
+        # Only one rank overflows at the first step, and all ranks must skip it.
         is_culprit = not skipped and accelerator.is_main_process
         accelerator.backward(loss * (1e30 if is_culprit else 1.0))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -75,7 +75,7 @@ def test_all_ranks_leave_out_a_step_that_overflows_on_one() -> None:
 
 
 def _allocated() -> tuple[float, float]:
-    """Bytes on the GPU after sharding, and at most while that was done, in units of the model's."""
+    """Return the GPU memory after sharding and its peak during sharding, in units of the model's size."""
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)])
     model_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -91,7 +91,7 @@ def _allocated() -> tuple[float, float]:
 def test_no_gpu_ever_holds_the_model() -> None:
     for held, peak in ranks.run(_allocated, 2, backend="cuda"):
         assert 0.49 < held < 0.55
-        assert peak < 0.7  # a layer at a time, where ranks built different weights and rank 0 sends its own
+        assert peak < 0.7  # one layer at a time, if ranks built different weights and rank 0 sends its own
 
 
 def _save_and_load(folder: str) -> bool:

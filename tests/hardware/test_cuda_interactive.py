@@ -1,4 +1,4 @@
-"""Sessions, the debugger and detached jobs with a GPU, from real kernels. Skipped where there is none."""
+"""Sessions, the debugger and detached jobs with a GPU, from real kernels. Skipped without one."""
 
 from __future__ import annotations
 

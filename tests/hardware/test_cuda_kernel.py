@@ -1,8 +1,8 @@
-"""Launches on real GPUs from real kernels. Skipped where there is no GPU.
+"""Launches on real GPUs from real kernels. Skipped without one.
 
     pip install -e ".[test]" && python -m pytest tests/hardware -m cuda
 
-One GPU is enough: two ranks share it then, over gloo. With two or more, NCCL is tried as well.
+One GPU is enough: two ranks then share it, over gloo. With two or more, the tests also use NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 COUNT = BACKEND.device_count()
-# By its UUID, which is the same device whatever CUDA_VISIBLE_DEVICES says around the tests.
+# Its UUID names the same device whatever CUDA_VISIBLE_DEVICES is around the tests.
 ONE = {"CUDA_VISIBLE_DEVICES": gpus.visible()[0] if COUNT else ""}
 IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")
 SLACK_BYTES = 64 << 20
@@ -77,7 +77,7 @@ StartKernel = Callable[..., Kernel]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartKernel]:
-    """Starts a kernel for the test's own use, with these variables."""
+    """Start a kernel for one test, with these variables."""
     started: list[Kernel] = []
 
     def start(**env: str) -> Kernel:
@@ -103,7 +103,7 @@ def _launch(
 
 
 def _utilisation() -> float | None:
-    """Of the first GPU; None where it does not report it, as MIG instances and vGPUs."""
+    """Return the utilisation of the first GPU; None if it does not report it, like MIG instances and vGPUs."""
     meter = gpus.open_meter()
     try:
         return meter.read()[0]
@@ -112,7 +112,7 @@ def _utilisation() -> float | None:
 
 
 def _used() -> int:
-    """Bytes of the first GPU's memory that all processes of the host have."""
+    """Return the bytes of the first GPU's memory that all processes of the host use."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -123,7 +123,7 @@ def _used() -> int:
 
 
 def _alone(kernel: Kernel, arguments: str = "(build(),)") -> list[float]:
-    """The losses of one process on the same global batches."""
+    """Return the losses of one process on the same global batches."""
     (found,), _ = _launch(kernel, arguments, ", num_processes=1")
     losses: list[float] = found["losses"]
     return losses
@@ -143,7 +143,7 @@ def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartK
 
 
 def test_tensors_of_an_error_and_of_a_value_arrive_on_the_cpu(start: StartKernel) -> None:
-    """Those of another class or with attributes, too; the kernel stays without a context."""
+    """This includes tensors of another class or with attributes; the kernel stays without a context."""
     kernel = start()
     kernel.run(
         """
@@ -192,7 +192,7 @@ def test_cuda_in_use_in_the_kernel_needs_no_restart(start: StartKernel) -> None:
     ).value
     assert (method, device) == ("forkserver", "cuda:0")
     assert losses[-1] < losses[0] / 2
-    # What came back is what was trained, in the module that lies on the GPU.
+    # The trained weights are in the module, which is on the GPU.
     trained = "x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1)).to('cuda')\n"
     trained += "nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).item()"
     assert kernel.run(trained).value < losses[0] / 2
@@ -228,7 +228,7 @@ def test_ranks_joined_by_nccl_learn_what_one_process_learns(start: StartKernel) 
 
 
 FP16 = "(build(), 'fp16', (2.0**30, 2.0**-20))"
-"""A scale that overflows, and then one that fits: by halves, two ranks would need a step more than one process."""
+"""A scale that overflows, and then one that fits: with halving, two ranks would need one more step than one process."""
 
 
 def test_fp16_skips_steps_until_the_scale_fits(start: StartKernel) -> None:
@@ -268,7 +268,7 @@ def read():
 
 
 def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel) -> None:
-    """Each worker's loader forks readers, and starts a thread that copies to pinned memory."""
+    """Each worker's loader forks readers and starts a thread that copies to pinned memory."""
     kernel = start(**ONE)
     kernel.run(READ)
     cell = kernel.run("notebook_launcher(read, (), 2, backend='cuda', return_all=True)", timeout_s=100)
@@ -288,7 +288,7 @@ def pick():
     torch.zeros(3, device=accelerator.device)[torch.tensor([5], device=accelerator.device)].sum().item()
 """
     )
-    kind = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"  # from torch 2.8 on
+    kind = "AcceleratorError" if hasattr(torch, "AcceleratorError") else "RuntimeError"  # since torch 2.8
     cell = kernel.run("notebook_launcher(pick, (), 1)", raises=kind, timeout_s=100)
     assert "device-side assert triggered" in cell.raised.text
     assert "rank 0: An operation on the GPU got an index out of range" in cell.raised.text

@@ -1,4 +1,4 @@
-"""``nblaunch launch`` and ``nblaunch config`` on a machine with GPUs. Skipped where there is none."""
+"""``nblaunch launch`` and ``nblaunch config`` on a machine with GPUs. Skipped without one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ dist.destroy_process_group()
 
 
 def nblaunch(folder: Path, *words: str, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
-    """The output of a command, which must succeed."""
+    """Run a command, which must succeed, and return its output."""
     ended = subprocess.run(
         [sys.executable, "-m", "nblaunch", *words],
         capture_output=True,

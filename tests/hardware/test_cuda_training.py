@@ -1,6 +1,6 @@
-"""An Accelerator on a GPU beyond a plain loop: compiled models, checkpoints, fp8, collectives of what lies there.
+"""An Accelerator on a GPU beyond a plain loop: compiled models, checkpoints, fp8, collectives on GPU tensors.
 
-Skipped where there is no GPU. Two ranks share one over gloo where there is but one.
+Skipped without a GPU. Two ranks share a single GPU over gloo.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _train(num_epochs: int, settings: dict[str, Any]) -> list[float]:
     if "dynamo_backend" in settings:
         warnings.simplefilter("ignore")  # the compiler's imports and advice
     accelerator, *rest = _prepared(**settings)
-    rest[0].eval()  # without dropout, which compiled code draws otherwise
+    rest[0].eval()  # without dropout, for which compiled code draws other numbers
     return [loss for _ in range(num_epochs) for loss in _epoch(accelerator, *rest)]
 
 
@@ -186,7 +186,8 @@ def test_a_batch_size_that_fits_is_found() -> None:
 
 
 def _profile(folder: str) -> tuple[set[str], float]:
-    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so to everyone
+    # torch 2.11 always gives this warning
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")
     accelerator, *rest = _prepared()
     options = ProfileKwargs(activities=["cpu", "cuda"], output_trace_dir=folder, profile_memory=True)
     with accelerator.profile(options) as profiler:

@@ -1,4 +1,4 @@
-"""``nblaunch test`` and ``nblaunch env`` on real accelerators. Skipped where there are none."""
+"""``nblaunch test`` and ``nblaunch env`` on real accelerators. Skipped without any."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nblaunch.backends import discover
 @pytest.mark.timeout(600)
 def test_all_is_well_on_every_device(backend: str) -> None:
     found = discover()[backend]
-    if found.affinity() < 10:  # an XLA backend on CPU cores is no accelerator
+    if found.affinity() < 10:  # an XLA backend on CPU cores does not count as an accelerator
         pytest.skip(f"no device for backend={backend!r} here")
     report = json.loads(
         subprocess.check_output([sys.executable, "-m", "nblaunch", "env", "--json"], text=True, timeout=120)

@@ -1,10 +1,10 @@
-"""The TorchTPU backend on a real TPU host. Skipped where there is none; its authors have seen none of it pass.
+"""The TorchTPU backend on a real TPU host. Skipped without one; these tests have not run yet.
 
-On a host with one chip or more (a v5e-8 or v6e-1, say), in an environment of its own with Python 3.11 or later:
+On a host with at least one chip (such as v5e-8 or v6e-1), in a separate environment with Python 3.11 or later:
 
     pip install -e ".[test]" torch-tpu && python -m pytest tests/hardware/test_torch_tpu.py
 
-Needs chips that are not in use: close other notebooks before.
+The chips must not be in use, so close other notebooks first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.kernels import Kernel
 pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(BACKEND.affinity() < 2, reason="no TPU chip here, or no torch_tpu"),
-    pytest.mark.timeout(600),  # the first operations of a chip are compiled one by one
+    pytest.mark.timeout(600),  # a chip's first operations are compiled one by one
 ]
 
 PREAMBLE = """
@@ -109,7 +109,7 @@ def draw(folder):
 
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines that are printed at the end, whatever became of the tests."""
+    """Collect lines that are printed at the end, whatever the tests' outcome."""
     lines = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_tpu", "libtpu")]
     lines += [f"Python {platform.python_version()}", f"chips {dict(tpu_host.vfio_chips())}"]
     yield lines
@@ -120,7 +120,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for all tests: every launch but the first is one more in a kernel that has launched before."""
+    """Start one kernel for all tests, so every launch but the first is in a kernel that has launched before."""
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}, is_new=True) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
@@ -152,11 +152,11 @@ def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> N
 
 
 def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
-    """The reference is a backward() in the kernel itself, after which the chips must be free all the same."""
+    """The reference is a backward() in the kernel itself; the chips must still be free afterwards."""
     expected = tpu.run("reference()", timeout_s=120).value
     (found, *_) = _launch(tpu, report, "second launch, after a backward() in the kernel")
     report.append(f"sum of weights: TPU {found['weights']}, CPU {expected}")
-    # TPUs may multiply float32 matrices in bfloat16 passes: near, not equal.
+    # TPUs may multiply float32 matrices in bfloat16 passes, so the results are only close.
     assert found["weights"] == pytest.approx(expected, rel=0.05, abs=0.5)
 
 

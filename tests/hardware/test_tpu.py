@@ -1,10 +1,10 @@
-"""The XLA backend on a real TPU host. Skipped where there is none; what passes here has not been seen by its authors.
+"""The XLA backend on a real TPU host. Skipped without one; these tests have not run yet.
 
-On a host with one chip or more (a v5e-8, say), one command runs it and prints a report to paste into an issue:
+On a host with at least one chip (such as v5e-8), one command runs the tests and prints a report for an issue:
 
     pip install -e ".[tpu,test]" && python -m pytest tests/hardware/test_tpu.py
 
-Needs chips that no process uses: close other notebooks before.
+No process may use the chips, so close other notebooks first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HAS_TPU = BACKEND.affinity() > 0 and BACKEND.device_noun == "TPU chip"
 pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(not HAS_TPU, reason="no TPU chip here, or no torch_xla"),
-    pytest.mark.timeout(600),  # the first graphs of eight chips take a while
+    pytest.mark.timeout(600),  # the first graphs on eight chips take a while
 ]
 
 PREAMBLE = """
@@ -99,7 +99,7 @@ notebook_launcher(die, ({model},))
 
 
 def endless(begun: Path, model: str) -> str:
-    """A launch that ends by an interrupt alone, and makes a file when it computes."""
+    """Return code for a launch that only an interrupt ends, and that creates a file once it computes."""
     return f"""
 def endless(model):
     accelerator = Accelerator()
@@ -113,7 +113,7 @@ notebook_launcher(endless, ({model},))
 
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Lines that are printed at the end, whatever became of the tests."""
+    """Collect lines that are printed at the end, whatever the tests' outcome."""
     lines = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_xla")]
     lines += [f"Python {platform.python_version()}", f"chips {dict(tpu_host.chips())}"]
     yield lines
@@ -124,7 +124,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def tpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for all tests: every launch but the first is one more in a kernel that has launched before."""
+    """Start one kernel for all tests, so every launch but the first is in a kernel that has launched before."""
     folder = tmp_path_factory.mktemp("tpu")
     env = {"NBLAUNCH_LOG_DIR": str(folder / "logs"), "NBLAUNCH_XLA_CACHE": str(folder / "graphs")}
     with Kernel.start(env=env, is_new=True) as kernel:
@@ -158,11 +158,11 @@ def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> N
 
 
 def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
-    """The reference runs in a worker too: a backward() in the kernel would change how later workers start."""
+    """The reference also runs in a worker, because a backward() in the kernel would change how later workers start."""
     (found, *_) = _launch(tpu, report, "second launch, graphs from the cache")
     expected = tpu.run("notebook_launcher(reference, num_processes=1, backend='cpu')", timeout_s=120).value
     report.append(f"sum of weights: TPU {found['weights']}, CPU {expected}")
-    # TPUs multiply float32 matrices in bfloat16 passes by default: near, not equal.
+    # By default, TPUs multiply float32 matrices in bfloat16 passes, so the results are only close.
     assert found["weights"] == pytest.approx(expected, rel=0.05, abs=0.5)
 
 
@@ -195,7 +195,9 @@ def test_one_process_drives_all_chips(tpu: Kernel, report: list[str]) -> None:
 
 
 def test_plain_torch_xla_sees_all_workers(tpu: Kernel, report: list[str]) -> None:
-    """Without an Accelerator: torch_xla's own ranks, reductions and process group; Hugging Face's Accelerate."""
+    """The function uses no Accelerator of nblaunch, but torch_xla's ranks, reductions and process group, and
+    Accelerate.
+    """
     cell = tpu.run(
         """
 def plain():
@@ -238,7 +240,7 @@ def test_loops_as_they_should_be_get_no_notes(tpu: Kernel, report: list[str]) ->
 
 
 def test_a_model_is_sharded_over_all_chips(tpu: Kernel, report: list[str]) -> None:
-    """Both by the runtime's own figures and by the parts of the tensors; and it learns what whole weights learn."""
+    """The runtime's figures and the tensors' shards show it, and the model learns the same as with full weights."""
     cell = tpu.run(
         """
 def sharded(is_sharded):
@@ -284,7 +286,7 @@ def test_host_memory(report: list[str]) -> None:
 
 
 def test_a_backward_in_the_kernel_needs_no_restart(tpu: Kernel, report: list[str]) -> None:
-    """The last one: from here on this kernel's workers start through the forkserver."""
+    """This is the last test: from here on, this kernel's workers start through the forkserver."""
     tpu.run("reference()", timeout_s=120)
     _launch(tpu, report, "after a backward() in the kernel")
     assert tpu.run("last_job().plan.start_method").value == "forkserver"

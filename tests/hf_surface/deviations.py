@@ -1,6 +1,6 @@
-"""Where nblaunch's surface differs from Hugging Face Accelerate's on purpose: a reason, and the names that it covers.
+"""Deliberate differences between nblaunch's and Hugging Face Accelerate's API: reasons, and the names they cover.
 
-Names are patterns as in :mod:`fnmatch`; brackets are plain text here. Every pattern must cover something.
+Names are patterns as in :mod:`fnmatch`, except that brackets are literal. Every pattern must match something.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How nblaunch's names compare with the stored snapshot of Hugging Face Accelerate's."""
+"""Compares nblaunch's names with the stored snapshot of Hugging Face Accelerate's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MISSING = object()
 
 @cache
 def snapshot() -> dict[str, dict[str, Any]]:
-    """Modules of Accelerate, each with its public names."""
+    """Return Accelerate's modules, each with its public names."""
     modules: dict[str, dict[str, Any]] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))["modules"]
     return modules
 
 
 def differences() -> Iterator[tuple[str, str]]:
-    """Everything that a script could stumble over, as (name, what differs)."""
+    """Yield all differences that a script could notice, as (name, difference)."""
     instances = _instances()
     for path, names in snapshot().items():
         module = our_module(path)
@@ -38,7 +38,7 @@ def differences() -> Iterator[tuple[str, str]]:
         for name, theirs in names.items():
             full = f"{path}.{name}".lstrip(".")
             if not hasattr(module, name):
-                if name not in above:  # else it is reported there
+                if name not in above:  # otherwise that check reports it
                     yield full, "missing"
                 continue
             yield from _compare(full, getattr(module, name), theirs)
@@ -48,7 +48,7 @@ def differences() -> Iterator[tuple[str, str]]:
 
 
 def our_module(path: str) -> ModuleType | None:
-    """Ours of that name; None where there is none."""
+    """Return our module of this name; None if there is none."""
     try:
         return importlib.import_module(f"nblaunch.{path}".rstrip("."))
     except ImportError:
@@ -56,7 +56,7 @@ def our_module(path: str) -> ModuleType | None:
 
 
 def _instances() -> dict[str, Any]:
-    """Objects of the classes that set attributes of their own, as a script has them."""
+    """Yield instances, as a script has them, of the classes whose objects set attributes."""
     accelerator = Accelerator(cpu=True)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.SGD(parameters)

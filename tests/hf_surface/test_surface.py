@@ -1,4 +1,4 @@
-"""The names that scripts import and call are those of Hugging Face Accelerate, but for listed deviations."""
+"""Names and signatures equal Hugging Face Accelerate's, except for listed deviations."""
 
 from __future__ import annotations
 

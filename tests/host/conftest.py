@@ -1,4 +1,4 @@
-"""Machines that are not there."""
+"""Simulated machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeNvml]]:
-    """Makes a host with NVML and these GPUs, whose ``/dev`` is ``tmp_path``; after the test NVML must be closed."""
+    """Simulate a host with NVML and these GPUs, whose ``/dev`` is ``tmp_path``; NVML must be closed after the test."""
     made: list[FakeNvml] = []
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):

@@ -1,4 +1,4 @@
-"""A module that stands in for ``pynvml``: as many GPUs as a test wants, and a record of what was opened and closed."""
+"""A stub of ``pynvml`` with any number of GPUs, which records what is opened and closed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class NVMLError(Exception):
-    """As pynvml's own: the root of all its errors."""
+    """The base of all errors, as in pynvml."""
 
 
 @dataclass
 class FakeGpu:
-    """What NVML reports of one GPU, or of one MIG instance. ``None`` where it says that it does not support that.
+    """NVML's answers about one GPU or MIG instance. ``None`` means that NVML does not support the query.
 
-    In ``instances`` None stands for a number that no instance has; ``is_mig``: MIG is enabled.
+    In ``instances``, None is a number without an instance; ``is_mig``: MIG is enabled.
     """
 
     uuid: str
@@ -30,7 +30,7 @@ class FakeGpu:
 
 
 class FakeNvml(types.ModuleType):
-    """A driver with these GPUs; ``has_driver=False``: none is installed."""
+    """A driver with these GPUs; ``has_driver=False``: no driver is installed."""
 
     NVMLError = NVMLError
 

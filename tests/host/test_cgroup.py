@@ -1,4 +1,4 @@
-"""The limits of control groups, version 1 and 2, read from trees of files like the system's."""
+"""Limits of control groups of versions 1 and 2, read from simulated file trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether descriptors are writable: also those with numbers that ``select.select`` refuses."""
+"""Whether descriptors are writable, including numbers that ``select.select`` rejects."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ _BEYOND_SELECT = 1100
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe whose ends have high numbers."""
+    """Open a pipe whose ends have high numbers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * _BEYOND_SELECT), hard))
     low = os.pipe()

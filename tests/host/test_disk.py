@@ -1,4 +1,4 @@
-"""Why a file system takes no more, and what parts of files take."""
+"""Reasons why a file system is full, and the space of parts of files."""
 
 from __future__ import annotations
 

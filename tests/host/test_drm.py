@@ -1,4 +1,4 @@
-"""GPUs of AMD and Intel by files of the kernel that a test has written."""
+"""AMD and Intel GPUs, from simulated files of the Linux kernel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_amd_gpus_that_a_container_lacks_are_not_counted(folder: Path) -> None:
     write_amd(folder)
     properties = folder / "kfd/kfd/topology/nodes/1/properties"
     properties.unlink()
-    properties.mkdir()  # can't be read, by root either
+    properties.mkdir()  # can't be read, not even by root
     assert [gpu.uuid for gpu in drm.amd_gpus()] == [SECOND]
 
 

@@ -1,4 +1,4 @@
-"""GPUs of a host as fake drivers describe them by NVML; real ones are in tests/hardware/test_cuda.py."""
+"""GPUs of a host, from a stub of NVML; tests/hardware/test_cuda.py uses real ones."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def test_a_missing_package_is_named(nvml: NvmlMaker, tmp_path: Path, monkeypatch
     gpus._listed.cache_clear()
     assert gpus.physical_gpus() == ()
     assert "pip install nvidia-ml-py" in str(gpus.uncounted())
-    monkeypatch.setitem(
-        sys.modules, "pynvml", FakeNvml([FakeGpu("GPU-aaaa1111")])
-    )  # it has been, from a cell
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu("GPU-aaaa1111")]))  # a cell has installed it
     assert [gpu.uuid for gpu in gpus.physical_gpus()] == ["GPU-aaaa1111"]
 
 
@@ -135,10 +133,10 @@ def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
 def test_no_meter_reads_a_gpu_whose_number_is_not_known(
     nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default CUDA puts the fastest GPU first, and NVML the one with the lowest bus number."""
+    """By default, CUDA puts the fastest GPU first, and NVML the GPU with the lowest bus number."""
     nvml(FakeGpu("GPU-aaaa1111", utilisation=40), FakeGpu("GPU-aabb2222", "NVIDIA A100"))
     assert gpus.open_meter().read() == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aab,GPU-aaa")  # by name: in this order
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aab,GPU-aaa")  # by name, in this order
     meter = gpus.open_meter()
     assert meter.read() == [0.0, 0.4]
     meter.close()

@@ -1,4 +1,4 @@
-"""The heap is frozen for a fork, and afterwards the kernel's collector has it back."""
+"""The heap is frozen during a fork, and then returned to the kernel's garbage collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def frozen_for_other_tests() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_before", [0, 375])
 def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12 freezes 375 objects at its start, which is no user's decision to keep the heap frozen."""
+    """Python 3.12 freezes 375 objects at its start; that does not mean that the user keeps the heap frozen."""
     gc.unfreeze()
     count = gc.get_freeze_count
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Host memory of processes, and what the allocator does with it."""
+"""Host memory of processes and of their allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers of signals are held back in a block, and called at its end."""
+"""Signal handlers are held back in a block, and called at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nblaunch.host.signal_handlers import held_back
 
 
 class Limit(TimeoutError):
-    """Raised by a handler."""
+    """An exception that a handler raises."""
 
 
 calls: list[int] = []

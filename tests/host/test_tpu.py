@@ -1,4 +1,4 @@
-"""Counting TPU chips, and who uses them, on made-up hosts."""
+"""Counting TPU chips and finding their users, on simulated hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nblaunch.host import tpu
 
 @pytest.fixture
 def pci(tmp_path: Path) -> Path:
-    """A bus with a network card of Google's, and with eight chips."""
+    """Create a PCI bus with a network card from Google and eight chips."""
     folder = tmp_path / "devices"
     devices = [("0x1ae0", "0x0042"), ("0x8086", "0x0063"), *[("0x1ae0", "0x0063")] * 8]
     for number, (vendor, device) in enumerate(devices):

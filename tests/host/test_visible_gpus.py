@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES read as CUDA reads it."""
+"""nblaunch interprets CUDA_VISIBLE_DEVICES as CUDA does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits that nothing outside of a process can end, in real processes."""
+"""Waits that nothing outside a process can end, in real processes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ ELSEWHERE = {
     "a thread that sleeps": "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
     "a thread that reads": "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start()",
 }
-"""Another thread may go on, so that the wait of the main one may end."""
+"""Another thread can continue, and may then end the main thread's wait."""
 
 
 @contextmanager
 def process(body: str) -> Iterator[int]:
-    """Run a program that is about to wait; give its id."""
+    """Run a program that is about to wait; yield its process id."""
     code = (
         "import asyncio, concurrent.futures, multiprocessing, os, queue, signal, socket, subprocess, threading, time\n"
         "def wait():\n"
@@ -84,7 +84,7 @@ def test_a_wait_for_threads_of_the_process_alone_is_endless(body: str) -> None:
 def test_a_wait_that_something_else_may_end_is_none(body: str) -> None:
     with process(body) as pid:
         seen = []
-        while len(seen) < 20 or len(set(seen[-10:])) > 1:  # until it sleeps, and goes on sleeping
+        while len(seen) < 20 or len(set(seen[-10:])) > 1:  # wait until it sleeps, and keeps sleeping
             seen.append(sleeps(pid))
             assert waits.endless_waits(pid) is None
             time.sleep(0.01)
@@ -95,7 +95,7 @@ def test_a_wait_beside_a_thread_that_may_go_on_is_not_endless(body: str) -> None
     with process(f"{body}; threading.Event().wait()") as pid:
         while (found := waits.endless_waits(pid)) is None:
             time.sleep(0.01)
-        while found is None or found.others is not None:  # until that thread has begun its own wait
+        while found is None or found.others is not None:  # wait until that thread has begun its own wait
             found = waits.endless_waits(pid)
         assert not found.are_endless
 

@@ -1,4 +1,6 @@
-"""Notebooks and launches with the packages of an image, or in marimo. Collected only by ``make test-images``."""
+"""Notebooks and launches with the packages of an image, or in marimo. Only ``make test-images`` collects these
+tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every notebook, and launches of each kind, with this interpreter's packages: those of the image ``IMAGE``."""
+"""All notebooks, and launches of each kind, with this interpreter's packages, which match the image ``IMAGE``."""
 
 from __future__ import annotations
 

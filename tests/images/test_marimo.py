@@ -1,4 +1,4 @@
-"""Launches from cells of marimo: as a script, exported, in its editor's kernel and in the thread of an app."""
+"""Launches from marimo's cells: in a script, an export, the editor's kernel and the thread of an app."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the notebook writes what its launch returned, and how its workers started."""
+    """Return the file to which the notebook writes its launch's value and how the workers started."""
     monkeypatch.setenv("RESULT", str(tmp_path / "result"))
     monkeypatch.setenv("MARIMO_SKIP_UPDATE_CHECK", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -126,7 +126,7 @@ def test_an_app_runs_its_cells_in_a_thread(result: Path, tmp_path: Path) -> None
 
 @contextmanager
 def served(mode: str, notebook: Path) -> Iterator[str]:
-    """A server of the notebook; gives its address."""
+    """Serve the notebook; yield the server's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,7 +147,7 @@ def served(mode: str, notebook: Path) -> Iterator[str]:
 
 
 async def printed_by(url: str, notebook: Path, interrupt_at: str = "") -> str:
-    """Open the notebook as a browser does, run all its cells, and return what they printed."""
+    """Open the notebook as a browser does, run all its cells, and return their output."""
     page = await asyncio.to_thread(_when_up, f"http://{url}/")
     token = re.search(r'"serverToken":\s*"([^"]*)"|data-token="([^"]*)"', page)
     headers = {"Content-Type": "application/json", "Marimo-Session-Id": SESSION}
@@ -163,7 +163,7 @@ async def printed_by(url: str, notebook: Path, interrupt_at: str = "") -> str:
         async for text in connection:
             message = json.loads(text)
             if message["op"] == "kernel-ready":
-                # An app begins by itself, and refuses to be asked.
+                # An app starts by itself, and rejects the request.
                 await asyncio.to_thread(
                     _allowing_401,
                     lambda: post("/api/kernel/instantiate", {"objectIds": [], "values": [], "autoRun": True}),

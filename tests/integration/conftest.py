@@ -1,4 +1,4 @@
-"""Launches from real kernels. Most tests share one kernel per module: a launch must leave it as it was."""
+"""Launches from real kernels. Most tests share one kernel per module, because a launch must leave it unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kernels import Kernel
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
-# What a kernel sets by itself unless the environment that the tests run in says otherwise.
+# Remove variables of the test environment that would replace a kernel's own defaults.
 INLINE_FIGURES = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 PREAMBLE = """
@@ -25,7 +25,7 @@ from nblaunch import notebook_launcher
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel of the module with torch and the launcher imported; its logs lie in a folder of their own."""
+    """Start a kernel for the module, with torch and the launcher imported and a separate log folder."""
     log_dir = tmp_path_factory.mktemp("logs")
     with Kernel.start(env=INLINE_FIGURES | {"NBLAUNCH_LOG_DIR": str(log_dir)}) as kernel:
         kernel.run(PREAMBLE)
@@ -34,7 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 @pytest.fixture
 def fresh(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    """A kernel of the test's own, for what changes a kernel for good."""
+    """Start a separate kernel, for tests that change a kernel permanently."""
     with Kernel.start(env=INLINE_FIGURES | {"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
         kernel.run(PREAMBLE)
         yield kernel

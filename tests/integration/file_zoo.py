@@ -1,7 +1,7 @@
-"""Files of many kinds, opened in a cell and read by every rank: how each is made, opened, begun and read on.
+"""Files of many kinds that a cell opens and every rank reads: how to create, open and read each kind.
 
-A specimen is made once, in a folder. ``open`` gives the object that a cell holds when it launches, already begun where
-the kind is read in order. ``read`` counts in a worker what is not as it must be; ranks read at the same time.
+A specimen is created once, in a folder. ``open`` returns the object that a cell holds at the launch; for files that are
+read in order, it has read the first records. ``read`` counts the errors in a worker; all ranks read at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_RECORDS = 4000
 RECORD_BYTES = 64
 NUM_PARTS = 60
 NUM_BEGUN = 10
-"""Records that the cell reads itself, of kinds that are read in order."""
+"""Number of records that the cell itself reads from files that are read in order."""
 
 
 def record(index: int) -> bytes:
@@ -42,7 +42,7 @@ def record(index: int) -> bytes:
 
 
 def part(index: int) -> bytes:
-    """Return a larger piece, as a member of an archive."""
+    """Return a larger piece, such as a member of an archive."""
     return record(index) * 150
 
 
@@ -51,9 +51,9 @@ class Specimen:
     """One kind of file.
 
     Args:
-        open: makes the file in a folder and opens it.
-        read: returns how many pieces a worker gets wrong.
-        module: that it needs beyond the standard library and NumPy.
+        open: creates the file in a folder and opens it.
+        read: returns the number of pieces that a worker reads wrongly.
+        module: a module that it needs beyond the standard library and NumPy.
     """
 
     open: Callable[[Path], Any]
@@ -62,7 +62,7 @@ class Specimen:
 
 
 def shuffled(count: int) -> list[int]:
-    """Return the numbers below ``count`` in an order of this process."""
+    """Return the numbers below ``count`` in a different order for each process."""
     numbers = list(range(count))
     random.Random(os.getpid()).shuffle(numbers)
     return numbers
@@ -91,7 +91,7 @@ def open_for_update(folder: Path) -> Any:
 
 def open_temporary(folder: Path) -> Any:
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-    file.write(write_records(folder).read_bytes())  # not flushed: what is buffered must be there as well
+    file.write(write_records(folder).read_bytes())  # not flushed, because buffered data must arrive as well
     return file
 
 
@@ -228,14 +228,14 @@ def open_zstandard(folder: Path) -> Any:
 
 
 def count_differences(read: Any, wanted: Any) -> int:
-    """Return how many items differ; items that are missing or too many count as well."""
+    """Return the number of differing items, including missing and surplus items."""
     missing = object()
     read, wanted = iter(read), iter(wanted)
     wrong = 0
     while True:
         try:
             item = next(read, missing)
-        except Exception:  # damaged data: nothing more can be read
+        except Exception:  # the data is damaged, so nothing more can be read
             return wrong + 1 + sum(1 for _ in wanted)
         other = next(wanted, missing)
         if item is missing and other is missing:
@@ -347,7 +347,7 @@ def open_picture(folder: Path) -> Any:
     shape = (NUM_PARTS, len(part(0)))
     pixels = np.frombuffer(b"".join(map(part, range(NUM_PARTS))), np.uint8).reshape(shape)
     Image.fromarray(pixels).save(folder / "parts.png")
-    return Image.open(folder / "parts.png")  # which reads the pixels when they are first used
+    return Image.open(folder / "parts.png")  # reads the pixels when they are first used
 
 
 def read_picture(picture: Any) -> int:
@@ -412,7 +412,7 @@ def open_dbm(folder: Path) -> Any:
 
 
 def open_index(folder: Path) -> Any:
-    """Open JSON lines with an index of where each begins, as datasets of lines do."""
+    """Open JSON lines with an index of their positions, as datasets of lines do."""
     path = folder / "lines.jsonl"
     lines = [
         json.dumps({"n": index, "text": text_line(index)}).encode() + b"\n" for index in range(NUM_RECORDS)

@@ -1,4 +1,4 @@
-"""What was made in a cell takes its place in a worker: Accelerators, states, a Trainer, its arguments, event files."""
+"""Objects from a cell work in a worker: Accelerators, states, a Trainer, its arguments, event files."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_prepared_accelerator_is_rejected_at_its_line(shared: Kernel, use: str) 
     shared.run("notebook_launcher(train, (), 2)")
 
 
-# Which of them is the default depends on the Python.
+# The default depends on the Python version.
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_it_goes_on_in_the_notebook_and_others_work_in_workers(shared: Kernel, method: str) -> None:
     cell = shared.run(
@@ -209,7 +209,9 @@ found
 
 
 def test_a_loaders_workers_know_their_rank_and_join_no_group(shared: Kernel) -> None:
-    """Each rank has another number of them, so that any that joined would wait for others that never come."""
+    """Each rank has a different number of loader processes, so any that joined would wait for others that never
+    come.
+    """
     cell = shared.run(
         """
 import torch.distributed as dist
@@ -229,7 +231,7 @@ def train():
     return found
 notebook_launcher(train, num_processes=2, return_all=True)
 """,
-        timeout_s=110,  # interpreters, one after the other
+        timeout_s=110,  # the interpreters start one after the other
     )
     assert cell.value == [[[rank] * 5 + [2, False]] for rank in (0, 1)]
 
@@ -329,7 +331,7 @@ ranks, args.world_size, args.process_index, trainer.accelerator.num_processes
 """
     )
     (first, second), *in_cell = cell.value
-    # Two ranks with batches of two: two steps over eight rows, and the same weights.
+    # Two ranks with batches of two take two steps over eight rows, and get the same weights.
     assert first[:6] == [0, 2, 0, 2, 2, 2]
     assert second[:6] == [1, 2, 0, 2, 2, 2]
     assert first[6:] == second[6:]
@@ -369,7 +371,7 @@ def log():
 
 
 def test_a_summary_writer_takes_its_place(shared: Kernel) -> None:
-    """Its queue has room for ten events, which a thread of the kernel takes out."""
+    """Its queue has room for ten events, which a thread of the kernel removes."""
     cell = shared.run(
         f"""{WRITER}
 value = notebook_launcher(log, num_processes=1, start_method="fork", hang_timeout_s=20, on_hang="stop")

@@ -1,4 +1,4 @@
-"""Checkpoints of launched workers: what one launch saves, the next one continues."""
+"""Checkpoints of launched workers: the next launch continues from them."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ parts = [notebook_launcher(train, ({str(tmp_path / "parts")!r}, {asynchronous}, 
 whole == parts[1], whole == parts[0], os.listdir({str(tmp_path / "parts" / "checkpoints")!r})
 """
     )
-    # Nothing waits for the last checkpoint but the end of the worker itself.
+    # Only the end of the worker waits for the last checkpoint.
     assert cell.value == (True, False, ["checkpoint_3"])

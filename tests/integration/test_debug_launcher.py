@@ -1,4 +1,4 @@
-"""``debug_launcher``: a few CPU processes, whatever devices there are."""
+"""``debug_launcher`` starts a few CPU processes, whatever devices exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed from a real notebook: forked workers, weights back in the kernel's module, launch after launch."""
+"""DeepSpeed from a real notebook: forked workers, weights loaded back into the kernel's module, several launches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters
         "(ZeRO stage 3)" in cell.stdout
     )
     assert "deprecated" not in cell.stdout + cell.stderr
-    assert "[WARNING]" not in cell.stdout  # DeepSpeed has nothing to report that a user needs
+    assert "[WARNING]" not in cell.stdout  # DeepSpeed reports nothing that a user needs
 
 
 def test_a_kernel_that_has_used_deepspeed_trains_with_it_again_and_again(fresh: Kernel) -> None:

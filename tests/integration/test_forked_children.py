@@ -1,4 +1,4 @@
-"""Processes that a function starts: what they print and display arrives, and nothing else counts for the rank."""
+"""Processes that a function starts: their output and displays arrive, and nothing else affects the rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ notebook_launcher(train, num_processes=2, return_all=True, start_method={method!
 
 
 def test_a_forked_process_has_no_part_in_the_rank(shared: Kernel) -> None:
-    """Nor does it wait for a decision of the ranks on a stop."""
+    """Nor does it wait for the ranks' decision about a stop."""
     cell = shared.run(
         CHILDREN
         + """
@@ -98,7 +98,7 @@ notebook_launcher(train, num_processes=1)
 
 
 def test_no_forked_process_waits_for_a_thread_of_its_worker(shared: Kernel) -> None:
-    """Locks are copied as they are, and the threads that would release them are not."""
+    """A fork copies locks in their present state, but not the threads that would release them."""
     cell = shared.run(
         CHILDREN
         + """
@@ -180,7 +180,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
 def test_fresh_processes_of_a_worker_print_what_they_display(fresh: Kernel, context: str) -> None:
-    """The kernel has used the same start method before."""
+    """The kernel has already used the same start method."""
     cell = fresh.run(
         f"""
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Other frameworks inside the function, the real packages, without any setting for them."""
+"""Other frameworks inside the function: the real packages, without special settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kernels import Kernel
 METHODS = ("fork", "forkserver")
 
 
-# As PyTorch's own examples end: the model outlives the group that the function destroys.
+# PyTorch's own examples end this way: the model outlives the group that the function destroys.
 PLAIN_TORCH = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +37,7 @@ def test_plain_torch(shared: Kernel, method: str) -> None:
 
 
 def test_a_model_may_outlive_the_group_that_its_function_destroys(shared: Kernel) -> None:
-    """Where ranks need not import torch._dynamo first, about one in five of these launches hung."""
+    """If ranks did not first import torch._dynamo, about one in five of these launches hung."""
     cell = shared.run(f"import torch._dynamo\n{PLAIN_TORCH}[agree() for _ in range(15)]")
     assert cell.value == [(True, False)] * 15
 
@@ -76,7 +76,7 @@ TORCH_XLA = {
 
 
 def test_accelerate_uses_the_cpu_beside_an_installed_torch_xla(tmp_path: Path) -> None:
-    """Whether it is first imported inside the function, or in the kernel."""
+    """It does so whether the function or the kernel imports it first."""
     for name, text in TORCH_XLA.items():
         file = tmp_path / "torch_xla" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
 
 @pytest.mark.timeout(240)
 def test_lightning_fabric(fresh: Kernel) -> None:
-    """Whether it is first imported inside the function, or in the kernel."""
+    """It does so whether the function or the kernel imports it first."""
     fresh.run(
         """
 def train():

@@ -1,4 +1,4 @@
-"""Sharded training from a notebook: the model built once in a cell, its trained weights back in it."""
+"""Sharded training from a notebook: a cell builds the model once, and its trained weights come back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ largest_difference(model, replicated), type(model).__name__, type(model.blocks[0
     )
     difference, *names = cell.value
     assert difference < 1e-3
-    assert names == ["Net", "Block"]  # the kernel's own are what they were
+    assert names == ["Net", "Block"]  # the kernel's own weights are unchanged
     assert "Net: 4.63 kB of weights sharded over 2 ranks, 2.14 kB to 2.48 kB each" in cell.stdout
     assert "gathered in 4 units, each freed after its forward" in cell.stdout
     assert "copied trained weights into args[0] (Net): " in cell.stdout
@@ -177,14 +177,12 @@ model = Net(2048)  # 48 MB in its three blocks
     )
     for sharded, trained in cell.value:
         assert sharded < 5
-        assert (
-            trained < 24 + 20
-        )  # its half, of which pages were copied when they were written to, and a unit's room
+        assert trained < 24 + 20  # its half, whose pages were copied on write, and space for a unit
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_fsdp1_shards_stay_with_their_ranks(shared: Kernel, num_processes: int) -> None:
-    """It gathers by a collective, for which the first rank would wait alone; in a single rank there are no shards."""
+    """Gathering them is a collective, in which the first rank would wait alone; a single rank has no shards."""
     cell = shared.run(
         f"""
 import torch.distributed as dist

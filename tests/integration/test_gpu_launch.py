@@ -1,4 +1,4 @@
-"""What a launch says and does on machines with GPUs, in real kernels: the GPUs are made up, everything else is real."""
+"""Launches on machines with GPUs, in real kernels: the GPUs are simulated, everything else is real."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from tests.kernels import Kernel
 
-# A CPU backend that answers the launcher's questions as the CUDA backend does, and a torch that can be made to believe
-# that it has initialised CUDA: the two calls that a build without CUDA lacks are replaced, and what a build
-# with CUDA would ask the device at once is left out; the rest is its own.
+# A CPU backend that answers the launcher like the CUDA backend, and a torch that can be made to believe that it has
+# initialised CUDA: stubs replace the two calls that a build without CUDA lacks, and queries of the device are left out;
+# the rest is torch's own.
 MADE_UP = """
 from nblaunch import backends
 from nblaunch.backends import first_use
@@ -44,7 +44,7 @@ def where():
 
 @pytest.fixture(scope="module")
 def made_up(shared: Kernel) -> Kernel:
-    """One kernel for the tests that leave its CUDA alone."""
+    """Start one kernel for the tests that do not use its CUDA."""
     shared.run(MADE_UP)
     return shared
 
@@ -93,7 +93,7 @@ def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel)
     assert "(the device could not be queried: LookupError: no such device)" in cell.raised.text
 
 
-# A module that uses the device when it is imported, as bitsandbytes does: by name, it travels as a name.
+# A module that uses the device at import, like bitsandbytes. It is pickled by its name.
 TOUCHY = """
 from nblaunch import backends
 from nblaunch.backends.cpu import CpuBackend

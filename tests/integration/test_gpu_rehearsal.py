@@ -1,7 +1,7 @@
-"""The programs of the tests and of the benchmark for GPUs, on CPU cores: no slip in them waits for a machine with GPUs.
+"""The programs of the GPU tests and the GPU benchmark on CPU cores, to find their mistakes without a GPU.
 
-What they say about devices is for ``tests/hardware``; what they compute is the same here. fp16 is not offered on the
-CPU, but torch can do it there, so the refusal is lifted.
+``tests/hardware`` checks their reports about devices; their computations are the same here. nblaunch does not offer
+fp16 on the CPU, but torch supports it, so these tests lift the refusal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_training_of_ranks(mixed_precision: str) -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """One kernel with the functions of the tests on GPUs."""
+    """Start one kernel with the functions of the GPU tests."""
     with Kernel.start() as kernel:
         kernel.run(test_cuda_kernel.PREAMBLE)
         kernel.run(ALLOW_FP16)
@@ -123,14 +123,14 @@ def test_every_part_of_the_report_exists() -> None:
 
 
 def test_what_is_asked_of_a_fresh_process() -> None:
-    """Without GPUs no question is a hazard, and every fork fails to use one."""
+    """Without GPUs, no query is a hazard, and no fork can use one."""
     hazard, failure = test_cuda._fresh(test_cuda._FORK.format(before="torch.cuda.is_available()"))
     assert hazard is None
     assert "AssertionError" in failure or "RuntimeError" in failure
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)  # accelerate's forks now and then hang until a timeout, which its row says
+@pytest.mark.timeout(500)  # Accelerate's forks sometimes hang until a timeout, which its row reports
 def test_the_benchmark_runs_to_its_end() -> None:
     found = list(gpu.rows(gpu.REHEARSAL, 2))
     assert [row.what.partition(",")[0] for row in found] == [
@@ -174,7 +174,7 @@ def test_the_benchmark_says_what_it_could_not_measure(
     assert "not measured: accelerate is not installed" in [*gpu.rows(gpu.FULL, 2)][-1].value
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12's, beside any thread
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # from Python 3.12
 def test_a_bare_fork_that_fails_reports_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise LookupError("no such device")
@@ -184,8 +184,8 @@ def test_a_bare_fork_that_fails_reports_why(tmp_path: Path, monkeypatch: pytest.
         timer.time(lambda: gpu._fork_bare(1, "cpu", timer.path))
 
 
-# Machines with made-up GPUs for commands: the driver's library by a module of the same name, and torch's word that it
-# was built with CUDA. One process imports torch for all commands, and each runs in a fork of it.
+# Machines with simulated GPUs for commands: a stub module replaces the driver's library, and torch claims to be built
+# with CUDA. One process imports torch for all commands, and each command runs in a fork of it.
 COMMANDS = """
 import json, os, sys, torch
 torch.version.cuda = "12.8"

@@ -1,4 +1,4 @@
-"""engine="inline": the function in the kernel itself, as the only rank."""
+"""engine="inline" runs the function in the kernel itself, as the only rank."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ notebook_launcher(train, engine="inline")
 
 
 def test_cached_device_memory_is_given_back(shared: Kernel) -> None:
-    """With a backend that counts how often it is asked to; a worker's memory goes with its process."""
+    """A backend counts the requests; a worker's memory ends with its process."""
     cell = shared.run(
         """
 from nblaunch import backends

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels import Kernel
 
-# A worker waits at a named pipe until the test lets it go; opening one waits for the other side.
+# A worker waits at a named pipe until the test opens the other side.
 GATE = """
 import tempfile
 folder = tempfile.mkdtemp()
@@ -41,7 +41,7 @@ def test_a_background_job_leaves_the_kernel_free(shared: Kernel) -> None:
     assert cell.result is not None
     status, is_running, is_last, logs = cell.value
     assert (status, is_running, is_last) == ("running", True, True)
-    assert logs in ("", "waits\n")  # it may just have started
+    assert logs in ("", "waits\n")  # the job may have just started
     cell = shared.run("let_go(path); job.result(20), job.results(), job.exception(), job.status, job.logs(0)")
     assert cell.value == (5, [5], None, "done", "waits\ngoes on\n")
     assert shared.processes() == []
@@ -180,7 +180,7 @@ thread.join()
 """
     )
     assert shared.run("raised").value == ["PayloadError"]
-    for _ in range(3):  # it was a matter of luck once
+    for _ in range(3):  # this once depended on timing
         assert "lock" in shared.run("launch()", raises="PayloadError").raised.value
     cell = shared.run(
         """
@@ -194,7 +194,7 @@ type(job.exception(20)).__name__, job.status
 
 
 def test_an_interrupt_at_the_very_end_stops_the_cell_and_loses_no_result(shared: Kernel) -> None:
-    """The workers are done, and the launcher is taking in their results: no one is left to be interrupted."""
+    """The workers are done, and the launcher is reading their results, so no rank is left to be interrupted."""
     shared.run(
         """
 import signal

@@ -1,6 +1,6 @@
-"""Libraries that are made on Accelerate, in two processes: with it inside, and with nblaunch in its place.
+"""Libraries built on Accelerate, in two processes: with Accelerate, and with nblaunch in its place.
 
-Each trains a tiny model for a few steps. The losses that the two report are the same, to every digit shown.
+Each trains a tiny model for a few steps. Both report the same losses, to every shown digit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.profiles import missing
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-FASTAI = Path(sys.prefix) / "fastai"  # installed there by `make setup`, from fastai.txt
-PATIENCE_S = 240.0  # the libraries take seconds to import, and much more beside other tests
+FASTAI = Path(sys.prefix) / "fastai"  # `make setup` installs it there, from fastai.txt
+PATIENCE_S = 240.0  # importing the libraries takes seconds, and much longer while other tests run
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
@@ -239,7 +239,7 @@ def train():
 notebook_launcher(train, num_processes=2, return_all=True)
 """
 
-# Without bars, which fastai shows on rank 0 alone. It sends the order of the rows by way of a GPU, whatever trains.
+# Without bars, which fastai shows only on rank 0. It always sends the order of the rows through a GPU.
 FASTAI_LEARNER = """
 import torch
 from fastai.basics import *
@@ -266,7 +266,7 @@ notebook_launcher(train, num_processes=2, backend="cpu", return_all=True)
 
 
 class Sides(NamedTuple):
-    """A kernel with Accelerate inside the libraries, and one with nblaunch in its place."""
+    """Start a kernel whose libraries use Accelerate, and one whose libraries use nblaunch."""
 
     accelerate: Kernel
     nblaunch: Kernel
@@ -345,6 +345,6 @@ def test_a_learner_of_fastai(tmp_path: Path) -> None:
             assert [rank[:2] for rank in ranks] == [(maker, 2)] * 2
             results.append([rank[2:] for rank in ranks])
     losses, validated, _ = results[0][0]
-    assert len(losses) == 8  # of 16 rows: 2 a step and process, twice
+    assert len(losses) == 8  # two epochs of 16 rows, with 2 rows per step and process
     assert [len(epoch) for epoch in validated] == [3, 3]
     assert results[0] == results[1]

@@ -1,4 +1,4 @@
-"""A job that has ended keeps nothing of its call: ``del model`` frees the model, however the job ended."""
+"""An ended job keeps no reference to its call: ``del model`` frees the model, however the job ended."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_background_job_and_its_result(shared: Kernel, dashboard: str) -> None
         "del model, train; refs.append(weakref.ref(job)); refs.append(weakref.ref(job.result()['tensor'])); left()"
     )
     assert cell.value == [*GONE, True, True]
-    # The last job is kept, and so is its result; the one before is not.
+    # The last job and its result are kept; the job before is not.
     assert shared.run("del job; left()").value == [*GONE, True, True]
     shared.run("notebook_launcher(print, (), 1)")
     assert shared.run("left()").value == [*GONE, False, False]
@@ -151,7 +151,7 @@ had, job.exception().partial, job.status
     assert cell.value == (1000, None, "done")
     shared.run("job.result()", raises="ResultError")
     shared.run("notebook_launcher(train, (model, 'raise'), engine='inline')", raises="ValueError")
-    # The traceback holds the function's variables, for pdb; IPython keeps its own until the next error.
+    # The traceback holds the function's variables for pdb; IPython keeps the traceback until the next error.
     shared.run("nblaunch.last_job().release(); 1 / 0", raises="ZeroDivisionError")
     assert shared.run("del model, train; left()").value == GONE
 

@@ -56,7 +56,7 @@ def train():
 
 @pytest.mark.parametrize("how", ["start_method='fork'", "start_method='forkserver'", "engine='inline'"])
 def test_classes_of_the_notebook_stay_with_the_worker(shared: Kernel, how: str) -> None:
-    """In ``job.metrics`` are Python's own types, wherever the classes of what was logged are known."""
+    """``job.metrics`` has only Python's own types, even if the kernel knows the classes of logged values."""
     cell = shared.run(
         f"""{ENUMS}
 notebook_launcher(train, (), 1, {how}, dashboard="none")

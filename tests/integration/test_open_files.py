@@ -1,4 +1,4 @@
-"""Files that a cell has opened, read by every rank: each byte is right, or the launch says what can't be sent."""
+"""Files that a cell has opened and every rank reads: each byte is right, or the launch names what can't be sent."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ outcomes
 """
 
 RIGHT_IN_A_FRESH_PROCESS = {"numpy.memmap", "picture", "dbm"}
-"""Their objects are pickled with their data, or with their file's name."""
+"""Kinds whose objects are pickled with their data, or with their file's name."""
 ONLY_A_NUMBER = {"descriptor", "tar stream"}
-"""What is sent is the number of a descriptor, which a fresh process does not have: the function fails."""
+"""Kinds whose pickle contains the number of a descriptor, which a fresh process does not have: the function fails."""
 
 
 def test_every_forked_rank_reads_every_byte_from_where_the_kernel_stood(
@@ -66,7 +66,7 @@ def test_every_forked_rank_reads_every_byte_from_where_the_kernel_stood(
     for num_ranks in (
         2,
         4,
-    ):  # the second launch begins where the first did: no rank has moved the kernel's positions
+    ):  # the second launch begins at the same positions, because no rank has moved the kernel's
         assert kernel.run(READ_ALL.format(num_ranks=num_ranks)).value == [{}] * num_ranks
 
 

@@ -1,4 +1,4 @@
-"""The state of optimizers comes back into those of the notebook, where that is asked for."""
+"""The state of optimizers comes back into the notebook's optimizers, on request."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) ->
     other, own = _built()
     whole = [_launch(other, own, 3)]
     assert parts[0] == pytest.approx(whole[0])
-    # Without the state, the next steps are others.
+    # Without the state, the next steps differ.
     fresh = torch.optim.AdamW(other.parameters(), lr=0.05)
     assert parts[1] != pytest.approx(_launch(other, fresh, 2), rel=1e-3)
 
 
-# torch warns about each scheduler that was pickled, whose optimizer has no mark of it.
+# torch warns about each unpickled scheduler, because its optimizer lacks the mark of a scheduler.
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_schedulers_go_on_with_their_optimizers(start_method: str) -> None:

@@ -1,4 +1,4 @@
-"""What workers print and display, as it arrives in the cell and in the logs."""
+"""Workers' output and displays in the cell and in the logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lines_of(cell: Cell, rank: int) -> list[str]:
 
 
 def labelled(text: str, rank: int) -> list[str]:
-    """The lines of a rank, without its label."""
+    """Return the lines of a rank, without its label."""
     label = f"[{rank}] "
     return [line.removeprefix(label) for line in text.splitlines() if line.startswith(label)]
 
@@ -156,7 +156,7 @@ except Exception as error:
 nblaunch.last_job().logs(0).splitlines()
 """
         )
-        # A process that is killed can't write what is no line yet.
+        # A killed process can't write its unfinished line.
         rest = [] if "kill" in end else ["no end"]
         assert cell.value == ["line 0", "line 1", "line 2", "from Python", *rest], (method, end)
 
@@ -243,7 +243,7 @@ def train():
 
 
 def test_live_displays_of_rich_are_one_line_each(fresh: Kernel) -> None:
-    """Those of a console that the function makes first, and then of the cell's."""
+    """First displays on a console that the function creates, then on the cell's."""
     fresh.run(RICH)
     of_the_cell = "import rich, rich.progress; rich.get_console()\n"
     for before, method in (("", "fork"), ("", "forkserver"), (of_the_cell, "fork")):
@@ -306,7 +306,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r})
     assert "<i>shown</i>" in html
     assert "100 %" in html
     assert "0 %" not in html
-    # Two of rank 0's, one of the kernel's own, none twice.
+    # Two from rank 0, one from the kernel, none twice.
     assert sum("image/png" in display.data for display in shown) == 3
 
 
@@ -327,7 +327,8 @@ notebook_launcher(train, num_processes=2)
         )
         assert "no keyboard" in cell.raised.value
         assert "before the launch" in cell.raised.value
-        assert "/nblaunch/" not in cell.raised.text  # shown where it was asked, not where it was refused
+        # the shown line is the user's call, not the place that raises
+        assert "/nblaunch/" not in cell.raised.text
     cell = shared.run(
         """
 def train():

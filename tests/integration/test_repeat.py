@@ -1,4 +1,4 @@
-"""Launch after launch in one kernel, and two at once: nothing grows, and what the kernel runs by itself goes on."""
+"""Repeated launches in one kernel, and two at once: nothing grows, and the kernel's own processes continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_launches_leave_the_kernel_as_small_as_before(fresh: Kernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "copies"), [("fork", 1), ("forkserver", 2)])
 def test_a_model_is_in_memory_once(fresh: Kernel, method: str, copies: int) -> None:
-    """400 MB among 8 workers: once in the kernel; through a forkserver once more for all of its workers."""
+    """8 workers share 400 MB: they exist once in the kernel, and once more for all workers of a forkserver."""
     without, with_model = (memory.total_mb(fresh, method, size) for size in (0, memory.MODEL_MB))
     grown = [more - less for more, less in zip(with_model, without, strict=True)]
     assert max(grown) < (copies + 0.1) * memory.MODEL_MB, (without, with_model)
@@ -42,7 +42,7 @@ def train():
 
 
 def test_what_the_kernel_runs_by_itself_goes_on(shared: Kernel) -> None:
-    """Pools, data loaders and temporary folders of the kernel are not the workers' to end."""
+    """Workers must not end the kernel's pools, data loaders and temporary folders."""
     cell = shared.run(
         """
 import multiprocessing, tempfile, threading

@@ -1,4 +1,4 @@
-"""What comes back: values, tensors, trained weights, and as much as possible where not everything can."""
+"""Results: values, tensors, trained weights, and as much as possible if a part can't come back."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ isinstance(value, Report), value == Report([0.5]), mood is Mood.GOOD, cls is Rep
 
 
 def test_a_prepared_model_comes_back_without_its_wrapper(shared: Kernel) -> None:
-    """``DistributedDataParallel`` can't be rebuilt where there is no process group."""
+    """``DistributedDataParallel`` can't be rebuilt without a process group."""
     cell = shared.run(
         """
 def train():
@@ -193,12 +193,12 @@ mapped, touched, total == sum(range(75)) * (1 << 20)
     )
     mapped, touched, is_right = cell.value
     assert is_right
-    # Nothing is read before it is used; then the pages are those of the file that the worker wrote.
+    # Nothing is read before its first use; the pages then belong to the file that the worker wrote.
     assert mapped < 60
     assert touched < 380
     grown = int(next(line for line in cell.stdout.splitlines() if line.startswith("grew by")).split()[-1])
     assert grown < 60
-    # The file goes with the last of its tensors.
+    # The file is freed with the last of its tensors.
     cell = shared.run(
         """
 def held():
@@ -252,7 +252,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
     assert "rank 1" in cell.raised.value
     assert "result[0]" in cell.raised.value
     assert shared.run("nblaunch.last_job().exception().partial[0].why").result is not None
-    # Where rank 1's value was not requested, it does not matter.
+    # If rank 1's value was not requested, its error does not matter.
     assert shared.run("notebook_launcher(train, num_processes=2)").result == "'fine'"
 
 
@@ -362,7 +362,7 @@ value = notebook_launcher(train, (models, setup, encoder), 2, start_method={meth
 
 
 def test_kept_result_holds_no_descriptors_or_weights(shared: Kernel) -> None:
-    """A sweep collects its losses: a few bytes each, and not a model each, nor a thousand open files."""
+    """A sweep collects its losses: each keeps a few bytes, not a model or an open file."""
     cell = shared.run(
         """
 def held():
@@ -383,7 +383,7 @@ gc.collect()
 
 
 def test_weights_that_no_longer_fit_are_kept_whole_and_named(shared: Kernel) -> None:
-    """With those that were not sent, since they have not changed."""
+    """This includes weights that were not sent because they have not changed."""
     cell = shared.run(
         """
 def train(model):
@@ -473,7 +473,7 @@ torch.equal(before, model.weight)
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_weights_that_did_not_change_are_not_sent_and_averages_are(shared: Kernel, method: str) -> None:
-    """What is frozen may change all the same: by its own optimizer, by an average, through ``.data``."""
+    """Frozen weights may also change: by an optimizer, by averaging, through ``.data``."""
     cell = shared.run(
         f"""
 {TIED}def frozen(module):
@@ -523,7 +523,7 @@ after = parts(teacher, averages["left"])
 
 
 BROKEN_SENDING = {
-    # As the system does when memory has run out; tests of that itself would need a control group.
+    # The system does this when memory runs out; a real test would need a control group.
     "killed": ("os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL while it sent them"),
     "refused": ("raise MemoryError('no room')", "rank 0 could not send them (MemoryError: no room)"),
     "full": (

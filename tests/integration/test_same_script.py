@@ -1,4 +1,4 @@
-"""One training script, started in three ways, learns the same."""
+"""One training script learns the same when started in three ways."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_python_torchrun_and_notebook_learn_the_same(kernel: Kernel, tmp_path: P
 
 
 def test_no_thread_uses_the_store_when_a_rank_exits(tmp_path: Path) -> None:
-    """Until Python 3.13, a thread that returns from C++ then makes the process abort."""
+    """Before Python 3.14, a thread that returns from C++ at exit makes the process abort."""
     script = tmp_path / "script.py"
     script.write_text(THREADS_AT_EXIT)
     _run(*TORCHRUN, str(script), str(tmp_path / "threads"))

@@ -1,4 +1,4 @@
-"""Functions that return as soon as processes are joined: a rank that leaves disturbs none that still joins."""
+"""Functions that return as soon as processes have joined: a rank that leaves does not disturb ranks that still join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the table of a real job shows: the slow rank of a group that goes in step, memory, bars of workers, losses."""
+"""The table of a real job: the slow rank in lockstep training, memory, workers' bars, losses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_bar_of_a_worker_stands_in_its_row(shared: Kernel) -> None:
     assert counts == sorted(counts)
     assert (
         "fold 3" not in cell.displays[0].data["text/plain"]
-    )  # the bar is closed, its last state is in the log
+    )  # the bar is closed, and its last state is in the log
 
 
 STEPS, EPOCHS = 11, 12

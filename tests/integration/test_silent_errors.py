@@ -1,4 +1,6 @@
-"""Errors of a training loop that raise nothing: each is named once with ranks, line and remedy; odd loops are not."""
+"""Errors in training loops that raise no exception: each is reported once with ranks, line and remedy; correct
+loops that look odd are not.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +204,7 @@ def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, 
     line = next(number for number, text in enumerate(program.splitlines(), 1) if "# here" in text)
     shared.run(SETUP)
     shown = " ".join(shared.run(program).shown.split())
-    warnings = shown.partition("warning: ")[2]  # of the summary
+    warnings = shown.partition("warning: ")[2]  # line of the summary
     assert f"NBLAUNCH_CHECKS=-{name} silences" in warnings
     assert warnings.count("NBLAUNCH_CHECKS") == 1
     assert f"], line {line})" in warnings

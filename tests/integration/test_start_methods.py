@@ -1,4 +1,4 @@
-"""fork, forkserver and spawn: the same behaviour, and the choice between them."""
+"""fork, forkserver and spawn behave alike; the choice between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.integration.conftest import START_METHODS
 from tests.kernels import Kernel
 
-# Twice the threads of one, on a machine with few cores too: what matters is that there is a pool at all.
+# Two threads, even on a machine with few cores, because the tests need a pool.
 USED_OPENMP = """
 torch.set_num_threads(2)
 big = torch.randn(2000, 2000)
@@ -108,7 +108,7 @@ values, torch.get_num_threads(), nblaunch.last_job().plan.start_method
         values, kernel_threads, method = cell.value
         assert values == [(num_threads, 1, 512, 1 << 20)] * num_processes
         assert (kernel_threads, method) == (2, "fork")
-    # Where pools can't be paused, workers keep to one thread.
+    # If pools can't be paused, workers use one thread.
     cell = fresh.run(
         """
 import nblaunch.start_methods.fork
@@ -194,9 +194,7 @@ def test_unpicklable_values_fork_or_are_named(shared: Kernel, name: str) -> None
         cell = shared.run(launch, raises="PayloadError")
         assert f" {name} (" in cell.raised.value
         assert "start_method='fork'" in cell.raised.value
-        assert (
-            "File " not in cell.raised.text
-        )  # the launcher's frames are not shown, nor those of what it calls
+        assert "File " not in cell.raised.text  # neither the launcher's frames nor its callees' are shown
     assert shared.processes() == []
 
 
@@ -238,7 +236,7 @@ values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.envi
 
 @pytest.mark.parametrize("method", START_METHODS)
 def test_a_path_among_the_folders_of_modules_is_passed_over(shared: Kernel, method: str) -> None:
-    """As imports in the kernel do."""
+    """Imports in the kernel ignore it, too."""
     cell = shared.run(
         f"""
 import pathlib
@@ -338,7 +336,7 @@ drawn, draw()
 
 
 def test_workers_pickle_what_cells_defined_by_name(shared: Kernel, tmp_path: Path) -> None:
-    """Checkpoints with a class of the notebook in them, gathered objects, and tasks of a process pool."""
+    """This covers checkpoints with a class of the notebook, gathered objects, and tasks of a process pool."""
     shared.run(
         """
 import io, multiprocessing, pickle
@@ -382,8 +380,8 @@ def train(config, folder):
     assert own.value is True
 
 
-# "forkserver" is what Python 3.14 takes where a program does not choose. Whatever a loader starts anew loads the cell's
-# classes by itself; what it forks has them, in whatever rank.
+# "forkserver" is the default of Python 3.14. A loader's fresh processes load the cell's classes; its forked processes
+# already have them, in every rank.
 @pytest.mark.parametrize(
     ("of_the_loader", "methods"),
     [("fork", ("spawn",)), ("forkserver", ("fork", "forkserver")), ("spawn", START_METHODS)],

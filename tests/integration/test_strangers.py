@@ -1,4 +1,4 @@
-"""What is not of the job: nothing that it sends is unpickled, and no other machine can reach the job's sockets."""
+"""Processes outside the job: nothing that they send is unpickled, and no other machine can reach the job's sockets."""
 
 from __future__ import annotations
 

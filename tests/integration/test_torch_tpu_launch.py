@@ -1,6 +1,6 @@
-"""Launches by the TorchTPU backend from a real kernel, with a package in torch_tpu's place and made-up chips.
+"""Launches with the TorchTPU backend from a real kernel, with a stub of torch_tpu and simulated chips.
 
-The last test has the kernel import the package, after which it is no longer as the others need it.
+The last test imports the package in the kernel, which the other tests must not find there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(model):
     return os.environ["TPU_VISIBLE_CHIPS"], str(accelerator.device), ranks, kinds, import_by_parent, os.getppid()
 """
 
-# A module of the user that takes the chips when one of its objects is loaded.
+# A user's module that takes the chips when one of its objects is loaded.
 SEEDING = """
 class Early:
     def __setstate__(self, state):
@@ -46,7 +46,7 @@ class Early:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """On a host with four chips."""
+    """Start a kernel on a simulated host with four chips."""
     packages = tmp_path_factory.mktemp("packages")
     path = fake_torch_tpu.write(packages)
     (packages / "seeding.py").write_text(SEEDING)
@@ -57,7 +57,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 def test_one_import_and_one_model_serve_all_workers_launch_after_launch(kernel: Kernel) -> None:
-    """Though a seed and a backward() ran in the kernel, which would have taken the chips with torch_tpu imported."""
+    """A seed and a backward() ran in the kernel before; with torch_tpu imported, they would have taken the chips."""
     kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
     for _ in range(2):
         cell = kernel.run(
@@ -109,7 +109,7 @@ notebook_launcher(abort, dashboard="none")
 
 
 def test_kernel_with_torch_tpu_can_launch_before_using_chips(kernel: Kernel) -> None:
-    """One import serves all workers there too, though torch_tpu has switched its import by torch on for good."""
+    """One import serves all workers there, too, although torch_tpu has permanently enabled its import by torch."""
     kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")
     cell = kernel.run(
         "found = notebook_launcher(train, (None,), return_all=True, dashboard='text')\nfound", timeout_s=120

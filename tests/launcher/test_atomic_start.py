@@ -1,4 +1,4 @@
-"""A signal whose handler raises, at any line of a launch: nothing is left, and the exception arrives as it is."""
+"""A signal handler raises at any line of a launch: nothing is left, and the exception arrives unchanged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nblaunch import last_job, notebook_launcher
 from tests.signals_at_lines import with_signal_at_line
 
 STRIDE = 37
-"""Lines between two launches; a prime, or the same lines of a loop would be hit."""
+"""Lines between two tested lines; a prime, because otherwise the same lines of a loop would be hit."""
 
 
 class Limit(TimeoutError):
-    """Of the time of a cell; an OSError, as those are with which the system refuses something."""
+    """The timeout of a cell; an OSError, like the system's refusals."""
 
 
 def on_alarm(number: int, frame: object) -> None:

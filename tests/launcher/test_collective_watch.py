@@ -1,4 +1,4 @@
-"""When ranks that call different collectives are reported, and which ranks are named."""
+"""Reports about ranks that call different collectives: their time, and the named ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_KEPT = 20
 
 
 def calls_of(rank: int, number: int) -> RankCalls:
-    """The last of ``number`` calls of a rank; rank 3 asks for MAX from call 21 on."""
+    """Return the last of ``number`` calls of a rank; rank 3 uses MAX from call 21 on."""
     chain, calls = 0, []
     for serial in range(1, number + 1):
         reduction = "MAX" if rank == 3 and serial > 20 else "SUM"
@@ -27,7 +27,7 @@ def calls_of(rank: int, number: int) -> RankCalls:
 
 
 class Source:
-    """Answers each look with the next numbers of calls of the ranks; the last ones remain."""
+    """Returns the next numbers of calls of the ranks at each reading; the last ones remain."""
 
     def __init__(self, looks: Sequence[Sequence[int]]) -> None:
         self._looks = list(looks)
@@ -51,7 +51,7 @@ class Source:
 def reported(
     *looks: Sequence[int], is_session: bool = False, emit: Callable[[Event], None] = print
 ) -> AttemptReport:
-    """The report after as many checks as there are looks, half a second apart, and the end."""
+    """Return the report after one check per reading, half a second apart, and after the end."""
     attempt: Any = SimpleNamespace(spec=SimpleNamespace(is_session=is_session), compares_ranks=True)
     now_s = [100.0]
     watch = CollectiveWatch(Source(looks), attempt, emit, lambda: now_s[0])
@@ -76,7 +76,7 @@ def test_ranks_of_a_node_that_answers_late_are_named() -> None:
     for looks in (
         [late, (30, 30, 30, 30)],
         [late, late, late, (30, 30, 30, 30)],
-        [late] * 5 + [(26, 26, 26, 26)],  # they come while the job ends
+        [late] * 5 + [(26, 26, 26, 26)],  # the answers come while the job ends
     ):
         report = reported(*looks)
         assert report.disagreement is not None

@@ -1,4 +1,4 @@
-"""The kernel's end of the debugger, used by two threads: the cell's and the loop of a job in the background."""
+"""The kernel's end of the debugger, used by two threads: the cell's and a background job's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
-    ranks.workers.clear()  # which closes them
+    ranks.workers.clear()  # closes the connections
     ranks.debugger.connections.clear()
 
 
@@ -40,7 +40,7 @@ def test_other_ranks_continue_if_the_end_arrives_first(ranks: Ranks, monkeypatch
     send = first.send
 
     def send_and_receive(message: Any) -> None:
-        """As where the worker is quick, and the other thread reads its answer at once."""
+        """The worker is fast, and the other thread reads its answer at once."""
         send(message)
         ranks.workers[0].send(Resumed(""))
         ranks.debugger.receive_available(1.0)
@@ -64,11 +64,11 @@ def test_a_rank_goes_on_that_comes_to_the_breakpoint_later(ranks: Ranks) -> None
 
 @pytest.mark.parametrize("is_noticed_by", ["its connection", "the end of the job"])
 def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is_noticed_by: str) -> None:
-    """As where the job's thread notices it while the user still types."""
+    """The job's thread notices the end while the user still types."""
     ranks.workers[0].send(PROMPT)
     ranks.debugger.receive_available(1.0)
     if is_noticed_by == "its connection":
-        del ranks.workers[0]  # which closes it
+        del ranks.workers[0]  # closes the connection
         ranks.debugger.receive_available(1.0)
     else:
         ranks.debugger.close()
@@ -77,6 +77,6 @@ def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is
 
 
 def test_no_rank_is_waited_for_once_the_client_is_closed(ranks: Ranks) -> None:
-    """As where the job has ended, and a process that a rank has left behind keeps its connection open."""
+    """The job has ended, but a process that a rank has left behind keeps the connection open."""
     ranks.debugger.close()
     assert ranks.debugger.wait_for_prompt(1) is None

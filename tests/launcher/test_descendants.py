@@ -1,4 +1,4 @@
-"""Finding what descends from a process, and nothing else."""
+"""Finding the descendants of a process, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 30.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tags are a matter of Linux")
 
-# Becomes a worker in what matters here, and starts a sleeper in a POSIX session and an environment of its own.
+# Becomes a worker in the relevant respects, and starts a sleeper in a separate POSIX session with its own environment.
 WORKER = """
 import subprocess, sys, time
 from nblaunch.host import descendants
@@ -31,7 +31,7 @@ print(child.pid, flush=True)
 
 @pytest.fixture
 def other() -> Iterator[psutil.Process]:
-    """A process like those that are ended, without a tag."""
+    """Start a similar process without a tag."""
     process = subprocess.Popen(["/bin/sleep", "100"], start_new_session=True)
     yield psutil.Process(process.pid)
     process.kill()
@@ -39,7 +39,7 @@ def other() -> Iterator[psutil.Process]:
 
 
 def orphan(*tags: int) -> psutil.Process:
-    """A sleeper whose parent carried the tags, one after the other, and has ended."""
+    """Start a sleeper whose parent carried the tags, one after the other, and has ended."""
     command = [sys.executable, "-c", WORKER, *map(str, tags)]
     return psutil.Process(int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
@@ -83,7 +83,7 @@ def test_a_short_job_reads_no_process_that_is_older_whatever_its_number(
     other: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)
-    # As where numbers have begun anew with the lowest: the older process has a higher one than any of the job.
+    # Pretend that process ids have wrapped around: the older process has a higher id than any process of the job.
     monkeypatch.setattr(descendants, "_newest_pid", lambda: other.pid - 1)
     job, read = Descendants(), list[str]()
     monkeypatch.setattr(descendants.proc, "read_bytes", lambda path: read.append(path) or b"")

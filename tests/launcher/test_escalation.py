@@ -1,4 +1,4 @@
-"""The way down, over an imagined clock."""
+"""The steps that end workers, over a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 def walk(
     escalation: Escalation, noticed: set[int], alive: set[int], until_s: float
 ) -> list[tuple[float, int, int]]:
-    """Follow the escalation by its own timetable: (time, rank, signal)."""
+    """Follow the escalation at its own times; return (time, rank, signal)."""
     sent, now = [], 100.0
     while now <= 100.0 + until_s:
         sent += [

@@ -1,4 +1,4 @@
-"""When workers are not forked: libraries with threads of their own in the kernel, the store of another job there."""
+"""Conditions under which workers are not forked: libraries with threads in the kernel, or another job's store there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def uses_nothing(*args: object) -> int:
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A thread as polars has them, once it has computed something."""
+    """Run a thread like those of polars after a computation."""
     ready, done = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -117,7 +117,7 @@ def test_so_is_one_where_it_runs_no_threads(monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_threads_do_not_hide_a_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bytes | None
 ) -> None:
-    """One ends between the listing of the threads and the look at its name; Linux cuts names within a character."""
+    """One thread ends between the listing and the reading of its name; Linux may cut names within a character."""
     for number, name in (("1", other), ("2", b"polars-0\n"), ("3", other)):
         (tmp_path / number).mkdir()
         if name is not None:
@@ -147,7 +147,7 @@ def test_the_refusal_of_gnu_openmp_is_explained() -> None:
 
 
 def test_grpc_used_in_the_kernel(kernel: Kernel) -> None:
-    """With the real library: its first call in a forked worker hangs."""
+    """This uses the real library, whose first call in a forked worker hangs."""
     kernel.run(
         """
 import grpc

@@ -1,4 +1,4 @@
-"""The process that ends workers when their launcher is gone, and what it must leave alone."""
+"""The process that ends workers when their launcher is gone, and the processes that it must not touch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ time.sleep(100)
 
 @pytest.mark.timeout(60)
 def test_groups_whose_leader_was_reaped_are_left_alone() -> None:
-    """Another process may have such a number by now; here one that has it all along stands for it."""
+    """Another process may have such a number by then; here, one has had it from the beginning."""
     groups = [subprocess.Popen(["/bin/sleep", "100"], start_new_session=True) for _ in range(3)]
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *(str(group.pid) for group in groups)],
@@ -114,13 +114,13 @@ def test_no_rank_that_has_ended_is_watched(method: str, monkeypatch: pytest.Monk
 
 @pytest.mark.timeout(60)
 def test_a_worker_that_is_forked_meanwhile_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of another job are: the first would wait until the second has ended."""
+    """For example, a worker of another job: the first job would wait until the second has ended."""
     open_pipe, num_pipes = os.pipe, itertools.count(1)
     is_in_popen, has_forked = threading.Event(), threading.Event()
 
     def open_pipe_slowly() -> tuple[int, int]:
         ends = open_pipe()
-        if next(num_pipes) == 2:  # the first is the guardian's own
+        if next(num_pipes) == 2:  # the first pipe belongs to the guardian
             is_in_popen.set()
             has_forked.wait(0.2)
         return ends
@@ -154,7 +154,7 @@ def test_variables_of_the_kernel_do_not_keep_a_guardian_from_starting(
     guardian.start()
     try:
         [process] = set(psutil.Process().children()) - set(before)
-        # For a moment after exec, the system shows no variables of the new program.
+        # For a moment after exec, the system does not show the new program's variables.
         while not (environment := process.environ()):
             time.sleep(0.001)
     finally:

@@ -1,4 +1,4 @@
-"""Where the ranks are, asked at a moment at which none runs the function."""
+"""The positions of the ranks, requested while no rank runs the function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupts at any line of a wait for a background job, and of taking what it returned: nothing is lost."""
+"""Interrupts at any line of a wait for a background job, and of reading its result: nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUE = {"accuracy": 0.5}
 
 
 ATTACH_STRIDE = 61
-"""Lines between two interrupts of ``attach``; a prime, or the same lines of a loop would be hit."""
+"""Lines between two interrupts of ``attach``; a prime, because otherwise the same lines of a loop would be hit."""
 
 
 def work(model: torch.nn.Module, gate: str) -> dict[str, float]:
@@ -88,7 +88,7 @@ def test_an_interrupt_at_any_line_of_attach_leaves_nothing(
     for place in _interrupted_everywhere(
         lambda: nblaunch.attach(job.id, dashboard="none"), None, ATTACH_STRIDE
     ):
-        nblaunch.attach(job.id, dashboard="none").detach()  # the next call begins anew
+        nblaunch.attach(job.id, dashboard="none").detach()  # the next call starts again
         assert not [thread for thread in threading.enumerate() if thread.name == f"nblaunch-{job.id}"], place
     open(gate, "w").close()
     assert nblaunch.attach(job.id, dashboard="none").result(60) == VALUE

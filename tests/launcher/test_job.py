@@ -1,4 +1,4 @@
-"""What is known of a job, from its events."""
+"""A job's attributes, from its events."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_processes_are_in_the_order_of_ranks_whichever_starts_first(job: Job) ->
 def test_logged_values_become_rows(job: Job) -> None:
     job.emit(Metric(0, 103.0, step=3, values={"loss": 0.5}))
     assert job.metrics == [{"step": 3, "time_s": 103.0, "rank": 0, "attempt": 0, "loss": 0.5}]
-    # A value may be called "step": where no other is given, it is the step.
+    # A value may be named "step": without an explicit step, it is the step.
     for given, shown in ((None, 7), (3, 3)):
         job.emit(Metric(2, 0.0, step=given, values={"step": 7}))
         assert job.metrics[-1] == {"step": shown, "time_s": 0.0, "rank": 2, "attempt": 0}
 
 
 def test_metrics_do_not_grow_while_they_are_read(job: Job) -> None:
-    """pandas reads a list several times, which raises where the thread that watches the job adds rows meanwhile."""
+    """pandas reads a list several times, and raises if the thread that watches the job adds rows meanwhile."""
     job.emit(Metric(0, 103.0, step=1, values={"loss": 0.5}))
     rows = job.metrics
     job.emit(Metric(0, 104.0, step=2, values={"loss": 0.4}))

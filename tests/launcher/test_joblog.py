@@ -1,4 +1,4 @@
-"""Folders of log files: private, pruned."""
+"""Folders of log files: private to the user, and pruned."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from nblaunch.launcher.joblog import JobLog
 @pytest.fixture
 def keep_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "3")
-    # Every so many folders of a process the making of one prunes as well: none of this test's, whatever ran before it.
+    # A process prunes whenever it has created a certain number of folders; keep that from happening in this test.
     monkeypatch.setattr(joblog, "_job_numbers", itertools.count(1))
 
 
 def test_folders_of_others_are_not_pruned_whatever_their_names(tmp_path: Path, keep_three: None) -> None:
-    """``2024-01-15-093000`` has four numbers, as a job's folder has, and there is no process 15 any more."""
+    """``2024-01-15-093000`` has four numbers, like a job's folder, and process 15 no longer exists."""
     dates = [f"2024-01-{day:02}-093000" for day in range(1, 31)]
     kept = ["notes.txt", "20200101-000000-1-1", f"20200102-000000-{_dead_pid()}-1", *dates]
     for name in kept:
@@ -63,7 +63,8 @@ def test_only_jobs_of_ended_kernels_are_pruned(tmp_path: Path, keep_three: None)
     change(alive, pid=1, started=proc.start_ticks(1))
     here = asdict(machine.this_machine())
     change(elsewhere, machine={**here, "id": "another", "boot_id": "another"})
-    change(copied, machine={**here, "boot_id": "another"})  # and it has written since this one was started
+    # and it has written since this machine was started
+    change(copied, machine={**here, "boot_id": "another"})
     logs = [JobLog(str(tmp_path)) for _ in range(4)]
     for log in logs:
         log.prune()
@@ -153,7 +154,7 @@ def test_containers_with_equal_pids_share_a_log_folder(
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default folder has a name that others can guess, in a place where others can write."""
+    """The default folder has a predictable name, in a place where other users can write."""
     monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
     monkeypatch.setattr(joblog.tempfile, "gettempdir", lambda: str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
@@ -189,7 +190,7 @@ def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
 def test_a_job_begins_on_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_three: None
 ) -> None:
-    """Training goes on without its output; only what was printed is lost."""
+    """Training continues; only the printed output is lost."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

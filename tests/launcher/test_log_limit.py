@@ -1,4 +1,4 @@
-"""Log files that outgrow their limit: their beginning goes, what is newest stays."""
+"""Log files that exceed their limit lose their beginning and keep the newest lines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_end_is_kept(tail: LogTail, path: Path) -> None:
         append(path, numbered(1000 * part, 1000))
         events += tail.read()
         assert on_disk(path) <= MAX_BYTES + 65536
-    assert numbers(shown(events)) == list(range(100_000))  # the launcher has seen all of it
+    assert numbers(shown(events)) == list(range(100_000))  # the launcher has read all of it
     (note,) = notes(events)
     assert str(path) in note
     assert "NBLAUNCH_LOG_LIMIT_MB" in note
@@ -96,7 +96,7 @@ def test_output_faster_than_reading_is_skipped(tail: LogTail, path: Path) -> Non
 def test_its_own_holes_are_skipped_without_asking_the_file_system(
     tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked about a file that is being written, some write it to the disk or the server first."""
+    """Some file systems first write a file to the disk or the server when they are queried about it."""
     seek = os.lseek
 
     def refuse(fd: int, position: int, whence: int) -> int:
@@ -112,7 +112,7 @@ def test_its_own_holes_are_skipped_without_asking_the_file_system(
 
 
 def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
-    """Its file is never moved, cut or written to at the end."""
+    """Its file is never moved, truncated or appended to."""
     append(path, b"")
     tail = LogTail(0, path, MAX_BYTES)
     writer = threading.Thread(

@@ -1,4 +1,4 @@
-"""Log files turned into lines and status while they grow."""
+"""Conversion of growing log files to lines and status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def status(events: object) -> list[str]:
 
 
 def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) -> None:
-    assert tail.read() == []  # there is no file yet
+    assert tail.read() == []  # the file does not exist yet
     append(path, b"one\ntw")
     events = tail.read()
     assert (lines(events), status(events)) == (["one"], ["tw"])
@@ -55,7 +55,7 @@ def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) ->
 
 
 def test_harmless_gloo_lines_are_hidden(tail: LogTail, path: Path) -> None:
-    """torch 2.8 and 2.9 print it in every rank, for every process group."""
+    """torch 2.8 and 2.9 print them in every rank, for every process group."""
     message = (
         b"[Gloo] Rank 1 is connected to %d peer ranks. Expected number of connected peer ranks is : %d\n"
     )
@@ -79,7 +79,7 @@ def test_a_bar_is_status_until_its_line_ends(tail: LogTail, path: Path) -> None:
     append(path, b"\r 10%|#   \r 20%|##  ")
     assert status(tail.read()) == [" 20%|##"]
     append(path, b"\r 20%|##  ")
-    assert tail.read() == []  # nothing new to see
+    assert tail.read() == []  # nothing new
     append(path, b"\r100%|####\nnext\n")
     events = tail.read()
     assert (lines(events), status(events)) == (["100%|####", "next"], [""])
@@ -93,7 +93,7 @@ def test_however_the_file_is_read_no_line_is_lost(texts: list[str], step: int) -
     tail = LogTail(0, Path(f"/proc/self/fd/{fd}"))
     got = []
     for _ in range(3):
-        got += lines(tail.read(max_bytes=step))  # also in the middle of a character
+        got += lines(tail.read(max_bytes=step))  # even in the middle of a character
     got += lines(tail.read_rest())
     tail.close()
     os.close(fd)
@@ -126,7 +126,7 @@ def test_a_line_of_many_megabytes_is_cut(tail: LogTail, path: Path) -> None:
     assert "3.08 MB more" in cut
     assert len(cut) < 100_000
     assert following == "next"
-    assert len(read_log(path).splitlines()[0]) == 3 << 20  # the file has all of it
+    assert len(read_log(path).splitlines()[0]) == 3 << 20  # the file has the whole line
 
 
 @given(
@@ -154,7 +154,9 @@ def test_carriage_returns_count_the_same_however_they_arrive(
 
 
 def test_a_bar_that_never_ends_takes_no_memory(tail: LogTail, path: Path) -> None:
-    """What it had redrawn was kept and copied at each look: 100 MB of it took 360 MB and seconds of processor time."""
+    """All redraws were once kept and copied at each reading: 100 MB of them took 360 MB and seconds of processor
+    time.
+    """
     bars = b"".join(b"\r%6d%%|%s" % (i, b"#" * 92) for i in range(10_000))
     tracemalloc.start()
     try:
@@ -189,7 +191,7 @@ def test_a_part_that_another_process_has_dropped_is_skipped(tail: LogTail, path:
 def test_unread_removed_log_is_restored(path: Path) -> None:
     path.touch()
     tail = LogTail(0, path, keeps_file=True)
-    with path.open("w") as log:  # as its rank has it open
+    with path.open("w") as log:  # its rank still has the file open
         path.unlink()
         log.write("first\nlast\n")
     try:

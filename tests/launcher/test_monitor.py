@@ -24,7 +24,7 @@ MB = 1_000_000
 
 @dataclass
 class Host:
-    """A system whose clock moves by what reading costs."""
+    """A system whose clock advances by the cost of each reading."""
 
     now_s: float = 100.0
     cost_s: float = 0.0
@@ -168,7 +168,7 @@ def test_a_real_process_is_read() -> None:
 
 
 class _TwoDevices(CpuBackend, DeviceMeter):
-    """Its own meter, with two devices."""
+    """A backend with its own meter for two devices."""
 
     is_closed = False
     num_reads = 0
@@ -208,7 +208,7 @@ def test_a_lost_gpu_does_not_shift_the_others_to_other_ranks() -> None:
     backend.open_meter = lambda: NvmlMeter([gpu.uuid for gpu in gpus], driver)  # type: ignore[method-assign]
     driver = FakeNvml(gpus)
     driver.nvmlInit()
-    gpus[0].is_lost = True  # when it is opened, or later
+    gpus[0].is_lost = True  # lost when the meter is opened, or later
     sampler = DeviceSampler(backend, 0, 4, clock=lambda: now_s)
     gpus[1].is_lost = True
     now_s = 102.0

@@ -1,4 +1,4 @@
-"""What a job that is done says of weights which did not come."""
+"""Reports of an ended job about weights that did not arrive."""
 
 from __future__ import annotations
 

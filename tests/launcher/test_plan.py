@@ -1,4 +1,4 @@
-"""What a launch decides and refuses before a process starts; and what workers find in their environment."""
+"""Decisions and refusals of a launch before any process starts, and the environment of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nblaunch.spec import LaunchSpec
 
 
 def train(*args: Any) -> None:
-    """Never called here: the launch is only planned."""
+    """Do nothing: the launch is only planned."""
 
 
 # --- environment variables -------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def restarts() -> list[str]:
 
 
 def test_workers_know_how_often_they_may_be_started_again() -> None:
-    """As under torchrun: scripts look whether this is their last attempt."""
+    """Under torchrun, too, scripts check whether this is their last attempt."""
     found = notebook_launcher(restarts, (), 1, max_restarts=3, backend="cpu", dashboard="none")
     assert found == ["0", "3"]
 
@@ -71,7 +71,7 @@ def test_a_number_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text:
 
 class _Kept(KeptFailure):
     def _release(self) -> None:
-        """Nothing is kept in truth."""
+        """Do nothing, because no workers are really kept."""
 
 
 @pytest.mark.parametrize("has_devices", [False, True])

@@ -1,4 +1,4 @@
-"""What counts as a failed start: what the system refuses at the start, and no other ``OSError`` of a run."""
+"""Failed starts: only refusals of the system at the start count, not other ``OSErrors`` of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Failing:
-    """A listener whose disk is broken."""
+    """A listener that raises the error of a broken disk."""
 
     def on_event(self, event: Event) -> None:
         pass
@@ -36,7 +36,7 @@ class Failing:
 
 
 class Keeping(Failing):
-    """A listener that keeps what is noted."""
+    """A listener that collects notes."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -69,7 +69,7 @@ def test_a_refusal_at_the_start_is_one(
     def refuse(*args: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(attempt, "DeviceSampler", refuse)  # the workers run already
+    monkeypatch.setattr(attempt, "DeviceSampler", refuse)  # the workers are already running
     error = run(Failing(), 100.0, in_background=in_background).exception(30)
     assert isinstance(error, LaunchError)
     assert "Too many open files" in str(error)

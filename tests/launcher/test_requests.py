@@ -1,4 +1,4 @@
-"""Requests to a job: counted, never lost, and the interrupt handler put back."""
+"""Requests to a job are counted and never lost, and the interrupt handler is restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 
 @pytest.fixture
 def often_switching() -> Iterator[None]:
-    """Threads take turns after every few instructions."""
+    """Make threads take turns after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -83,7 +83,7 @@ def test_a_wake_byte_never_lands_in_a_reused_descriptor(monkeypatch: pytest.Monk
     requests, write, opened = JobRequests(), os.write, []
 
     def write_late(fd: int, data: bytes) -> int:
-        requests.close()  # in another thread, between the look at the pipe and the byte
+        requests.close()  # in another thread, between the check of the pipe and the byte
         opened.append(os.pipe())  # takes the lowest free numbers
         return write(fd, data)
 
@@ -102,7 +102,7 @@ def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
     fd = requests.fileno()
     pid = os.fork()
     if pid == 0:
-        taken = os.dup2(os.open(os.devnull, os.O_RDONLY), fd)  # the child uses the number otherwise
+        taken = os.dup2(os.open(os.devnull, os.O_RDONLY), fd)  # the child uses the number for another file
         requests.close()
         os._exit(0 if os.fstat(taken) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

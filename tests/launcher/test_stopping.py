@@ -1,4 +1,4 @@
-"""The supervisor and processes that do not end as soon as they are asked to."""
+"""The supervisor, and processes that do not end at once on request."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Group(WorkerGroup):
-    """Ranks 0 and 1, which end by some signals only.
+    """Ranks 0 and 1, which only some signals end.
 
     Args:
-        ends_by: rank -> those signals.
-        on_signal: called after each.
+        ends_by: rank -> signals that end it.
+        on_signal: called after each signal.
         failed: ranks that have ended at the start.
     """
 
@@ -76,7 +76,7 @@ class Group(WorkerGroup):
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
-    """Rank 0 ends by nothing; rank 1 by an interrupt, and by a second one that comes with it."""
+    """Return a group in which nothing ends rank 0, and an interrupt ends rank 1, even a double one."""
     monkeypatch.setattr(module, "KILL_PATIENCE_S", 0.3)
     return Group({0: (), 1: (signal.SIGINT, signal.SIGKILL)})
 
@@ -113,7 +113,7 @@ def test_unkillable_processes_are_abandoned(group: Group, tmp_path: Path) -> Non
 
 
 def test_one_without_a_known_process_is_described_without_it(group: Group, tmp_path: Path) -> None:
-    """As where a forkserver is blocked before it has started its workers."""
+    """For example, a forkserver is blocked before it has started its workers."""
     group.known_pids = {1: os.getpid()}
     requests = JobRequests()
     requests.interrupt()

@@ -1,4 +1,4 @@
-"""The store of a job: on loopback, on demand, gone afterwards."""
+"""The store of a job: on the loopback interface, started on demand, closed afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ranks are interrupted after SIGTERM, by a clock that the test moves."""
+"""The times at which ranks are interrupted after SIGTERM, with a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def requests() -> Iterator[JobRequests]:
 
 
 def handler(program: str) -> subprocess.Popen[str]:
-    """A process that has done what ``program`` says."""
+    """Start a process that has run ``program``."""
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            # A signal that arrives just before a sleep is handled after it, so that the sleeps are short.
+            # A signal that arrives just before a sleep is handled after it, so the sleeps are short.
             f"import signal, time\n{program}\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)",
         ],
         stdout=subprocess.PIPE,
@@ -90,7 +90,7 @@ def test_only_a_process_with_a_handler_gets_the_signal(requests: JobRequests) ->
 def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) -> None:
     counting = handler(
         "got = []\n"
-        # Pending signals are handled in the order of their numbers: this one after all SIGTERMs.
+        # Pending signals are handled in the order of their numbers, so this one comes after all SIGTERMs.
         "signal.signal(signal.SIGWINCH, lambda *args: exit(len(got)))\n"
         "signal.signal(signal.SIGTERM, lambda *args: (got.append(1), print('got', flush=True)))"
     )

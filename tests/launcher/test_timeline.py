@@ -1,4 +1,4 @@
-"""The timeline of a job: which slices it has, on one clock, its size, and who can write it."""
+"""The timeline of a job: its slices on one clock, its size, and the ways to write it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_PROFILE_SKEW_US = 5000.0  # a clock that the system may adjust
 
 
 def slices(path: Path) -> list[dict[str, Any]]:
-    """Return the slices of a timeline, after a look at what the format asks for."""
+    """Return the slices of a timeline, after checking its format."""
     data = path.read_bytes()
     document = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     events = document["traceEvents"]
@@ -52,7 +52,7 @@ def slices(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_nested(found: Iterable[dict[str, Any]]) -> None:
-    """Assert that the slices of each track lie inside each other or apart, as Perfetto wants them."""
+    """Assert that the slices of each track are nested or disjoint, as Perfetto requires."""
     open_ends: dict[int, list[float]] = {}
     for event in sorted(found, key=lambda event: (event["ts"], -event["dur"])):
         ends, end = open_ends.setdefault(event["tid"], []), event["ts"] + event["dur"]
@@ -124,7 +124,7 @@ def test_a_job_has_slices_of_all_that_its_ranks_did(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_the_clocks_of_ranks_agree() -> None:
-    # All ranks leave a barrier after the last one has entered it, and none of them enters it after one has left.
+    # All ranks leave a barrier after the last one has entered it, and no rank enters it after one has left.
     job = ran(train, (), 2)
     barriers = [event for event in slices(job.timeline()) if event["name"] == "barrier"]
     last_entry = max(event["ts"] for event in barriers)
@@ -277,7 +277,7 @@ def test_the_command_line_refuses_a_file_that_cannot_be_written(tmp_path: Path) 
 
 
 def _long_job() -> Iterator[tuple[int, bytes]]:
-    """Yield what 8 ranks with 10,000 steps write, with durations that differ as real ones do."""
+    """Yield the spans of 8 ranks with 10,000 steps, with realistic durations."""
     board = Board.create(NUM_RANKS)
     steps = torch.rand(NUM_STEPS, 4, generator=torch.Generator().manual_seed(0)).mul(1e-3).add(1e-4).tolist()
     for rank in range(NUM_RANKS):

@@ -1,4 +1,4 @@
-"""Modules that a function trains without getting them as arguments are named when the job is done."""
+"""A note names modules that a function trains without getting them as arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UnreadQueues: keeps what ranks have put into queues once no rank is left that may read them."""
+"""UnreadQueues keeps values in queues once no rank is left that may read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on their way back: all of them or none."""
+"""Weights are loaded back completely, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ones_like(module: nn.Module) -> dict[str, torch.Tensor]:
 def load_back(
     modules: Mapping[Any, nn.Module], states: Mapping[Any, Any], lost: Mapping[Any, str]
 ) -> tuple[set[ArgPath], list[str], list[str]]:
-    """Return the paths that are loaded, the lines and the warnings."""
+    """Load weights back; return the loaded paths, the lines and the warnings."""
     paths, notes = weights.load_back(modules, states, lost)
     lines = [note.text for note in notes if note.kind == "note"]
     return paths, lines, [note.text for note in notes if note.kind == "warning"]
@@ -114,7 +114,7 @@ def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
 
 
 def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict[str, object]]]:
-    """What ``count`` ranks send, of which each holds some rows of every weight, and rank 0 the biases."""
+    """Return the shards that ``count`` ranks send: each holds some rows of every weight, and rank 0 the biases."""
     states: list[dict[int, dict[str, object]]] = [{0: {}} for _ in range(count)]
     for name, tensor in state.items():
         if name.endswith("bias"):
@@ -169,7 +169,7 @@ def test_weights_that_stay_out_can_be_had_whole() -> None:
 
 
 class Versioned(nn.Linear):
-    """Refuses a state dict without the version that it has been saved by, as some models of torchvision do."""
+    """Rejects a state dict without its version, like some models of torchvision."""
 
     _version = 2
 
@@ -195,10 +195,10 @@ def observed_net() -> nn.Module:
     return torch.ao.quantization.prepare_qat(model.train())
 
 
-@pytest.mark.filterwarnings("ignore")  # torch would have us use torchao
+@pytest.mark.filterwarnings("ignore")  # torch recommends torchao instead
 def test_modules_that_reshape_what_they_load_are_left_to_it() -> None:
     model, trained = observed_net(), observed_net()
-    trained(torch.randn(5, 2))  # observers of channels begin without any
+    trained(torch.randn(5, 2))  # observers of channels begin without channels
     state = dict(trained.state_dict())
     weight = state["0.weight"]
     sent: dict[str, Any] = {**state, "0.weight": TensorShard((2, 2), (0, 0), weight)}
@@ -212,7 +212,7 @@ def test_modules_that_reshape_what_they_load_are_left_to_it() -> None:
 
 
 class AllOrNothing(nn.Module):
-    """Needs every one of its tensors where it loads one."""
+    """A module that needs all of its tensors whenever it loads one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_modules_that_load_by_themselves_get_all_of_their_tensors() -> None:
 
 
 class Remembering(nn.Linear):
-    """Keeps what it has seen beside its weights, in whatever form."""
+    """A module with an extra state of any form beside its weights."""
 
     def __init__(self, seen: Any) -> None:
         super().__init__(1, 1)

@@ -1,6 +1,6 @@
-"""What the machines of the tests run: ``main({"job": ..., "args": [...], "settings": {...}})``.
+"""The program of the simulated machines: ``main({"job": ..., "args": [...], "settings": {...}})``.
 
-Launches one of the functions below and prints ``OUTCOME`` with what came of it, as JSON.
+It launches one of the functions below and prints ``OUTCOME`` and the outcome as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nblaunch.context import current
 
 
 def listening() -> list[str]:
-    """Addresses on which something listens in this network namespace, as hexadecimal numbers."""
+    """Return the listening addresses in this network namespace, as hexadecimal numbers."""
     lines = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -39,7 +39,7 @@ def listening() -> list[str]:
 
 
 def train(model: nn.Module, steps: int) -> dict[str, Any]:
-    """An epoch of real training; every rank sees other data."""
+    """Train for an epoch; every rank sees different data."""
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(range(steps * accelerator.num_processes), batch_size=1))
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -62,7 +62,7 @@ def train(model: nn.Module, steps: int) -> dict[str, Any]:
 
 
 def step_on(model: nn.Module, steps: int, pause_s: float = 0.05) -> int:
-    """One all_reduce a step; prints each tenth. Returns the number of ranks, as they counted themselves."""
+    """Run one all_reduce per step, and print every tenth step. Return the number of ranks, counted by an all_reduce."""
     accelerator = Accelerator()
     for step in accelerator.progress(range(steps)):
         total = accelerator.reduce(torch.ones(()), "sum")
@@ -73,7 +73,7 @@ def step_on(model: nn.Module, steps: int, pause_s: float = 0.05) -> int:
 
 
 def resume(model: nn.Module, steps: int, folder: str) -> dict[str, Any]:
-    """Training that saves its state every five steps and begins where the last state was saved."""
+    """Train, save the state every five steps, and begin at the last saved state."""
     accelerator = Accelerator()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -101,7 +101,7 @@ def resume(model: nn.Module, steps: int, folder: str) -> dict[str, Any]:
 
 
 def go_on_until_stopped(model: nn.Module) -> int:
-    """Steps of all ranks together, until all are to stop; returns how many there were."""
+    """Take steps together with all ranks until all must stop; return the number of steps."""
     accelerator = Accelerator()
     step = 0
     while not accelerator.should_stop:
@@ -114,7 +114,7 @@ def go_on_until_stopped(model: nn.Module) -> int:
 
 
 def save_when_stopped(model: nn.Module) -> int:
-    """The rank of node 1 goes on for a while after the last step."""
+    """Continue on node 1 for some time after the last step."""
     step = go_on_until_stopped(model)
     if current().topology.node_rank == 1:
         time.sleep(2.0)
@@ -122,7 +122,7 @@ def save_when_stopped(model: nn.Module) -> int:
 
 
 def go_on_without_node_0(model: nn.Module, request: str) -> int:
-    """Ranks of node 0 return when there is a file ``request``; each of the others steps until all are to stop."""
+    """Return on node 0 when the file ``request`` exists; step on the other nodes until all must stop."""
     accelerator = Accelerator()
     step = 0
     if current().topology.node_rank == 0:
@@ -138,7 +138,7 @@ def go_on_without_node_0(model: nn.Module, request: str) -> int:
 
 
 def handle_interrupt(model: nn.Module) -> int:
-    """Waits for an interrupt, and returns with a trained model."""
+    """Wait for an interrupt, and return with a trained model."""
     try:
         print("ready", flush=True)
         time.sleep(3600)
@@ -150,10 +150,10 @@ def handle_interrupt(model: nn.Module) -> int:
 
 
 def train_shards(model: nn.Module, is_whole_on_each: bool) -> None:
-    """Each step adds 1 to all weights, of which ranks hold shards. The last rank interrupts its launcher in step 5.
+    """Add 1 to all sharded weights in each step. The last rank interrupts its launcher in step 5.
 
     Args:
-        is_whole_on_each: shard the model over the ranks of each machine; False = over those of both.
+        is_whole_on_each: shard the model over the ranks of each machine; False = over the ranks of both.
     """
     accelerator = Accelerator()
     place = current().topology
@@ -165,14 +165,14 @@ def train_shards(model: nn.Module, is_whole_on_each: bool) -> None:
         optimizer.zero_grad()
         (-model(torch.ones(4)).sum()).backward()
         if number == 4 and accelerator.is_last_process:
-            time.sleep(0.2)  # the other rank of this machine does its step meanwhile
+            time.sleep(0.2)  # meanwhile, the other rank of this machine takes its step
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(0.2)
         optimizer.step()
 
 
 def return_on_request(model: nn.Module, folder: str) -> int:
-    """Every rank returns when there is a file with its number."""
+    """Return when a file with this rank's number exists."""
     rank = current().topology.rank
     print("ready", flush=True)
     while not Path(folder, str(rank)).exists():
@@ -181,7 +181,7 @@ def return_on_request(model: nn.Module, folder: str) -> int:
 
 
 def fail_on_node_1(model: nn.Module, kind: str) -> None:
-    """The others wait in a collective for a rank that fails."""
+    """Fail on one rank while the others wait for it in a collective."""
     accelerator = Accelerator()
     accelerator.reduce(torch.ones(()))
     if current().topology.node_rank == 1:
@@ -192,7 +192,7 @@ def fail_on_node_1(model: nn.Module, kind: str) -> None:
 
 
 def fail_once(model: nn.Module) -> int:
-    """Every rank is well, except one on node 1 in the first attempt."""
+    """Fail only on one rank of node 1, in the first attempt."""
     accelerator = Accelerator()
     if current().attempt == 0 and current().topology.node_rank == 1:
         raise LookupError("for the first time")
@@ -200,7 +200,7 @@ def fail_once(model: nn.Module) -> int:
 
 
 def fail_late_once(model: nn.Module) -> list[int]:
-    """In the first attempt, the rank of node 1 fails some time after that of node 0 has returned."""
+    """In the first attempt, fail on node 1 some time after the rank of node 0 has returned."""
     total = int(Accelerator().reduce(torch.ones(()), "sum"))
     if current().attempt == 0 and current().topology.node_rank == 1:
         time.sleep(1.0)
@@ -209,7 +209,7 @@ def fail_late_once(model: nn.Module) -> list[int]:
 
 
 class _Crime:
-    """Leaves a trace wherever a pickle of it is read."""
+    """An object that leaves a trace wherever it is unpickled."""
 
     def __init__(self, witness: str) -> None:
         self.witness = witness
@@ -219,15 +219,15 @@ class _Crime:
 
 
 def attack(host: str, port: int, witness: str) -> None:
-    """Another process that reaches the rendezvous of a job puts pickles wherever nodes read."""
+    """Put pickles wherever nodes read, like another process that reaches the rendezvous of a job."""
     crime = pickle.dumps(_Crime(witness))
     store = TCPStore(host, port, None, False, wait_for_workers=False)
     num_nodes = store.add("none/num_nodes", 1)
     store.set(f"none/node/{num_nodes}", "the attacker")
     store.set("none/heartbeat/the attacker", crime)
     ids = [store.get(f"none/node/{number}").decode() for number in range(1, num_nodes)]
-    with suppress(DistNetworkError):  # the job may be over before that
-        for _ in range(20):  # the nodes write theirs again and again
+    with suppress(DistNetworkError):  # the job may end before that
+        for _ in range(20):  # the nodes repeatedly write their own values
             for id in ids:
                 store.set(f"none/heartbeat/{id}", crime)
             store.set("torch.rendezvous.none", b64encode(crime).decode())
@@ -236,7 +236,7 @@ def attack(host: str, port: int, witness: str) -> None:
 
 
 def _wait(job: nblaunch.Job) -> Any:
-    """For the end of a job in the background; SIGUSR1 lets it end early and well, SIGTERM as in a script."""
+    """Wait for the end of a background job; SIGUSR1 stops it early, SIGTERM acts as in a script."""
     signal.signal(signal.SIGUSR1, lambda signum, frame: job.stop())
     signal.signal(signal.SIGTERM, lambda signum, frame: job.requests.terminate(20.0))
     print("can be stopped", flush=True)

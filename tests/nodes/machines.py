@@ -5,7 +5,7 @@
         one.wait_for("step 3")                              # synchronise on output, never by sleeping
         pair.cut(); pair.mend()                             # the cable
 
-Every process that a machine runs is ended with it, whatever it has started, and no namespace is left.
+All processes of a machine end with it, and no namespace is left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 
 
 class Launch:
-    """One call of ``notebook_launcher`` in a process of its own on one machine."""
+    """One call of ``notebook_launcher`` in a separate process on one machine."""
 
     def __init__(self, process: psutil.Process, output: TextIO) -> None:
         self.process = process
@@ -48,12 +48,12 @@ class Launch:
 
     @property
     def output(self) -> str:
-        """Everything printed so far."""
+        """Return everything printed so far."""
         with self._changed:
             return "\n".join(self._lines)
 
     def wait_for(self, text: str, timeout_s: float = LIMIT_S) -> float:
-        """Wait until ``text`` has been printed; returns how many seconds that took."""
+        """Wait until ``text`` has been printed; return the seconds that this took."""
         began_s = time.monotonic()
         with self._changed:
             if not self._changed.wait_for(
@@ -65,7 +65,7 @@ class Launch:
         return time.monotonic() - began_s
 
     def result(self, timeout_s: float = LIMIT_S) -> dict[str, Any]:
-        """Wait for the end; what the launch returned or raised, see ``jobs.py``."""
+        """Wait for the end; return the launch's value or error, see ``jobs.py``."""
         try:
             self.process.wait(timeout_s)
         except psutil.TimeoutExpired:
@@ -85,30 +85,30 @@ class Launch:
         return agent
 
     def kill(self, *, whole_machine: bool = False) -> None:
-        """SIGKILL to the launching process alone, or to everything that runs there in the same moment."""
+        """Send SIGKILL to the launching process, or to all processes of the machine at the same moment."""
         victims = [*self.descendants()] if whole_machine else []
-        os.kill(self.process.pid, signal.SIGSTOP)  # so that it sees none of them go
+        os.kill(self.process.pid, signal.SIGSTOP)  # so that it does not notice their end
         for victim in victims:
             victim.kill()
         self.process.kill()
         self.close()
 
     def close(self) -> None:
-        """It has been ended."""
+        """Release the resources of the ended process."""
         self.process.wait()
         self._reader.join()
         self._output.close()
 
 
 class Machine:
-    """One of them.
+    """One of the machines.
 
     Args:
         rank: its number.
-        address: at which the other one reaches it.
-        namespace: its network; empty for that of the tests.
-        folder: for logs.
-        warm: starts what runs there.
+        address: address at which the other machine reaches it.
+        namespace: its network namespace; empty for the tests' own.
+        folder: folder for logs.
+        warm: starts its processes.
     """
 
     def __init__(self, rank: int, address: str, namespace: str, folder: Path, warm: Warm) -> None:
@@ -120,18 +120,18 @@ class Machine:
         self._launches: list[Launch] = []
 
     def start(self, job: str, *args: Any, **settings: Any) -> Launch:
-        """Launch a function of ``jobs.py`` there."""
+        """Launch a function of ``jobs.py`` on this machine."""
         order = {"job": job, "args": args, "settings": {"node_rank": self.rank, **settings}}
         env = {"NBLAUNCH_LOG_DIR": str(self._folder / f"machine_{self.rank}")}
         self._launches.append(Launch(*self._warm.launch(order, env, self._namespace)))
         return self._launches[-1]
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that runs there."""
+        """Return all processes of this machine."""
         return self._warm.processes()
 
     def wait_until_empty(self, timeout_s: float = 10.0) -> None:
-        """Nothing may be left of what ran there."""
+        """Wait until no process of this machine is left."""
         _, alive = psutil.wait_procs(self.processes(), timeout_s)
         assert not alive, [" ".join(process.cmdline()) for process in alive]
 
@@ -144,7 +144,7 @@ class Machine:
 
 
 class Pair:
-    """Both machines, and the cable between them where there is one."""
+    """Both machines, and the cable between them, if there is one."""
 
     def __init__(self, machines: list[Machine], namespaces: list[str]) -> None:
         self._machines = machines
@@ -169,7 +169,7 @@ class Pair:
 
 
 def can_have_namespaces() -> bool:
-    """Whether this process may make network namespaces: as root, with iproute2."""
+    """Return whether this process can create network namespaces: as root, with iproute2."""
     name = f"nbl-{secrets.token_hex(3)}"
     try:
         _ip("netns", "add", name)
@@ -181,7 +181,7 @@ def can_have_namespaces() -> bool:
 
 @contextmanager
 def machines(folder: Path, warm: Sequence[Warm]) -> Iterator[Pair]:
-    """Two machines, each with its warm process, that are empty again afterwards."""
+    """Create two machines, each with its warm process, and check that they are empty afterwards."""
     namespaces = [f"nbl-{secrets.token_hex(3)}" for _ in range(2)] if can_have_namespaces() else []
     addresses = ["10.201.77.1", "10.201.77.2"] if namespaces else ["127.0.0.1", "127.0.0.2"]
     try:

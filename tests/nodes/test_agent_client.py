@@ -29,7 +29,7 @@ def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
     monkeypatch.setattr(network, "resolve", refuse)
     with pytest.raises(LaunchError, match="no such address"):
         client.restart(0)
-    opened = [fd for _ in range(4) for fd in os.pipe()]  # under the numbers that the agent's had
+    opened = [fd for _ in range(4) for fd in os.pipe()]  # with the numbers of the agent's descriptors
     client.close()
     for fd in opened:
         os.close(fd)

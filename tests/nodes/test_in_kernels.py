@@ -1,4 +1,4 @@
-"""Two notebooks as two nodes: each kernel stays its user's own, before, while and after the job."""
+"""Two notebooks as two nodes: each kernel stays usable before, during and after the job."""
 
 from __future__ import annotations
 

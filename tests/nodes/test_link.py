@@ -1,4 +1,4 @@
-"""A launcher whose ranks have returned, and which waits for the other node; the test is the agent of its own."""
+"""A launcher whose ranks have returned waits for the other node; the test plays the launcher's own agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = (
 
 
 class Agent:
-    """The agent of node 0, which has met node 1 and receives no heartbeat of it."""
+    """The agent of node 0, which has met node 1 and receives no heartbeat from it."""
 
     ended = None
     is_closed = False
@@ -65,7 +65,7 @@ def requests() -> Iterator[JobRequests]:
 
 @pytest.fixture
 def finished(requests: JobRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finished]:
-    """Makes one: ``finished(patience_s=...)``."""
+    """Return a function that creates such a launcher: ``finished(patience_s=...)``."""
     reading, writing = os.pipe()
 
     def make(patience_s: float = 100.0) -> tuple[NodeLink, Agent]:
@@ -83,7 +83,7 @@ def finished(requests: JobRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def test_an_interrupt_ends_its_wait(finished: Finished, requests: JobRequests) -> None:
-    """And the job on the other node, as any interrupt does."""
+    """It also ends the job on the other node, like any interrupt."""
     node, agent = finished()
     requests.interrupt()
     assert node.next_world() is None
@@ -102,7 +102,7 @@ def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finis
 def test_it_passes_a_stop_on(
     finished: Finished, requests: JobRequests, ask: Callable[[JobRequests], None]
 ) -> None:
-    """Once: its own ranks have returned, those of the other node have not."""
+    """It is passed on once: this node's ranks have returned, the other node's have not."""
     node, agent = finished()
     turns = iter([ask, lambda requests: None, JobRequests.interrupt])
     agent.sent.clear()
@@ -114,7 +114,7 @@ def test_it_passes_a_stop_on(
 
 
 def test_it_waits_for_the_start_that_its_agent_prepares(finished: Finished) -> None:
-    """Where the node that was silent has come back as another one."""
+    """The silent node has come back as a new one."""
     node, agent = finished(patience_s=0.0)
     world = WorldFormed(-1, 0.0, Topology(world_size=2, num_nodes=2), NODES, restart_count=1)
     found = iter([None, world])

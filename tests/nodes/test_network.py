@@ -1,4 +1,4 @@
-"""Addresses of this machine, and listening on just one of them."""
+"""Addresses of this machine, and listening on only one of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_addresses_come_from_interfaces() -> None:
     assert "127.0.0.1" in [address for _, address in known]
     for name, address in known:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        # Neither a link-layer address nor the suffix with the name of the interface.
+        # The list contains neither link-layer addresses nor suffixes with interface names.
         socket.inet_pton(family, address)
         if not address.startswith(("127.", "::1", "fe80")):
             assert network.interface_of(address) == name
@@ -57,7 +57,7 @@ def test_the_way_to_an_address_decides_on_ours() -> None:
     with pytest.raises(LaunchError, match="no network interface"):
         network.address_towards(
             "255.255.255.255", 29500
-        )  # a broadcast needs a permission that is not asked for
+        )  # a broadcast would need a socket option that is not set
 
 
 def test_names_are_looked_up() -> None:
@@ -66,11 +66,11 @@ def test_names_are_looked_up() -> None:
         network.resolve("no-such-host.invalid", 29500)
 
 
-OWN_NAME = ["127.0.1.1"]  # as /etc/hosts of Debian and Ubuntu has it
+OWN_NAME = ["127.0.1.1"]  # as in /etc/hosts of Debian and Ubuntu
 
 
 def know(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
-    """Have every host name stand for these addresses."""
+    """Make every host name resolve to these addresses."""
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 1)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: entries)
 

@@ -1,4 +1,4 @@
-"""What a launcher concludes about the other nodes, from given heartbeats and a given clock."""
+"""A launcher's conclusions about the other nodes, from given heartbeats and a given clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_node_is_named_once_when_it_falls_silent_and_given_up_later() -> None:
     assert others.check(105.9) == []
     others.update([heartbeat("c", 2)], 105.9)
     assert others.check(106.0) == ["node 1 (host beta, ranks 2-3) has sent no heartbeat for 5 s"]
-    others.update([heartbeat("b", 1), heartbeat("c", 3)], 110.0)  # it is still there, but no younger
+    others.update([heartbeat("b", 1), heartbeat("c", 3)], 110.0)  # the last heartbeat is still there, but old
     assert others.check(110.0) == []
     assert not others.must_end
     others.update([heartbeat("c", 4)], 115.0)
@@ -86,7 +86,7 @@ def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
 
 
 def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
-    """Nodes notice in turn that all is done; the last ones receive it from nodes that are gone already."""
+    """Nodes notice the end of the job one after the other; the last ones learn it from nodes that are already gone."""
     others = peers()
     assert others.update([heartbeat("b", 1, messages.LEFT, reason=messages.FINISHED)], 101.0) == ([], [])
     assert not others.must_end
@@ -153,7 +153,7 @@ def test_a_node_reports_on_its_own_ranks_alone() -> None:
 
 
 def test_heartbeats_of_a_former_start_report_nothing() -> None:
-    """The heartbeat of a node that failed before the restart may still lie there when all have met again."""
+    """A failed node's heartbeat from before the restart may still exist when all nodes have met again."""
     others = peers()
     old = heartbeat("b", 9, restart_count=-1, summary=summary(failed={3: failed(3)}))
     assert others.update([old], 101.0) == ([], [])
@@ -173,8 +173,8 @@ def test_strangers_are_ignored() -> None:
 
 def test_unchanged_peer_readings_are_not_news() -> None:
     others = peers()
-    sent = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)  # by the clock of that machine
+    sent = SlotReading(rank=2, step=7, total=9, step_time_s=5000.0)  # in that machine's clock
     own = [SlotReading(rank=rank, step=1) for rank in range(5)]
-    for count, now_s in enumerate((101.0, 101.4, 102.0)):  # heartbeats are delayed, each by another time
+    for count, now_s in enumerate((101.0, 101.4, 102.0)):  # heartbeats have different delays
         others.update([heartbeat("b", count, summary=summary(readings=(sent,)))], now_s)
         assert others.merged(own) == [own[0], own[1], sent, own[3], own[4]]

@@ -1,4 +1,4 @@
-"""Rendezvous and heartbeats of nodes on a store without a network; each node is a thread."""
+"""Rendezvous and heartbeats of nodes over a store without a network; each node is a thread."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> N
 
 
 def test_a_node_that_died_while_it_waited_is_not_met() -> None:
-    """The others wait in a round that it has arrived in; what came after it leads them on to the next."""
+    """The others wait in a round that it joined; its successor makes them move on to the next round."""
     store = HashStore()
     handler(store, 1, num_nodes=3, id="dead")._arrive()
     early, alive, late = (handler(store, rank, num_nodes=3, id=f"alive-{rank}") for rank in range(3))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(early.next_rendezvous), pool.submit(alive.next_rendezvous)]
-        # The last one completes the round of the dead one if it comes before the one that took its place.
+        # The last node completes the dead node's round if it comes before the dead node's successor.
         while not late._num_arrived(late._round + 2):
             assert not any(future.done() for future in waiting)
         infos = [late.next_rendezvous(), *(future.result(20) for future in waiting)]
@@ -122,7 +122,7 @@ def test_a_node_that_died_while_it_waited_is_not_met() -> None:
 
 
 class Interrupted(HashStore):
-    """A store on which something else happens right after the first call of ``method`` for a key with that end."""
+    """A store that runs other code right after the first call of ``method`` for a key with this ending."""
 
     def __init__(self, method: str, key_end: str) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_every_node_reads_the_heartbeats_of_all_others() -> None:
 
 
 class Counting:
-    """A store that counts the requests and the bytes that nodes read from it."""
+    """A store that counts nodes' requests and read bytes."""
 
     def __init__(self) -> None:
         self.store = HashStore()
@@ -197,7 +197,7 @@ class Counting:
 
 
 class Crowd:
-    """Nodes with eight ranks each, which train."""
+    """Nodes with eight training ranks each."""
 
     def __init__(self, num_nodes: int) -> None:
         self.counting = Counting()
@@ -207,7 +207,7 @@ class Crowd:
         self.count = 0
 
     def beat(self) -> list[dict[str, Heartbeat]]:
-        """Let each node publish and read once; return what each has read."""
+        """Let each node publish and read once; return what each node has read."""
         self.count += 1
         return [{other.id: other for other in self._exchange(number)} for number in range(len(self.nodes))]
 
@@ -238,7 +238,7 @@ class Crowd:
         return self.nodes[number].exchange(own)
 
     def per_second(self) -> tuple[float, float, float]:
-        """Return requests of a node, heartbeats that it reads, and bytes that all nodes read in a second."""
+        """Return per second a node's requests, the heartbeats that it reads, and the bytes that all nodes read."""
         self.beat()
         self.beat()
         before = self.counting.num_requests, self.counting.num_heartbeats, self.counting.num_bytes
@@ -282,7 +282,7 @@ def test_a_node_that_ends_is_known_by_a_pulse_that_rises_no_more() -> None:
 
 
 def test_the_last_heartbeat_of_a_slow_node_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is slower than any heartbeat may be that is only gathered."""
+    """It is slower than the limit for heartbeats that are only gathered."""
     monkeypatch.setattr(heartbeats, "_GATHER_S", 0.0)
     shared = HashStore()
     own, other = (HeartbeatStore(shared, "job", id) for id in ("a", "b"))
@@ -306,7 +306,7 @@ unpickled: list[str] = []
 
 
 class Witness:
-    """A pickle of it leaves a trace where it is read."""
+    """An object that leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpickled.append, ("this ran",)

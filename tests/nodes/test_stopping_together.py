@@ -1,4 +1,4 @@
-"""Ranks of two or three nodes that leave at the same check: the test decides when heartbeats travel."""
+"""Ranks of two or three nodes that leave at the same check: the test decides when heartbeats are delivered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 30.0
 
 
 class Node:
-    """One launcher with two ranks that look at ``should_stop`` in a loop, each at a pace of its own."""
+    """One launcher with two ranks that check ``should_stop`` in a loop, each at its own pace."""
 
     def __init__(self, node_rank: int, num_nodes: int = 2) -> None:
         self.node_rank = node_rank
@@ -56,7 +56,7 @@ class Node:
         self.steps.update(dict.fromkeys(self.slots, 0))
 
     def look(self, count: int) -> set[bool]:
-        """Let the ranks look at ``should_stop`` before check ``count``, where none waits; return the answers."""
+        """Let the ranks check ``should_stop`` before check ``count``, where no rank waits; return the answers."""
         looks = set()
         for slot in self.slots.values():
             while slot.num_checks < count - 1:
@@ -65,7 +65,7 @@ class Node:
 
 
 def run(*nodes: Node, delay_s: float) -> None:
-    """Let the ranks of ``nodes`` loop until all have left; heartbeats travel every ``delay_s`` seconds."""
+    """Let the ranks of ``nodes`` loop until all have left; deliver heartbeats every ``delay_s`` seconds."""
     threads = [thread for node in nodes for thread in node.threads]
     for thread in threads:
         thread.start()
@@ -108,7 +108,7 @@ def test_no_rank_follows_before_there_is_a_proposal() -> None:
 
 
 def test_nothing_is_proposed_before_all_ranks_are_known() -> None:
-    """A stop may be wanted before the other node has reported on its workers, or has sent a heartbeat at all."""
+    """A stop may be requested before the other node has reported its workers, or has sent any heartbeat."""
     leader, follower = Node(0), Node(1)
     leader.stop.poll(leader.slots, 0.0)
     leader.peers[1] = StopState()
@@ -134,7 +134,7 @@ def test_ranks_that_have_returned_are_not_waited_for() -> None:
 
 
 def propose(leader: Node, *others: Node) -> int:
-    """Have the leader propose a check, and the others receive that; return its number."""
+    """Let the leader propose a check and the others receive it; return its number."""
     exchange(leader, *others)
     leader.stop.poll(leader.running, 0.0)
     leader.send_to(*others)
@@ -154,7 +154,7 @@ def test_the_next_node_leads_when_the_ranks_of_the_first_have_returned() -> None
 
 @pytest.mark.parametrize("is_withdrawn", [False, True])
 def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_withdrawn: bool) -> None:
-    """Ranks of others have replied to it, and may wait at it. Only those of the leader were close to it."""
+    """Other nodes' ranks have replied to it, and may wait at it. Only the leader's ranks were close to it."""
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
     for slot in first.slots.values():
         slot.num_checks = 5
@@ -174,7 +174,7 @@ def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_wi
 
 
 def test_finished_leaders_decision_holds() -> None:
-    """The last heartbeat of the leader has the decision, so that the next one proposes nothing."""
+    """The leader's last heartbeat contains the decision, so the next leader proposes nothing."""
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
     proposal = propose(*nodes)
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Launches on two machines, each with a launching process of its own: namespaces with a cable where there can be."""
+"""Launches on two machines, each with its own launching process: network namespaces with a cable, if possible."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.nodes.machines import LIMIT_S, Launch, Pair
 
 Settings = dict[str, Any]
 
-# How soon the loss of a machine is reported, on a busy machine: two seconds of silence, and some to stop the workers.
+# Time until the loss of a machine is reported on a busy computer: two seconds of silence, and some to stop workers.
 SOON_S = 15.0
 
 
 def rows(launch: Launch) -> dict[int, str]:
-    """Rank -> its state in the final table."""
+    """Return rank -> its state in the final table."""
     found = re.findall(r"^ *(\d+)  (done|failed|stopped|killed)\b", launch.output, re.MULTILINE)
     return {int(rank): state for rank, state in found}
 
@@ -31,7 +31,7 @@ def error_of(outcome: dict[str, Any]) -> str:
 
 
 def let_return(launch: Launch, request: Path) -> None:
-    """Have its rank return, and wait for the end of all its processes but the agent."""
+    """Make the machine's rank return, and wait for the end of all its processes except the agent."""
     agent = launch.agent()
     others = [process for process in launch.descendants() if process != agent]
     request.touch()
@@ -42,7 +42,9 @@ def let_return(launch: Launch, request: Path) -> None:
 
 
 def test_they_train_together(pair: Pair, static: Settings) -> None:
-    """Two workers here, one there; forked here, from a clean process there: one job, with equal weights everywhere."""
+    """Two workers are forked on one machine, and one starts from a clean process on the other: the weights are
+    equal everywhere.
+    """
     launches = [
         pair[0].start("train", 20, num_processes=2, **static),
         pair[1].start("train", 20, start_method="forkserver", **static),
@@ -56,7 +58,7 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     for launch in launches:
         assert "train: done in" in launch.output
         assert "ranks 0-2 alike" in launch.output, "of both machines"
-    # The means of the epoch are those of all ranks, on both.
+    # On both machines, the means of the epoch include all ranks.
     here, there = (
         re.findall(r"^ *epoch .*training loss.*\n *1 +(\d\S+)", launch.output, re.MULTILINE)
         for launch in launches
@@ -65,7 +67,7 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     assert len(here) == 1
     if pair.has_cable:
         assert {value["interface"] for value in values} == {"cable"}
-        own = {"014DC90A", "024DC90A"}  # 10.201.77.1 and .2, as the system writes them
+        own = {"014DC90A", "024DC90A"}  # 10.201.77.1 and .2 in the system's notation
         assert {where.partition(":")[0] for value in values for where in value["listens"]} <= own
         assert values[0]["listens"]
     pair.wait_until_empty()
@@ -75,13 +77,13 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
 def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
     pair: Pair, c10d: Settings, static: Settings, tmp_path: Path, backend: str, victim: int
 ) -> None:
-    """Also when it is the one that hosts the rendezvous."""
+    """This also holds if that machine hosts the rendezvous."""
     settings = {**(c10d if backend == "c10d" else static), "max_restarts": 2}
     launches = [pair[rank].start("resume", 30, str(tmp_path), **settings) for rank in range(2)]
     survivor = launches[1 - victim]
     survivor.wait_for("saved step 5")
     launches[victim].kill(whole_machine=True)
-    # One that comes back at once is a change of members, and need not be named as lost.
+    # A machine that comes back at once is a change of members, and need not be reported as lost.
     survivor.wait_for(f"rank {victim} was lost: node {victim} (host ")
     launches[victim] = pair[victim].start("resume", 30, str(tmp_path), **settings)
     outcomes = [launch.result() for launch in launches]
@@ -108,7 +110,7 @@ def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
 
 
 def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static: Settings) -> None:
-    """The other one has restarts left: those for a change of machines are not counted."""
+    """The other machine has restarts left, because restarts for a change of machines are not counted."""
     launches = [
         pair[rank].start("fail_on_node_1", "raise", max_restarts=2 - 2 * rank, **static) for rank in range(2)
     ]
@@ -118,7 +120,7 @@ def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static
 
 @pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
 def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
-    """Where more may join, all wait for these until the last call is over."""
+    """If more machines may join, all wait until the end of the last call."""
     conf = {**c10d["rdzv_conf"], "last_call_timeout": last_call_s}
     settings = {**c10d, "num_nodes": num_nodes, "rdzv_conf": conf}
     one = pair[0].start("step_on", 10_000, **settings)
@@ -133,7 +135,7 @@ def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, la
 
 
 def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -> None:
-    """Whichever is asked: here the one that only follows."""
+    """The request may go to either machine; here it goes to the one that follows."""
     launches = [
         pair[rank].start("go_on_until_stopped", num_processes=2, background=True, dashboard="text", **static)
         for rank in range(2)
@@ -143,7 +145,7 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
         launch.wait_for("step 10")
     os.kill(launches[1].process.pid, signal.SIGUSR1)
     steps = [step for launch in launches for step in launch.result(SOON_S)["value"]]
-    for launch in launches:  # ranks that live for some seconds are sure to be measured
+    for launch in launches:  # ranks that run for some seconds are certain to be measured
         assert "ranks 0-3 alike" in launch.output, launch.output
         assert re.search(r"peak memory: [\d.]+ MB", launch.output), launch.output
     assert len(steps) == 4
@@ -201,7 +203,7 @@ def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, stati
 def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
     pair: Pair, static: Settings, tmp_path: Path
 ) -> None:
-    """Another process on the network: the job warns of it and goes on."""
+    """Another process on the network writes them; the job warns and continues."""
     launches = [
         pair[rank].start("go_on_until_stopped", background=True, dashboard="text", **static)
         for rank in range(2)
@@ -219,7 +221,7 @@ def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
 
 
 def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
-    """The rendezvous is destroyed by it, which the job reports."""
+    """They destroy the rendezvous, and the job reports that."""
     launches = [pair[rank].start("step_on", 10_000, **c10d) for rank in range(2)]
     for launch in launches:
         launch.wait_for("on 2 ranks")
@@ -297,7 +299,7 @@ def test_interrupt_keeps_weights_if_a_machine_holds_all(
         else "8 elements of weight are on other machines"
     )
     assert what in found[2]
-    torch.manual_seed(0)  # as in the launching process
+    torch.manual_seed(0)  # the same as in the launching process
     expected = torch.nn.Linear(4, 2).weight.detach() + steps
     assert torch.allclose(torch.tensor(there["model"][0]), expected, atol=1e-5)
     pair.wait_until_empty()
@@ -306,7 +308,7 @@ def test_interrupt_keeps_weights_if_a_machine_holds_all(
 def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
     pair: Pair, static: Settings
 ) -> None:
-    """Nor does that of the other machine, which is stopped because of the first."""
+    """The same holds for the function on the other machine, which is stopped because of the first."""
     launches = [pair[rank].start("handle_interrupt", **static) for rank in range(2)]
     for rank in range(2):
         launches[rank].wait_for("ready")
@@ -319,7 +321,7 @@ def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
 
 @pytest.fixture
 def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
-    """The rank of machine 0 has returned, that of machine 1 has not."""
+    """Start a job in which the rank of machine 0 has returned and the rank of machine 1 has not."""
     launches = [pair[rank].start("return_on_request", str(tmp_path), **static) for rank in range(2)]
     for launch in launches:
         launch.wait_for("ready")
@@ -328,7 +330,7 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
 
 
 def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
-    """Its value is kept; on the other one, the job ends as after any interrupt."""
+    """Its value is kept; on the other machine, the job ends as after any interrupt."""
     os.kill(uneven[0].process.pid, signal.SIGINT)
     outcome = uneven[0].result(SOON_S)
     assert (outcome["error"], outcome["kept"]) == ("KeyboardInterrupt", [10])
@@ -440,6 +442,6 @@ def test_impossible_calls_are_rejected_at_once(pair: Pair, static: Settings) -> 
         assert outcome["error"] == "LaunchError"
         assert re.search(expected, outcome["message"])
         assert "waiting at" not in launch.output
-    os.kill(holder.process.pid, signal.SIGINT)  # while it waits
+    os.kill(holder.process.pid, signal.SIGINT)  # while the launch waits
     assert holder.result()["error"] == "KeyboardInterrupt"
     pair.wait_until_empty()

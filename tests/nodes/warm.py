@@ -1,9 +1,9 @@
-"""A process that has imported everything and forks one launch after the other: importing torch for each takes seconds.
+"""A process that has imported everything and forks launches, because importing torch for each would take seconds.
 
     test ── order, environment, where its output goes ──> warm process ── fork ──> launch, in the machine's namespace
          <──────────────────── its process id ─────────────┘
 
-All that a launch leaves behind becomes a child of its warm process, so that it can be found. The other end of
+Processes that a launch leaves behind become children of its warm process, which finds them. The other end of
 :class:`Warm` is :func:`main`, called as ``python -m tests.nodes.warm <descriptor>``.
 """
 
@@ -43,7 +43,7 @@ class Warm:
     def launch(
         self, order: dict[str, Any], env: dict[str, str], namespace: str
     ) -> tuple[psutil.Process, TextIO]:
-        """Have a job of ``jobs.py`` launched; its process, and all that it prints."""
+        """Launch a job of ``jobs.py``; return its process and its output."""
         reading, writing = os.pipe()
         request = {"order": order, "env": env, "namespace": namespace}
         socket.send_fds(self._socket, [json.dumps(request).encode()], [writing])
@@ -52,7 +52,7 @@ class Warm:
         return psutil.Process(pid), os.fdopen(reading)
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started, and what those have started."""
+        """Return all descendants of the warm process."""
         found = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
             try:
@@ -72,12 +72,12 @@ def main() -> None:
     from tests.nodes import jobs
 
     adopt_orphans()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps them
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         while True:
             text, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 1)
             if not text:
-                os._exit(0)  # at once: nothing is open but what was imported
+                os._exit(0)  # fork at once, while only imports have opened files
             pid = os.fork()
             if pid == 0:
                 channel.close()
@@ -106,7 +106,7 @@ def _become_launch(run: Any, request: dict[str, Any], output: int) -> NoReturn:
 
 
 def _enter(namespace: str) -> None:
-    """Go into a network namespace that ``ip netns add`` has made."""
+    """Enter a network namespace that ``ip netns add`` has created."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"can't enter {namespace}")

@@ -1,4 +1,4 @@
-"""What must have come out of each notebook, beside that no cell failed. Code for the kernel, after its last cell."""
+"""Checks of each notebook's results, as code that the kernel runs after the last cell."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ assert slow_steps > 0 and fast_steps > 0
 assert "float32[3]" in str(error) and "float32[4]" in str(error), error
 """,
 }
-"""Name -> code that raises AssertionError where the notebook did not do what it says."""
+"""Name -> code that raises AssertionError if the notebook did not do what it says."""
 
 RAISED = {
     "own-error": ("ValueError", "label -7 is not a class"),
@@ -67,9 +67,9 @@ RAISED = {
     "hang": ("JobHung", "train_unevenly"),
     "interrupt": ("KeyboardInterrupt", ""),
 }
-"""Cell of 04_when_things_go_wrong -> the type of its error, and a word of it."""
+"""Cell of 04_when_things_go_wrong -> the type of its error, and a word in its message."""
 
 SMALL = {
     "06_big_models": "num_processes, width, num_layers, num_steps, batch_size = 2, 64, 2, 20, 8\nlearning_rate = 3e-3",
 }
-"""Name -> parameters for the tests, where those of the notebook take too long for them."""
+"""Name -> parameters for the tests, if the notebook's own take too long."""

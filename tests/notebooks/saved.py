@@ -1,4 +1,4 @@
-"""Executed notebooks as they are saved, and what others make of them: GitHub, nbconvert, a page without scripts."""
+"""Saved notebooks, and their display by GitHub, nbconvert and a page without scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class _Interactive(NotebookClient):  # type: ignore[misc]
-    """Execute as an interactive front end does, which can answer ``input()``."""
+    """Executes notebooks like an interactive front end, which can answer ``input()``."""
 
     async def async_start_new_kernel_client(self) -> Any:
         client = await super().async_start_new_kernel_client()
@@ -29,7 +29,7 @@ class _Interactive(NotebookClient):  # type: ignore[misc]
 
 
 class _Typing(NotebookClient):  # type: ignore[misc]
-    """Type into cells that ask for it, by ``input()``, the lines that stand in their metadata as ``typed``."""
+    """Types the lines ``typed`` from a cell's metadata when the cell calls ``input()``."""
 
     async def async_execute_cell(self, cell: Any, cell_index: int, *args: Any, **options: Any) -> Any:
         lines = list(cell.metadata.get("typed", ()))
@@ -50,12 +50,12 @@ class _Typing(NotebookClient):  # type: ignore[misc]
 def executed(
     cells: Sequence[str], folder: Path, *, is_interactive: bool = False, keeps_widgets: bool = True
 ) -> Any:
-    """A notebook of these code cells, executed.
+    """Return an executed notebook with these code cells.
 
     Args:
-        cells: their sources.
-        folder: to run in.
-        is_interactive: as if from a front end; else as papermill and nbconvert do it.
+        cells: sources of the cells.
+        folder: working folder.
+        is_interactive: execute like a front end; False: like papermill and nbconvert.
         keeps_widgets: store the widgets' state in the notebook, which is nbclient's default.
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
@@ -67,17 +67,17 @@ def executed(
 def execute(
     notebook: Any, folder: Path, timeout_s: int, client: type[NotebookClient] = _Typing, **options: Any
 ) -> None:
-    """Run all cells in a fresh kernel; the outputs are then in the notebook, also if a cell raised.
+    """Run all cells in a fresh kernel; the outputs are then in the notebook, even if a cell raised.
 
     Args:
-        notebook: from nbformat; changed in place.
-        folder: to run in.
-        timeout_s: for each cell.
-        client: what executes it.
-        options: further ones of ``client``, as ``kernel_name``.
+        notebook: a notebook of nbformat; changed in place.
+        folder: working folder.
+        timeout_s: timeout of each cell.
+        client: class that executes it.
+        options: further options of ``client``, such as ``kernel_name``.
     """
     with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
-        # Over Unix sockets rather than TCP, of which new kernels warn that it is not encrypted.
+        # Use Unix sockets rather than TCP, because new kernels warn about unencrypted TCP.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
         client(
             notebook,
@@ -89,9 +89,9 @@ def execute(
 
 
 def check_for_github(notebook: Any) -> None:
-    """Fail for a notebook that GitHub refuses to show: one with ``metadata.widgets`` that lacks ``state``.
+    """Fail if GitHub would refuse to show the notebook, because ``metadata.widgets`` lacks ``state``.
 
-    Source: nbformat's schema does not ask for it; GitHub's renderer does
+    nbformat's schema does not require it, but GitHub's renderer does
     (https://github.com/googlecolab/colabtools/issues/5288).
     """
     nbformat.validate(notebook)
@@ -105,12 +105,12 @@ def check_for_github(notebook: Any) -> None:
 
 
 def outputs(notebook: Any) -> list[Any]:
-    """All outputs of all cells."""
+    """Return all outputs of all cells."""
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 def texts(notebook: Any) -> str:
-    """All plain text that the notebook shows."""
+    """Return all plain text that the notebook shows."""
     return "\n".join(
         output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs(notebook)
     )
@@ -144,7 +144,7 @@ class _WithoutScripts(HTMLParser):
 
 
 def visible_text(page: str) -> str:
-    """What a page shows without scripts, a line for each row of a table."""
+    """Return the visible text of a page without scripts, with a line for each table row."""
     reader = _WithoutScripts()
     reader.feed(page)
     reader.close()

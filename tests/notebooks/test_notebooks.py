@@ -1,4 +1,4 @@
-"""Every example notebook, executed from top to bottom by nbclient, as a reader would run it."""
+"""Every example notebook, executed from top to bottom by nbclient."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tests.tools.notebooks import kernel_of
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ARTIFACTS = FOLDER.parent / "artifacts" / "notebooks"
-"""Executed copies, one folder a kind of kernel; not part of the repository."""
+"""Executed copies, one folder per kind of kernel; not part of the repository."""
 
 SHOWN = ("01", "04", "05")
-"""Notebooks that show what depends on the Jupyter packages: tables, errors, jobs, buttons."""
+"""Notebooks whose outputs depend on the Jupyter packages: tables, errors, jobs, buttons."""
 
 _VERSIONS = "import importlib.metadata as m; print(*map(m.version, ['ipykernel', 'ipython', 'ipywidgets']))"
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a notebook offers a download or data of its own, it is to take its own."""
+    """Keep notebooks from downloading data; they then use generated data."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def executed(
     path: Path, parameters: str, last_cell: str, python: str = sys.executable, timeout_s: int = 250
 ) -> Any:
-    """The executed notebook, with ``parameters`` set after its own and one more cell at the end."""
+    """Return the executed notebook, with ``parameters`` set after its own and one more cell at the end."""
     notebook = nbformat.read(path, as_version=4)
     if parameters:
         tagged = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
@@ -60,7 +60,7 @@ def executed(
 def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
     last_cell = f"{CHECKS[path.stem]}\n{_VERSIONS}"
     notebook = executed(path, SMALL.get(path.stem, ""), last_cell, python_of(profile))
-    # A busy kernel sends it in pieces.
+    # A busy kernel sends the output in pieces.
     versions = "".join(output.text for output in notebook.cells.pop().outputs)
     assert versions.startswith("6.17.1 7.34.0 7.7.") == (profile == "colab")
     copy = ARTIFACTS / profile / path.name
@@ -71,7 +71,7 @@ def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
 
 
 def check(notebook: Any, path: Path) -> None:
-    """What must have come out of an executed notebook, beside what its last cell has checked."""
+    """Check an executed notebook, in addition to the checks in its last cell."""
     check_for_github(notebook)
     if path.stem == "11_slow_and_wrong":
         assert "waits for data on all ranks (num_workers=0" in texts(notebook)
@@ -88,17 +88,17 @@ def check(notebook: Any, path: Path) -> None:
 
 
 def raised(cell: Any) -> str:
-    """The error that a cell ended with, as ``ValueError: its message``; empty where there is none."""
+    """Return a cell's error as ``ValueError: its message``; empty without an error."""
     errors = [output for output in cell.get("outputs", []) if output.output_type == "error"]
     return f"{errors[0].ename}: {errors[0].evalue}" if errors else ""
 
 
 @pytest.mark.timeout(300)
 def test_quickstart_result_is_independent_of_processes(tmp_path: Path) -> None:
-    """The batches of all processes together are the same, so training is the same, to rounding.
+    """The global batches are the same, so training is the same up to rounding.
 
-    On as many as there are cores it is executed above. Adam lets rounding errors grow over many steps, differently on
-    every processor: compared is what was learned.
+    The test above executes it on all cores. With Adam, rounding errors grow over many steps, differently on every
+    processor, so this test compares the learned result.
     """
     losses = {}
     for num_processes in (1, 4):

@@ -1,4 +1,4 @@
-"""What stays of a job in the saved notebook, however it was executed and wherever it is looked at."""
+"""The saved output of a job, however the notebook was executed and wherever it is displayed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ notebook_launcher(train, num_processes=2, backend="cpu")
 """,
 ]
 WAYS = [(False, True), (True, True), (True, False)]
-"""Interactive or not, and with or without the state of widgets; without a front end there are none to keep."""
+"""Whether execution is interactive, and whether widget states are kept; without a front end, there are no widgets."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def notebooks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool
 
 
 def without_measurements(text: str) -> str:
-    """Times, rates, sizes and paths differ from run to run; the words and the layout don't."""
+    """Replace times, rates, sizes and paths, which differ between runs, unlike words and layout."""
     text = re.sub(r"\d+:\d+(:\d+)?|(?<=logs: ).*", "#", text)
     text = re.sub(r" +", " ", re.sub(r"[\d.,]*\d", "#", text))
     return text.replace("# MB to # MB", "# MB")
@@ -80,9 +80,9 @@ def test_nbconvert_shows_the_table_without_scripts(
 
 
 def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any]) -> None:
-    """GitHub and others drop styles, SVG and whatever else they do not know."""
+    """GitHub and other sites drop styles, SVG and everything else that they do not know."""
     page, _ = HTMLExporter(sanitize_html=True).from_notebook_node(notebooks[True, True])
-    # The finished table is also in the state of a widget, for a page that was reloaded while the cell ran.
+    # The final table is also in a widget's state, for pages that were reloaded while the cell ran.
     page = re.sub(
         r'<script type="application/vnd.jupyter.widget-state\+json">.*?</script>', "", page, flags=re.DOTALL
     )

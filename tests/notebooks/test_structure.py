@@ -1,4 +1,4 @@
-"""What every example notebook has, whatever it is about: checked on the files, without executing them."""
+"""The common structure of all example notebooks, checked without executing them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(path: Path) -> Any:
 
 
 def code_of(cell: Any) -> ast.Module:
-    """The cell's Python; lines for IPython alone are left out."""
+    """Return the cell's Python code, without lines that only IPython understands."""
     return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE))
 
 
@@ -66,7 +66,7 @@ def test_its_checks_are_in_the_tests(path: Path) -> None:
 
 
 def test_it_is_stored_as_it_was_executed(path: Path) -> None:
-    """By structure: numbers differ from run to run."""
+    """Only the structure is compared, because numbers differ between runs."""
     notebook = read(path)
     assert notebook.metadata.get("nblaunch", {}).get("executed") == fingerprint(notebook), (
         f"its code has changed since it was executed: make notebooks ARGS={path.stem}"
@@ -82,7 +82,7 @@ def test_it_is_stored_as_it_was_executed(path: Path) -> None:
 
 
 def launches(cell: Any) -> bool:
-    """Whether the cell itself calls ``notebook_launcher``, not only a function that it defines."""
+    """Return whether the cell itself calls ``notebook_launcher``, not only inside a function definition."""
     statements = [node for node in code_of(cell).body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return any(
         isinstance(node, ast.Call) and ast.unparse(node.func) == "notebook_launcher"

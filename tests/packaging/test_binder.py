@@ -1,7 +1,7 @@
-"""Binder's image: built here as mybinder.org builds it, from the repository alone, and the quickstart executed in it.
+"""Builds Binder's image as mybinder.org does, only from the repository, and executes the quickstart in it.
 
-Source of the order of steps: repo2docker's documentation, "Configuration files": requirements.txt, then postBuild, both
-in the repository's root; start runs in front of each command.
+Source of the order of steps: repo2docker's documentation, "Configuration files": requirements.txt, then postBuild;
+start wraps each command.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_the_image_builds_and_runs_the_quickstart_on_two_processes(tmp_path: Pat
     environment = make_environment(tmp_path / "environment")
     run(repository, environment, "python", "-m", "pip", "install", "--quiet", "--upgrade", "pip")
     requirements = repository / "binder" / "requirements.txt"
-    # The index of CPU builds: this machine's own configuration says where torch comes from.
+    # Drop the index of CPU builds, because this machine's configuration determines the source of torch.
     requirements.write_text(
         re.sub(r"^--extra-index-url.*\n", "", requirements.read_text(), flags=re.MULTILINE)
     )
@@ -45,7 +45,7 @@ def test_python_is_of_a_version_that_is_tested() -> None:
 
 
 def copy_of_repository(target: Path) -> Path:
-    """What git keeps, as it is in the working tree."""
+    """Copy the tracked files in their present state."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
     for name in listed.stdout.decode().split("\0"):
         if name and (ROOT / name).exists():
@@ -55,9 +55,9 @@ def copy_of_repository(target: Path) -> Path:
 
 
 def make_environment(folder: Path) -> dict[str, str]:
-    """A bare virtual environment; returns the variables with which its commands are found first.
+    """Create a bare virtual environment; return the variables with which its commands are found first.
 
-    pip compiles nothing there: postBuild and the notebook do, of what they import.
+    pip compiles no bytecode there; postBuild and the notebook compile what they import.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     lend_torch(folder)
@@ -67,9 +67,9 @@ def make_environment(folder: Path) -> dict[str, str]:
 
 
 def lend_torch(folder: Path) -> None:
-    """Link torch as it is here into an environment, where pip finds the release that the constraints ask for.
+    """Link this environment's torch into another one, where pip finds the release that the constraints require.
 
-    It is a gigabyte, and unpacking it would take as long as all other packages together.
+    torch has a gigabyte, and unpacking it would take as long as all other packages together.
     """
     source = Path(torch.__file__).parents[1]
     (target,) = folder.glob("lib/python*/site-packages")
@@ -78,7 +78,7 @@ def lend_torch(folder: Path) -> None:
 
 
 def run(folder: Path, environment: dict[str, str], *command: str) -> str:
-    """What a command prints; the test fails with it where the command does."""
+    """Return the output of a command; fail the test with it if the command fails."""
     done = subprocess.run(
         command,
         cwd=folder,

@@ -1,6 +1,6 @@
 """The wheel: builds from the source archive, installs into a bare environment without a compiler, and is complete.
 
-Nothing is asked of an index: the tools that build come with the tests, and what nblaunch depends on is lent from them.
+No package index is used: the build tools and nblaunch's dependencies come from the tests' environment.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.architecture.source import PACKAGE, ROOT, modules
 
 pytestmark = pytest.mark.timeout(240)  # on a busy machine
 
-# Packages that come with a dependency, and are imported by their own name.
+# Packages that a dependency installs, and that are imported by their own name.
 COMES_WITH = {
     "IPython": "ipykernel",
     "jupyter_client": "ipykernel",
     "jupyter_core": "ipykernel",
     "traitlets": "ipykernel",
 }
-# Optional packages of users, asked for only where they are installed or where the user names them.
+# Users' optional packages, imported only if they are installed or if the user names them.
 OF_USERS = {
     "accelerate",
     "comet_ml",
@@ -51,7 +51,7 @@ IMPORT_NAMES = {"pyyaml": "yaml", "nvidia-ml-py": "pynvml", "torch-xla": "torch_
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave."""
+    """The results of a build."""
 
     wheel: Path
     sdist: Path
@@ -69,7 +69,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A source archive, and the wheel that was built from it."""
+    """Build a source archive, and a wheel from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
@@ -78,7 +78,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with nblaunch from the wheel and nothing else."""
+    """Create an interpreter with only nblaunch from the wheel."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     interpreter = folder / "bin" / "python"
@@ -90,7 +90,7 @@ def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str, **environ: str) -> str:
-    """The output of a program that must succeed, without anything of the tests' own environment in its path."""
+    """Run a program without the tests' environment in its path; it must succeed. Return its output."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=200, cwd=ROOT.parent, env={**own, **environ}
@@ -247,7 +247,7 @@ def test_type_checkers_see_its_types(python: Path, tmp_path: Path) -> None:
 
 
 def test_with_its_dependencies_the_command_trains(python: Path) -> None:
-    """The packages that the tests have are lent; nblaunch itself is that of the wheel."""
+    """The dependencies are linked from the tests' environment; nblaunch itself comes from the wheel."""
     site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     command = str(python.with_name("nblaunch"))

@@ -1,4 +1,4 @@
-"""Jobs on one machine without a dashboard: what their dashboards would know at each moment, and at the end."""
+"""Jobs on one machine without a dashboard: the views that a dashboard would have at each moment, and at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nblaunch.wire.board import SlotReading
 
 
 class Views:
-    """A listener that keeps the view of a job, and a note of each.
+    """A listener that keeps the view of a job, and reports each view.
 
     Args:
         note: called with each view while the job runs.
@@ -36,7 +36,7 @@ class Views:
             self._note(self.view)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def run_job(
@@ -45,7 +45,7 @@ def run_job(
     ranks: int = 2,
     note: Callable[[JobView], None] = lambda view: None,
 ) -> tuple[JobView, list[Any]]:
-    """Run a function in workers; return the last view of the job, and what the ranks have returned."""
+    """Run a function in workers; return the last view of the job, and the ranks' values."""
     views = Views(note)
     spec = LaunchSpec(function, args, ranks, backend="cpu", return_all=True)
     runner = JobRunner(spec, plan_launch(spec), [views])

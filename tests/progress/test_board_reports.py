@@ -1,4 +1,4 @@
-"""What a rank shows of itself while it trains: its own part of each step, and the memory of its device."""
+"""A rank's reports while it trains: its busy time in each step, losses, and the memory of its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nblaunch.wire.board import MAX_BINS, LossCurve, Slot, SlotReading, private_
 
 
 class Device(CpuBackend):
-    """A backend that counts how often it is asked."""
+    """A backend that counts the requests."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -62,7 +62,7 @@ def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mo
     assert (slot.read(0).busy_time_s, slot.read(0).busy_steps) == (
         5.0,
         2,
-    )  # before the first, there is no backward
+    )  # there is no backward before the first
     busy.pause()
     now[0] += 60
     busy.end_backward(now[0])
@@ -70,7 +70,7 @@ def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.Mo
 
 
 def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1_000_000) -> LossCurve:
-    """What a rank shows after these losses, with an optimizer step after every ``per_step`` of them."""
+    """Return the reported losses after these losses, with an optimizer step after every ``per_step`` of them."""
     slot = private_slot()
     report = LossReport(slot, BACKEND)
     for number, loss in enumerate(losses, 1):
@@ -79,7 +79,7 @@ def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1
             report.flush()
         if number % per_step == 0:
             slot.num_updates += 1
-            slot.num_updates += 1  # of another optimizer
+            slot.num_updates += 1  # a step of another optimizer
     report.flush()
     return slot.read(0).losses
 
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_stays_in_its_bin() -> None:
 
 
 class OutOfMemory(torch.Tensor):
-    """A loss that can't be read or added up: its device has no memory left."""
+    """A loss that can't be read or added, because its device has no memory left."""
 
     def item(self) -> float:  # type: ignore[override]
         raise RuntimeError("out of memory")
@@ -183,7 +183,7 @@ def test_epoch_mean_recovers_after_nonfinite_epoch() -> None:
 
 
 class LastReadings:
-    """A listener that keeps what the ranks show last."""
+    """A listener that keeps the ranks' last readings."""
 
     def __init__(self) -> None:
         self.readings: list[SlotReading] = []
@@ -199,7 +199,7 @@ class LastReadings:
 
 
 def train_by_steps() -> float:
-    """Ten steps in a loop that is not reported; returns the last loss."""
+    """Train for ten steps in a loop that is not reported; return the last loss."""
     accelerator = Accelerator()
     linear = torch.nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
@@ -227,7 +227,7 @@ def test_the_last_loss_and_memory_are_shown_though_no_loop_ended(
 
 
 def train_for_epochs() -> list[int]:
-    """Train in the plainest of loops; return how many epochs were announced at the beginning of each."""
+    """Train in a plain loop; return the reported number of epochs at the beginning of each."""
     accelerator = Accelerator()
     linear = torch.nn.Linear(1, 1)
     loader = DataLoader(TensorDataset(torch.zeros(8, 1)), batch_size=2)

@@ -1,4 +1,4 @@
-"""Loops that use no Accelerator: steps, epochs and losses are those that the function has counted itself."""
+"""Loops without an Accelerator: reported steps, epochs and losses equal the function's own counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(length: int = LENGTH) -> DataLoader[Any]:
 
 
 class Model:
-    """A model whose loss is known: that of step n is n."""
+    """A model whose loss in step n is n."""
 
     def __init__(self) -> None:
         self.linear = nn.Linear(4, 1)
@@ -105,7 +105,7 @@ def test_a_plain_loop_has_steps_epochs_and_losses(train: Callable[[], int]) -> N
         assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == (LENGTH, LENGTH, EPOCHS, EPOCHS)
         assert rank.loss == LENGTH * EPOCHS
         assert rank.job_fraction == 1.0
-        if train in (in_functions, two_optimizers):  # others read more than they train, or read by no loader
+        if train in (in_functions, two_optimizers):  # other loops read more than they train, or use no loader
             assert rank.reading.samples == 2 * LENGTH * EPOCHS
     means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
     assert means == [3.0, 8.0, 13.0]
@@ -212,7 +212,7 @@ def test_the_loss_of_a_micro_step_is_not_the_part_that_it_was_divided_to(divides
     assert [loss for _, loss in rank.losses] == [
         2.5,
         6.5,
-    ]  # of two steps of the optimizer, with four losses each
+    ]  # two optimizer steps with four losses each
 
 
 def scaled() -> None:
@@ -230,7 +230,7 @@ def test_the_loss_is_not_the_one_that_a_scaler_multiplied() -> None:
 
 
 def mixed() -> None:
-    """A prepared model, its loader is not."""
+    """Train with a prepared model and an unprepared loader."""
     accelerator = Accelerator()
     model = Model()
     _, optimizer = accelerator.prepare(model.linear, model.optimizer)
@@ -314,7 +314,7 @@ class Unready:
 
 
 class LazyColumns(Mapping[str, Any]):
-    """A mapping that must not be read here."""
+    """A mapping that hooks must not read."""
 
     def __getitem__(self, key: str) -> Any:
         raise RuntimeError("this column is still on its way")
@@ -327,7 +327,7 @@ class LazyColumns(Mapping[str, Any]):
 
 
 class Nested(Sequence[Any]):
-    """A sequence that has itself as its element, as strings have."""
+    """A sequence that contains itself, like a one-character string."""
 
     def __getitem__(self, index: Any) -> Any:
         return self
@@ -344,7 +344,7 @@ class Unhashable(torch.optim.SGD):
 
 
 def trained(batch: Any, optimizer_class: type[torch.optim.SGD] = torch.optim.SGD) -> int:
-    """Train over a loader of ``batch`` and return the number of steps."""
+    """Train over a loader that yields ``batch`` and return the number of steps."""
     torch.distributed.init_process_group()
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = optimizer_class(model.parameters(), lr=0.1)
@@ -372,9 +372,10 @@ def test_an_odd_optimizer_does_not_end_the_training() -> None:
 
 
 def test_a_library_that_hooks_do_not_fit_works_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fastai.learner", ModuleType("fastai.learner"))  # without its class
+    # the module lacks its class
+    monkeypatch.setitem(sys.modules, "fastai.learner", ModuleType("fastai.learner"))
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # in the workers, which inherit it
+        warnings.simplefilter("default")  # in the workers, which inherit the change
         _, steps = run_job(partial(trained, torch.ones(2, 4)), ranks=2)
     assert steps == [4, 4]
 

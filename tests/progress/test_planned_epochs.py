@@ -1,4 +1,4 @@
-"""How many epochs a training function will run, as its ``for`` loops say: known with certainty, or not at all."""
+"""The number of epochs that a training function will run, read from its ``for`` loops with certainty, or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nblaunch.progress.planned_epochs import iterations_left, places_around
 
 pytestmark = pytest.mark.timeout(60)
 
-# What each loop has yet to run, the epoch that begins among it; `note()` stands where a loader is read.
+# Remaining epochs of each loop, including the one that begins; `note()` marks where a loader is read.
 KNOWN: dict[str, tuple[str, list[int]]] = {
     "range": ("for epoch in range(3):\n    note()", [3, 2, 1]),
     "a variable": ("n = 2\nfor epoch in range(n):\n    note()", [2, 1]),
@@ -69,14 +69,14 @@ class Anything:
         return lambda *args: None
 
     def __enter__(self) -> None:
-        """Begins a block."""
+        """Enter the block."""
 
     def __exit__(self, *args: object) -> None:
-        """Ends it."""
+        """Leave the block."""
 
 
 def run(body: str) -> list[int]:
-    """Run ``body`` as a function of a cell; return what was left at each call of ``note``."""
+    """Run ``body`` as a function of a cell; return the remaining epochs at each call of ``note``."""
     seen: list[int] = []
 
     def note() -> None:
@@ -101,11 +101,11 @@ def run(body: str) -> list[int]:
 
 
 def bar_file() -> str:
-    """The file of a bar that a library has."""
+    """Write the file of a library's bar."""
     return "/usr/lib/python3/site-packages/tqdm/std.py"
 
 
-# The frame that calls the user's function in a worker: what is above it is not the user's.
+# The frame that calls the user's function in a worker: frames above it are not the user's.
 _CALLER: dict[str, Any] = {"__name__": "nblaunch.worker.bootstrap"}
 exec(compile("def call(function):\n    function()", linecache.__file__, "exec"), _CALLER)
 call: Callable[[Any], None] = _CALLER["call"]
@@ -125,4 +125,4 @@ def test_a_loop_that_cannot_be_read_says_nothing(name: str) -> None:
 def test_no_code_of_the_user_runs() -> None:
     before = Settings.num_computed
     run(UNKNOWN["a property"])
-    assert Settings.num_computed == before + 1  # by the loop itself
+    assert Settings.num_computed == before + 1  # the loop itself iterates

@@ -1,6 +1,7 @@
-"""What is shown of a loop is what the loop has counted itself: steps, epochs, rate, loss, and the time that is left.
+"""Displayed steps, epochs, rate, loss and time left equal the loop's own measurements.
 
-Each function returns when its steps began, and their losses. Steps sleep, so that they last alike on a busy machine.
+Each function returns the start times of its steps, and their losses. Steps sleep, so that they last equally long on a
+busy machine.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tests.progress.jobs import Views, run_job
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.usefixtures("first_store")]
 
-FASTAI = Path(sys.prefix) / "fastai"  # installed there by `make setup`
+FASTAI = Path(sys.prefix) / "fastai"  # `make setup` installs it there
 LENGTH, EPOCHS, STEP_S = 20, 6, 0.03
 WARM_UP_STEPS = 3
 Steps = tuple[list[float], list[float]]
-"""When each step began, and its loss."""
+"""The start time of each step, and its loss."""
 
 
 class Model(nn.Module):
-    """A linear model whose forward takes a while, and notes when and with which loss it was trained."""
+    """A linear model whose forward takes some time, and which records the time and loss of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ def with_trainer_by_steps() -> Steps:
 
 
 def with_lightning() -> Steps:
-    warnings.simplefilter("ignore")  # of deprecations in torch
+    warnings.simplefilter("ignore")  # deprecations in torch
     import pytorch_lightning as pl
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -165,7 +166,7 @@ def with_lightning() -> Steps:
 
 
 def with_fastai() -> Steps:
-    warnings.simplefilter("ignore")  # of deprecations in torch
+    warnings.simplefilter("ignore")  # deprecations in torch
     sys.path.insert(0, str(FASTAI))
     import fastai.callback.progress  # noqa: F401  no_bar() is made there
     from fastai.basics import DataLoaders, Learner
@@ -247,7 +248,7 @@ def stopped_early() -> Steps:
 
 @dataclass
 class Seen:
-    """What the dashboards knew of rank 0, and when."""
+    """The dashboards' views of rank 0, with their times."""
 
     readings: list[tuple[float, RankView, float | None]] = field(default_factory=list)
     headlines: list[str] = field(default_factory=list)
@@ -255,13 +256,13 @@ class Seen:
     def note(self, view: JobView) -> None:
         rank = view.ranks[0]
         if rank.has_progress and not rank.has_returned and not rank.is_evaluating:
-            # By the clock of the rank: this process may be kept waiting.
+            # Use the rank's clock, because this process may be delayed.
             self.readings.append((rank.reading.step_time_s, rank, view.left_s))
             self.headlines.append(tabulate(view).progress)
 
 
 def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
-    """Steps that were shown are those that had begun, but for what happened while they were read."""
+    """Check that displayed steps equal the steps that had begun, except for changes during the reading."""
     assert len(seen.readings) > 10
     for now_s, rank, _ in seen.readings:
         shown = max(rank.epoch - first_epoch, 0) * LENGTH + rank.step
@@ -270,7 +271,7 @@ def check_steps(seen: Seen, times: list[float], first_epoch: int = 1) -> None:
 
 
 def counted_at(now_s: float, times: list[float]) -> tuple[int, int]:
-    """Return the fewest and the most steps that may have begun at a time."""
+    """Return the smallest and the largest possible number of steps at a time."""
     return sum(at_s < now_s - 0.1 for at_s in times) - 2, sum(at_s < now_s + 0.1 for at_s in times) + 2
 
 
@@ -288,15 +289,15 @@ def check_headlines(
     num_epochs: int = EPOCHS,
     is_length_known: bool = True,
 ) -> None:
-    """The headline's epoch, percentage of the job and loss are those of steps that were taken then.
+    """Check that the headline's epoch, percentage and loss belong to steps of that moment.
 
     Args:
-        seen: what was shown.
-        times: when steps began.
-        losses: of these steps; None where the loss is not of one rank's one model.
+        seen: the displayed views.
+        times: start times of steps.
+        losses: losses of these steps; None if the displayed loss covers several ranks or models.
         first_epoch: number of the epoch in which the loop began.
-        num_epochs: number of the last one that it plans.
-        is_length_known: before the first epoch has ended, how many steps an epoch has.
+        num_epochs: number of the last planned epoch.
+        is_length_known: whether the steps of an epoch are known before the first one has ended.
     """
     shown = [
         (now_s, match)
@@ -324,12 +325,14 @@ def check_headlines(
 
 
 def later_steps(times: list[float], now_s: float) -> list[float]:
-    """Return when the steps until now began, without the first ones, which take longer than others."""
+    """Return the start times of steps until now, without the first steps, which take longer."""
     return [at_s for at_s in times[WARM_UP_STEPS:] if at_s <= now_s]
 
 
 def check_rate(seen: Seen, times: list[float]) -> None:
-    """The rate counts the steps of this epoch, of two epochs, or of all: with evaluations between them or not."""
+    """Check the rate against the steps of this epoch, of two epochs, or of all, with or without evaluations between
+    them.
+    """
     shown = [(now, rank) for now, rank, _ in seen.readings if now > times[len(times) // 2]]
     assert any(rank.steps_per_s for _, rank in shown)
     for now_s, rank in shown:
@@ -341,10 +344,10 @@ def check_rate(seen: Seen, times: list[float]) -> None:
 
 
 def check_time_left(seen: Seen, times: list[float]) -> float:
-    """The time left that is shown after a tenth of the job is off by at most a fifth; return by how much.
+    """Check that the time left after a tenth of the job is off by at most a fifth; return the error.
 
-    A machine with other work may be slower until then than afterwards, or faster. That can't be known: what the steps
-    until then let one expect, by their mean or their median, is as good as the truth.
+    A busy machine may be slower until then than afterwards, or faster. Nothing can predict that, so an estimate from
+    the mean or the median of the steps until then is also accepted.
     """
     tenth_s = times[0] + (times[-1] - times[0]) / 10
     now_s, left_s = next((now, left) for now, _, left in seen.readings if now >= tenth_s and left is not None)
@@ -386,7 +389,7 @@ def test_what_is_shown_is_true(name: str) -> None:
     first_epoch = 5 if name == "resumed" else 1
     check_steps(seen, times, first_epoch)
     check_rate(seen, times)
-    has_one_loss = num_ranks == 1 and name != "GAN"  # the mean of two ranks or models is neither's
+    has_one_loss = num_ranks == 1 and name != "GAN"  # the mean over two ranks or models equals neither loss
     check_headlines(
         seen,
         times,

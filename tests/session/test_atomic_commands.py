@@ -1,4 +1,4 @@
-"""An interrupt at any line of a session's start or commands: it is raised, and no worker is left, or none is busy."""
+"""An interrupt at any line of a session's start or commands is raised, and no worker is left, or none is busy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nblaunch import Session
 from tests.signals_at_lines import with_signal_at_line
 
 STRIDE = 23
-"""Lines between two commands; a prime, or the same lines of a loop would be hit."""
+"""Lines between two tested lines; a prime, because otherwise the same lines of a loop would be hit."""
 
 
 def next_number(number: int) -> int:
-    """Return it, in a worker."""
+    """Return the next number, in a worker."""
     return number + 1
 
 
@@ -45,7 +45,7 @@ def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_while_a_session_is_garbage_collected_leaves_no_worker() -> None:
-    """Python discards what a handler raises in a finalizer."""
+    """Python discards an exception that a handler raises in a finalizer."""
     for number in range(1, 100):
         sessions = [Session(2, backend="cpu")]
         workers = [psutil.Process(pid) for pid in sessions[0].pids.values()]
@@ -65,7 +65,7 @@ def test_an_interrupt_at_any_line_of_close_ends_the_workers() -> None:
         if not place:
             break
         assert type(error) is KeyboardInterrupt, (place, error)
-        session.close()  # does nothing more
+        session.close()  # has no further effect
         assert psutil.Process().children(recursive=True) == before, place
     assert number > 50, "few lines have run"
 

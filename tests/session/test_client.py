@@ -26,7 +26,7 @@ from tests.no_descriptors import no_descriptor_left
 
 
 class Ranks:
-    """Two ranks, and the client of their session. They answer before they are asked."""
+    """Two ranks, and the client of their session. They send their replies before the commands."""
 
     def __init__(self) -> None:
         pairs, debugger = [connect() for _ in range(2)], [connect() for _ in range(2)]
@@ -65,7 +65,7 @@ def ranks() -> Iterator[Ranks]:
     yield ranks
     ranks.client.close()
     for ends in (ranks.workers, ranks.debuggers, ranks.kernels):
-        ends.clear()  # which closes them
+        ends.clear()  # closes the connections
 
 
 def test_lost_reply_file_affects_only_its_rank(ranks: Ranks) -> None:
@@ -102,7 +102,7 @@ def test_late_replies_do_not_answer_the_next_command(ranks: Ranks, monkeypatch: 
 
     ranks.workers[0].send(Reply(value=1))
     with monkeypatch.context() as patch:
-        patch.setattr(ranks.output, "pump", fails)  # as a dashboard's error
+        patch.setattr(ranks.output, "pump", fails)  # for example, a dashboard's error
         with pytest.raises(ZeroDivisionError):
             ranks.request()
     ranks.workers[1].send(Reply(value=1))
@@ -111,7 +111,7 @@ def test_late_replies_do_not_answer_the_next_command(ranks: Ranks, monkeypatch: 
 
 
 def test_an_interrupt_while_no_command_runs_does_nothing(ranks: Ranks) -> None:
-    """As of a timer that was to end a command, and is late."""
+    """For example, the interrupt comes from a late timer that was to end a command."""
     ranks.answer(1, 1)
     assert ranks.values() == [1, 1]
     ranks.client.interrupt()
@@ -127,7 +127,7 @@ def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch
 
     monkeypatch.setattr(client, "interrupts_as_requests", with_one_at_once)
     with pytest.raises(KeyboardInterrupt):
-        ranks.values()  # which sends nothing
+        ranks.values()  # sends nothing
     assert ranks.client.num_interrupts == 1
     monkeypatch.undo()
     ranks.answer(1, 1)
@@ -163,7 +163,7 @@ def test_the_second_interrupt_of_a_command_kills_the_ranks(
 
 
 class _Shown:
-    """A dashboard that keeps what it is sent."""
+    """A dashboard that stores its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

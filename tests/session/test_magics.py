@@ -12,7 +12,7 @@ from tests.profiles import PROFILES, python_of
 
 @pytest.fixture(scope="module", params=PROFILES)
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """A kernel in which the magics have a session of three ranks."""
+    """Start a kernel in which the magics use a session of three ranks."""
     with Kernel.start(python=python_of(request.param)) as kernel:
         kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
         yield kernel
@@ -92,7 +92,7 @@ def test_debug_and_restart_start_no_session_of_their_own(kernel: Kernel) -> None
 def test_a_session_that_has_ended_is_restarted_as_it_was(kernel: Kernel) -> None:
     kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
     kernel.run("%%ranks 1\nos._exit(3)", raises="WorkerDied")
-    # Not by itself: another session would have none of its names.
+    # It does not restart by itself, because a new session would not have its variables.
     kernel.run("%%ranks\nos.getpid()", raises="LaunchError")
     assert kernel.processes() == []
     kernel.run("%ranks restart")

@@ -23,7 +23,7 @@ session = Session(4, threads_per_process=1)
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Kernel]:
-    """A kernel with a session of four ranks, which every test leaves running."""
+    """Start a kernel with a session of four ranks, which every test leaves running."""
     with Kernel.start() as kernel:
         kernel.run(PREAMBLE)
         yield kernel
@@ -170,7 +170,7 @@ def test_the_cell_says_why_before_the_workers_have_started(shared: Kernel, tmp_p
     try:
         cell.wait_for_text("not have the variables of the notebook")
     finally:
-        go = os.open(tmp_path / "go", os.O_RDWR)  # lets new interpreters go on
+        go = os.open(tmp_path / "go", os.O_RDWR)  # lets new interpreters continue
     cell.wait()
     os.close(go)
     assert cell.status == "ok", cell.describe()
@@ -281,7 +281,7 @@ def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(tmp_path: 
 
 
 def test_waiting_ranks_are_freed_after_torch_failure(shared: Kernel) -> None:
-    # torch's own frames, which refer to the group, are in the traceback that is kept for the debugger.
+    # The traceback that is kept for the debugger contains torch's own frames, which refer to the group.
     shared.run(
         "rank = 'torch.distributed.get_rank()'\n"
         "session.execute(f'torch.distributed.all_reduce(torch.ones(2, dtype=torch.int16 if {rank} == 0 else None))')",
@@ -318,7 +318,7 @@ def test_interrupt_ends_a_collective_of_some_ranks(shared: Kernel) -> None:
 
 
 def test_an_interrupt_ends_collectives_that_wait_for_each_other(shared: Kernel) -> None:
-    # Rank 2 has begun one without waiting, and can leave its group only when rank 3 has, which waits for rank 0.
+    # Rank 2 has begun a collective without waiting, and can leave its group only after rank 3, which waits for rank 0.
     shared.run(
         """
 waits = '''
@@ -406,11 +406,11 @@ def test_an_interrupt_returns_and_keeps_the_names(shared: Kernel) -> None:
     cell = shared.submit("session.execute('kept = 7\\nprint(\"begun\", flush=True)\\nwhile True: pass')")
     cell.wait_for_text("begun")
     cell.wait_for(lambda cell: cell.displays, what="the rows of a long command")
-    assert "running for 0 s" not in str(cell.displays[0].data)  # but from its start
+    assert "running for 0 s" not in str(cell.displays[0].data)  # but since its start
     shared.interrupt()
     assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
     assert "interrupted" in str(cell.displays[0].data)
-    assert "7/7" not in str(cell.displays[0].data)  # of the command before
+    assert "7/7" not in str(cell.displays[0].data)  # from the previous command
     assert shared.run("session.execute('kept')").result == "[0-3] 7"
 
 
@@ -486,7 +486,7 @@ def test_a_session_of_one_rank_has_a_process_group_too(kernel: Kernel) -> None:
     assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
     kernel.run("session.execute('group = torch.distributed.group.WORLD')")
     kernel.run("session.execute('1 / 0')", raises="ZeroDivisionError")
-    # No other rank can wait in it: what was prepared on it stays usable.
+    # No other rank can wait in it, so prepared objects stay usable.
     assert kernel.run("session.execute('torch.distributed.group.WORLD is group')").result == "[0] True"
     kernel.run("session.close()")
 
@@ -585,7 +585,7 @@ def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kern
     assert cell.wait().error.name == "KeyboardInterrupt"  # type: ignore[union-attr]
     after = kernel.run("session.execute('kept')")
     assert after.result == "[0-2] 1"
-    assert len(after.displays) == 1  # that of the result
+    assert len(after.displays) == 1  # the message of the result
     kernel.run("session.close()")
 
 
@@ -855,7 +855,7 @@ def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_idle_ranks_are_asked_among_their_variables(kernel: Kernel, start_method: str) -> None:
-    """Before the first command, and after one that runs no code."""
+    """This covers ranks before the first command, and after a command that runs no code."""
     kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
     assert kernel.run("dict(session.inspect('__name__'))").value == {0: "__main__", 1: "__main__"}
     kernel.run("session.put(y=2)")

@@ -1,4 +1,4 @@
-"""Pausing OpenMP before a fork: children keep their threads, and where it can not be done that is reported."""
+"""Pausing OpenMP before a fork: children keep their threads, and an impossible pause is reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from nblaunch.start_methods import fork
 
-# A parallel operation, a fork, and a parallel operation in the child, which must end by itself.
+# A parallel operation, a fork, and a parallel operation in the child, which must not hang.
 FORK = """
 import os, signal, sys
 from nblaunch.start_methods.fork import pause_pools
@@ -41,7 +41,8 @@ def test_children_of_a_paused_process_use_their_threads() -> None:
     assert result.stdout == "True\n"
 
 
-# As pip leaves a process that uses what it upgrades. Source: libgomp, GOMP_parallel(function, data, threads, flags).
+# pip leaves a process in this state when it upgrades a library in use. Source: libgomp, GOMP_parallel(function, data,
+# threads, flags).
 REPLACED = """
 import ctypes, os, shutil, signal, sys
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_library_whose_file_is_gone_is_paused(tmp_path: Path, then: str) -> No
     assert result.stdout == "True 0\n"
 
 
-# dlopen keeps the interpreter's lock, as an import of an extension does, and takes the loader's.
+# dlopen keeps the interpreter's lock, like an import of an extension, and takes the loader's lock.
 IMPORTING = """
 import _ctypes, threading, sys
 from nblaunch.start_methods import fork

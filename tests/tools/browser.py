@@ -1,9 +1,9 @@
-"""Find the Chromium that the browser tests and ``make picture`` drive; where the system has none, install Debian's.
+"""Find Chromium for the browser tests and ``make picture``; if the system has none, install Debian's.
 
-    python tests/tools/browser.py      # prints its path; exit code 1, and why, where there is none
+    python tests/tools/browser.py      # prints its path; without one, the reason, and exit code 1
 
-Looked for, in this order: ``NBLAUNCH_TEST_BROWSER``, the names under which systems install it, and what playwright
-downloaded for itself.
+It searches in this order: ``NBLAUNCH_TEST_BROWSER``, the names under which systems install it, and playwright's own
+download.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-# The closed or slow networks that tests run in are no business of theirs.
+# Turn off features that use the network, which may be closed or slow.
 FLAGS = (
     "--disable-gpu",
     "--disable-quic",
@@ -32,7 +32,7 @@ HELP = (
 
 
 def find() -> str | None:
-    """The path of a Chromium; None where there is none."""
+    """Return the path of a Chromium; None if there is none."""
     named = os.environ.get("NBLAUNCH_TEST_BROWSER")
     if named:
         return shutil.which(named)
@@ -41,12 +41,12 @@ def find() -> str | None:
 
 
 def find_or_install() -> str | None:
-    """The same, after an attempt to install it where that needs no questions: as root, with apt-get."""
+    """Do the same, after trying to install it if that needs no interaction: as root, with apt-get."""
     return find() or (_install() and find()) or None
 
 
 def flags() -> list[str]:
-    """For a headless start. The sandbox of Chromium refuses to run as root, which tests in containers do."""
+    """Return flags for a headless start. Chromium's sandbox refuses to run as root, as tests in containers do."""
     return [*FLAGS, "--no-sandbox"] if os.geteuid() == 0 else list(FLAGS)
 
 

@@ -1,10 +1,10 @@
-"""Make the interpreter whose kernels are like those of Google Colab: ``make colab-env``.
+"""Create the interpreter for kernels like Google Colab's: ``make colab-env``.
 
-ipykernel, IPython and ipywidgets as ``constraints-colab.txt`` pins them, with front ends of their time, in an
-environment of their own; all else (torch above all) is that of the environment that runs this script. So a test can
-start a kernel of either kind: ``Kernel.start(python=...)``, see ``tests/profiles.py``.
+A separate environment has ipykernel, IPython and ipywidgets as pinned in ``constraints-colab.txt``, with front ends of
+the same age; everything else, mainly torch, comes from the environment that runs this script. Tests can thus start both
+kinds of kernels: ``Kernel.start(python=...)``, see ``tests/profiles.py``.
 
-    .venv/bin/python tests/tools/colab_env.py .venv-colab-kernel    270 MB; at once where it is complete
+    .venv/bin/python tests/tools/colab_env.py .venv-colab-kernel    270 MB; returns at once if it is complete
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT_S = 600.0
 
 
 def main(folder: Path) -> int:
-    """Make the environment unless it is there; returns the exit code."""
+    """Create the environment unless it exists; return the exit code."""
     stamp = folder / ".complete"
     if stamp.exists() and stamp.read_text() == _fingerprint():
         return 0
@@ -48,14 +48,14 @@ def main(folder: Path) -> int:
         print(f"The environment {folder} can't be made:\n{done.stderr[-2000:]}", file=sys.stderr)
         return done.returncode
     own = next(folder.glob("lib/python*/site-packages"))
-    # Searched after its own packages.
+    # searched after its own packages
     (own / "zz_shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
     stamp.write_text(_fingerprint())
     return 0
 
 
 def _fingerprint() -> str:
-    """Changes where this file, the pins or the environment that is shared do."""
+    """Return a value that changes with this file, the pins and the shared environment."""
     parts = (Path(__file__).read_text(), CONSTRAINTS.read_text(), sys.version, sysconfig.get_path("purelib"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

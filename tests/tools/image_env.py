@@ -1,9 +1,9 @@
-"""Make an environment with the packages of a notebook service's image: ``make test-images PROFILE=colab-2026-08``.
+"""Create an environment with the packages of a notebook service's image: ``make test-images PROFILE=colab-2026-08``.
 
     python tests/tools/image_env.py colab-2026-08 .venv-image-colab-2026-08    about 3 GB
 
-The versions are those of ``tests/images/PROFILE.txt``, which names its source and its Python; that Python must run
-this script. torch is PyPI's, with stubs in the place of its CUDA libraries, as in ``xla_env.py``.
+``tests/images/PROFILE.txt`` lists the versions, and names its source and its Python, which must run this script. torch
+comes from PyPI, with stubs in place of its CUDA libraries, as in ``xla_env.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import xla_env
 
 PROFILES = Path(__file__).parents[1] / "images"
-# What the notebooks and the tests of images need besides torch.
+# Packages that the notebooks and the image tests need besides torch.
 PACKAGES = (
     *xla_env.NEEDED,
     "accelerate",
@@ -46,12 +46,12 @@ PACKAGES = (
     "traitlets",
     "transformers",
 )
-# Extras of CUDA, which the stubs stand for: pip would install 5 GB of them with the first package that requires torch.
+# CUDA's packages, which the stubs replace: pip would install 5 GB of them with the first package that requires torch.
 CUDA_REQUIREMENT = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton).*\n", re.MULTILINE)
 
 
 def main(profile: str, folder: Path) -> int:
-    """Make the environment unless it is there; returns the exit code."""
+    """Create the environment unless it exists; return the exit code."""
     pins = PROFILES / f"{profile}.txt"
     if not pins.exists():
         known = ", ".join(sorted(file.stem for file in PROFILES.glob("*.txt")))

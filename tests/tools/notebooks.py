@@ -1,10 +1,10 @@
-"""Execute the notebooks and store them with their outputs: ``make notebooks``, with names for some of them.
+"""Execute the notebooks and store them with their outputs: ``make notebooks``, or only the named ones.
 
     python -m tests.tools.notebooks                      # all
     python -m tests.tools.notebooks 01_quickstart 03_tpu
 
-They are executed without a user, so that what stays of a job is its table without scripts, which GitHub and the
-documentation show. Numbers differ from run to run; :func:`fingerprint` says whether outputs belong to the sources.
+They are executed without a user, so the output of a job is its table without scripts, which GitHub and the
+documentation can show. Numbers differ between runs; :func:`fingerprint` shows whether outputs belong to the sources.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ XLA_PYTHON = ROOT / ".venv-xla" / "bin" / "python"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # no download
     "PJRT_DEVICE": "CPU",  # torch_xla without chips
-    "PYTHONPATH": str(ROOT),  # nothing to install where the interpreter has no nblaunch
-    "DS_ACCELERATOR": "cpu",  # DeepSpeed, which others import, need not report that it looked for a GPU
+    "PYTHONPATH": str(ROOT),  # install nothing if the interpreter lacks nblaunch
+    "DS_ACCELERATOR": "cpu",  # DeepSpeed, which other libraries import, should not report its search for a GPU
 }
 OF_XLA = "03_tpu"
-"""The notebook that is executed with torch_xla, on the CPU, so that it shows what compiling costs."""
+"""The notebook that is executed with torch_xla on the CPU, to show the cost of compiling."""
 
 
 def main(names: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def fingerprint(notebook: Any) -> str:
 
 
 def tidy(notebook: Any) -> None:
-    """Drop what says nothing to a reader, and record which sources were executed."""
+    """Drop outputs that mean nothing to a reader, and record which sources were executed."""
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
@@ -76,20 +76,20 @@ def tidy(notebook: Any) -> None:
     }
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            # A widget whose state is not stored, such as a bar of tqdm, is an empty space.
+            # A widget without stored state, such as a bar of tqdm, is an empty space.
             kept = (output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {}))
             cell.outputs = [shortened(output) for output in kept]
 
 
 def shortened(output: Any) -> Any:
-    """Return an output without paths of the machine on which it was made."""
+    """Return an output without paths of the machine that created it."""
     text = json.dumps(output).replace(f"{ROOT}/", "")
     return nbformat.from_dict(json.loads(text))
 
 
 @contextmanager
 def kernel_of(python: str) -> Iterator[str]:
-    """Let Jupyter find a kernel of this interpreter while the block runs; gives its name."""
+    """Make Jupyter find a kernel of this interpreter while the block runs; yield its name."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         spec = Path(folder) / "kernels" / "stored" / "kernel.json"

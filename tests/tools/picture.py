@@ -1,7 +1,7 @@
-"""Take the pictures of the dashboard that the README and the documentation show: a real launch in a real JupyterLab.
+"""Take the pictures of the dashboard for the README and the documentation: a real launch in a real JupyterLab.
 
-Needs Chromium (see ``browser.py``). Called by ``make picture``; writes ``notebooks/images/dashboard.png``, taken while
-the job runs, and ``dashboard.gif``, which shows the whole job in a few seconds.
+Needs Chromium (see ``browser.py``). ``make picture`` calls it. It writes ``notebooks/images/dashboard.png``, taken
+while the job runs, and ``dashboard.gif``, which shows the whole job in a few seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> int:
                     photograph(lab.open(browser, "train.ipynb"))
                 with Browser.start(size=(1060, 2400)) as browser:
                     film(lab.open(browser, "train.ipynb"))
-        except FileNotFoundError as error:  # no browser: says what to do
+        except FileNotFoundError as error:  # no browser; the message says what to do
             print(error, file=sys.stderr)
             return 1
     for file in MAX_BYTES:
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def photograph(page: Page) -> None:
-    """Run the notebook and take the cell that launches, some way into the training."""
+    """Run the notebook and photograph the launching cell during the training."""
     page.run(0)
     page.wait_until_idle(0, 60)
     page.run(1)
@@ -93,7 +93,7 @@ def photograph(page: Page) -> None:
 
 
 def film(page: Page) -> None:
-    """Run the notebook and take the cell that launches from its start to its end."""
+    """Run the notebook and film the launching cell from its start to its end."""
     page.run(0)
     page.wait_until_idle(0, 60)
     page.run(1)

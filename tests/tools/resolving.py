@@ -4,8 +4,8 @@
     resolving.install()
     from transformers import Trainer        # its Accelerator is nblaunch's
 
-A module ``accelerate.x`` has the names of ``nblaunch.x`` and no others, so that a name which nblaunch lacks fails where
-the library uses it. The version is that of the installed Accelerate, because libraries ask for it.
+A module ``accelerate.x`` has only the names of ``nblaunch.x``, so a name that nblaunch lacks fails where the library
+uses it. The version is the installed Accelerate's, because libraries check it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Resolve what is imported from now on."""
+    """Resolve imports from now on."""
     if "accelerate" in sys.modules:
         raise RuntimeError("Accelerate is imported already: resolve its name first")
     sys.meta_path.insert(0, _Finder())

@@ -1,9 +1,9 @@
-"""Write down the public names and signatures of the installed ``accelerate``, as data for tests/hf_surface.
+"""Store the public names and signatures of the installed ``accelerate``, as data for tests/hf_surface.
 
     python -m tests.tools.snapshot_surface
 
-It is run when the surface is to follow a new release; the tests read only what it wrote. Names, names of parameters and
-defaults are facts about an interface; nothing else of the package is stored.
+Run it to update the snapshot for a new release; the tests read only its output. It stores names, parameter names and
+defaults, which are facts about an interface, and nothing else of the package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODULES = (
 
 
 def parameters_of(function: Any) -> dict[str, str] | None:
-    """Parameter names in order, each with its kind and default as text; None where Python does not know."""
+    """Return parameter names in order, each with its kind and default as text; None if Python does not know them."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -75,7 +75,7 @@ def describe(value: Any) -> dict[str, Any]:
 
 
 def attributes_of(cls: type) -> Iterator[str]:
-    """Public names that the package's own code sets on ``self``."""
+    """Return public names that the package's own code sets on ``self``."""
     for base in cls.__mro__:
         if base.__module__.startswith("accelerate"):
             for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
@@ -85,7 +85,7 @@ def attributes_of(cls: type) -> Iterator[str]:
 
 
 def own_names(cls: type) -> set[str]:
-    """What the package itself defines on a class, and not torch or Python."""
+    """Return the names that the package itself defines on a class, rather than torch or Python."""
     return {name for base in cls.__mro__ if base.__module__.startswith("accelerate") for name in vars(base)}
 
 
@@ -106,7 +106,7 @@ def is_constant(name: str, value: Any) -> bool:
 
 
 def names_of(module: Any, path: str) -> list[str]:
-    """Public names; of a plain module those that it defines, of a package those that it hands on too."""
+    """Return public names: those that a module defines, and for a package also those that it re-exports."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     constants = [name for name, value in public.items() if is_constant(name, value)]
     names = [name for name, value in public.items() if is_theirs(value)]

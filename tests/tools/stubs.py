@@ -1,7 +1,7 @@
 """Write the stubs of ``nblaunch``, which imports its names lazily, and of Accelerate's module names: ``make stubs``.
 
 Type checkers and editors read them; Python itself does not. The stub of ``nblaunch`` also has the overloads of the
-functions in :data:`OVERLOADED`: they give the type that the user's function returns, and repeat all arguments, which
+functions in :data:`OVERLOADED`: they give the return type of the user's function, and repeat all arguments, which
 ``nblaunch/notebook.py`` lists only once.
 """
 
@@ -20,7 +20,7 @@ MODULES = ("nblaunch", *FILES)
 SOURCE = ROOT / "nblaunch" / "notebook.py"
 
 OVERLOADED = ("notebook_launcher", "launch")
-"""Functions of :data:`SOURCE` whose flags ``background`` and ``return_all`` decide what they return."""
+"""Functions of :data:`SOURCE` whose flags ``background`` and ``return_all`` determine their return type."""
 
 _NO, _YES = "Literal[False]", "Literal[True]"
 _RESULTS = (
@@ -30,7 +30,7 @@ _RESULTS = (
     ({"background": _YES, "return_all": _YES}, "Job[list[_T]]"),
     ({"background": "bool", "return_all": "bool"}, "Any"),
 )
-"""The types of both flags, and what the function then returns."""
+"""The types of both flags, and the return type."""
 
 _IMPORTS_OF_OVERLOADS = """\
 import os
@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 def path_of(module: str) -> Path:
-    """Return the stub's file of a module, as ``nblaunch.utils``."""
+    """Return the stub file of a module such as ``nblaunch.utils``."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.pyi" if module == "nblaunch" else path.with_suffix(".pyi")
 
@@ -102,7 +102,7 @@ def _overloads() -> Iterator[str]:
 
 
 def _annotate_flags(arguments: ast.arguments, flags: dict[str, str]) -> None:
-    """Give the flags their types; a flag that an overload needs to be True has no default there."""
+    """Set the flags' types; a flag that must be True in an overload has no default there."""
     for position, argument in enumerate(arguments.kwonlyargs):
         if argument.arg in flags:
             annotation = flags[argument.arg]

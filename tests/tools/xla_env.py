@@ -1,12 +1,12 @@
-"""Make the environment in which the XLA tests run on a machine without a TPU: ``make xla-env``.
+"""Create the environment for the XLA tests on a machine without a TPU: ``make xla-env``.
 
 torch_xla needs the torch of its own release, so it can't share an environment with a newer one. PyPI's torch for Linux
-is the CUDA build, whose CUDA libraries take 5 GB that no test here uses; so both are installed without dependencies,
-then the few that are needed, and each missing CUDA library is replaced by a stub: an empty shared library of the same
-name, with one function per symbol that torch would look up in it, which returns zero (torch registers its kernels
-through some while it is loaded). They are for these tests only.
+is the CUDA build, whose CUDA libraries take 5 GB that no test here uses. Both packages are therefore installed without
+dependencies, followed by the few needed ones, and a stub replaces each missing CUDA library: a shared library of the
+same name, with one function per symbol that torch looks up, which returns zero (torch registers its kernels through
+some of them at load time). The stubs are only for these tests.
 
-    python tests/tools/xla_env.py .venv-xla        2.6 GB, about a minute; at once where it is complete already
+    python tests/tools/xla_env.py .venv-xla        2.6 GB, about a minute; returns at once if it is complete
 
 Needs gcc, nm and readelf (package "build-essential" or "gcc" and "binutils"), and Linux on x86-64.
 """
@@ -24,7 +24,7 @@ import venv
 from pathlib import Path
 
 TORCH = ("torch==2.9.0", "torch_xla==2.9.0")
-# What the two need at run time: their metadata without CUDA's packages and triton.
+# Dependencies of both at run time: their metadata without CUDA's packages and triton.
 NEEDED = (
     "absl-py",
     "filelock",
@@ -38,7 +38,7 @@ NEEDED = (
     "sympy",
     "typing-extensions",
 )
-# What nblaunch and its tests need: as in pyproject.toml, without the checkers and the frameworks.
+# Dependencies of nblaunch and its tests: as in pyproject.toml, without checkers and frameworks.
 TESTED_WITH = (
     "cloudpickle",
     "hypothesis",
@@ -55,7 +55,8 @@ TESTED_WITH = (
     "scikit-learn",
     "tqdm",
 )
-# Frameworks that users run inside the function. Installed alone: pip would bring all that this torch names besides.
+# Frameworks that users run inside the function. Install them without dependencies, because pip would add all of
+# torch's.
 FRAMEWORKS = ("accelerate", "lightning-fabric==2.6.6")
 NEEDED_BY_FRAMEWORKS = ("huggingface-hub", "lightning-utilities", "packaging")
 TOOLS = ("gcc", "nm", "readelf")
@@ -73,11 +74,11 @@ print("torch", torch.__version__, "and torch_xla", torch_xla.__version__, "compu
 
 
 class Unavailable(Exception):
-    """The environment can't be made; the message says why and what to do."""
+    """The environment can't be created; the message says why and what to do."""
 
 
 def main(folder: Path) -> int:
-    """Make the environment unless it is there; returns the exit code."""
+    """Create the environment unless it exists; return the exit code."""
     stamp = folder / ".complete"
     if stamp.exists() and stamp.read_text() == _fingerprint():
         return 0
@@ -94,7 +95,7 @@ def main(folder: Path) -> int:
 
 
 def _fingerprint() -> str:
-    """Changes where this file, the pins or the interpreter do."""
+    """Return a value that changes with this file, the pins and the interpreter."""
     content = Path(__file__).read_bytes() + _constraints().read_bytes() + sys.version.encode()
     return hashlib.sha256(content).hexdigest()
 
@@ -123,10 +124,10 @@ def _python(folder: Path) -> str:
 
 
 def _run(*command: str, timeout_s: float = COMMAND_TIMEOUT_S, env: dict[str, str] | None = None) -> str:
-    """Standard output of a command.
+    """Return the standard output of a command.
 
     Raises:
-        Unavailable: it failed or took too long; holds the end of its output.
+        Unavailable: it failed or took too long; the message has the end of its output.
     """
     try:
         answer = subprocess.run(
@@ -146,7 +147,7 @@ def _install(folder: Path) -> None:
     venv.create(folder, with_pip=True, symlinks=True)
     print(f"Installing {' and '.join(TORCH)} into {folder} (1 GB to download) ...", flush=True)
     pip = (_python(folder), "-m", "pip", "install", "--quiet")
-    _pip(*pip, "--upgrade", "pip")  # an older one takes minutes to choose releases
+    _pip(*pip, "--upgrade", "pip")  # an older pip takes minutes to choose releases
     _pip(*pip, "--no-deps", *TORCH)
     constrained = (*pip, "--constraint", str(_constraints()))
     _pip(*constrained, *NEEDED, *TESTED_WITH, *NEEDED_BY_FRAMEWORKS)
@@ -154,7 +155,7 @@ def _install(folder: Path) -> None:
 
 
 def _pip(*command: str) -> None:
-    # The user's settings of pip (index, proxy, cache) hold: the environment is passed on.
+    # The user's settings for pip (index, proxy, cache) apply, because the environment is passed on.
     _run(*command, timeout_s=INSTALL_TIMEOUT_S)
 
 
@@ -162,7 +163,7 @@ def _pip(*command: str) -> None:
 
 
 def _stub_missing_libraries(folder: Path) -> None:
-    """Give torch the libraries it is linked to and that are not there."""
+    """Create stubs of the missing libraries that torch is linked to."""
     libraries = next(folder.glob("lib/python*/site-packages/torch/lib"))
     for stub in libraries.glob("*.stub"):
         stub.with_name(stub.name.removesuffix(".stub")).unlink(missing_ok=True)
@@ -176,8 +177,8 @@ def _stub_missing_libraries(folder: Path) -> None:
         undefined.pop(defined, None)
     needed = _needed_versions(real)
     for name in missing:
-        # The linker insists on a symbol's version being in the library that it was linked to. A symbol without one is
-        # found in any library: libtorch_global_deps, which is loaded first, is linked to them all.
+        # The linker looks for a versioned symbol only in the library that it was linked to, and for an unversioned
+        # symbol in any library: libtorch_global_deps, which is loaded first, is linked to all of them.
         nodes = {version: [] for version, file in needed.items() if file == name} or {name: []}
         for symbol, version in undefined.items():
             if version in nodes:
@@ -189,7 +190,7 @@ def _stub_missing_libraries(folder: Path) -> None:
 
 
 def _missing_libraries(libraries: list[Path]) -> list[str]:
-    """Names of libraries that the dynamic linker does not find for any of ``libraries``."""
+    """Return the names of libraries that the dynamic linker can't find for ``libraries``."""
     names = set()
     for library in libraries:
         for line in _run("ldd", str(library)).splitlines():
@@ -209,7 +210,7 @@ def _system_libraries(libraries: list[Path]) -> list[Path]:
 
 
 def _symbols(libraries: list[Path], which: str) -> dict[str, str]:
-    """Dynamic symbols and their versions, empty where they have none."""
+    """Return dynamic symbols and their versions; empty without a version."""
     versions = {}
     for library in libraries:
         for line in _run("nm", "--dynamic", which, "--format=posix", str(library)).splitlines():
@@ -221,7 +222,7 @@ def _symbols(libraries: list[Path], which: str) -> dict[str, str]:
 
 
 def _needed_versions(libraries: list[Path]) -> dict[str, str]:
-    """Versions of symbols that the libraries need, and the names of the libraries they expect them in."""
+    """Return the symbol versions that the libraries need, and the names of the libraries that must provide them."""
     files = {}
     for library in libraries:
         file = ""
@@ -234,7 +235,7 @@ def _needed_versions(libraries: list[Path]) -> dict[str, str]:
 
 
 def _compile_stub(target: Path, symbols: dict[str, list[str]]) -> None:
-    """A shared library of that name whose functions do nothing. ``symbols``: by their version."""
+    """Compile a shared library of this name whose functions do nothing. ``symbols``: version -> symbols."""
     target.with_name(target.name + ".stub").touch()
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "stub.c"), Path(scratch, "versions")

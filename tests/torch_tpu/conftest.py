@@ -1,6 +1,6 @@
-"""The real torch_tpu and libtpu on a machine without chips, as far as libtpu's own search for them.
+"""The real torch_tpu and libtpu on a machine without chips, up to libtpu's own search for them.
 
-Collected only where torch_tpu is installed, which is the environment that ``make test-torch-tpu`` makes.
+The tests are collected only if torch_tpu is installed, as in the environment of ``make test-torch-tpu``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if not IS_INSTALLED:
 
 
 def pytest_report_header() -> str:
-    """Labels what these tests show."""
+    """Label the results of these tests."""
     if not IS_INSTALLED:
         return "tests/torch_tpu: left out, torch_tpu is not installed; make test-torch-tpu runs them"
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torch_tpu", "libtpu"))

@@ -1,4 +1,4 @@
-"""Eight workers of a v5e host that has no chips: all goes as on a real one until libtpu looks for its chip."""
+"""Eight workers of a v5e host without chips: everything runs as on a real host until libtpu searches for its chip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 MODEL_MB = 200
 MOST_MB = 40
-"""What a worker may take beyond the model, when libtpu has found no chip."""
+"""Memory that a worker may use beyond the model when libtpu has found no chip."""
 
 PREAMBLE = f"""
 import atexit, os, sys, time
@@ -56,7 +56,7 @@ def compute(model):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel on that host, in which a seed and a backward() have run: with torch_tpu imported they end it."""
+    """Start a kernel on that host and run a seed and a backward(), which would end a kernel with torch_tpu imported."""
     env = {
         "NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs")),
         "PYTHONPATH": str(Path(__file__).with_name("eight_chips")),
@@ -118,7 +118,7 @@ def test_the_package_fits_this_torch() -> None:
 
 @pytest.fixture(scope="module")
 def hardware() -> Any:
-    """torch_tpu's own table, from its file: an import of the package changes torch for all tests."""
+    """Return torch_tpu's own table from its file, because importing the package would change torch for all tests."""
     package = importlib.util.find_spec("torch_tpu")
     assert package is not None
     assert package.submodule_search_locations is not None

@@ -1,8 +1,8 @@
-"""Compile a program for a TPU that is not there: libtpu's own compiler, ahead of time, through JAX.
+"""Compile a program ahead of time for an absent TPU, with libtpu's own compiler through JAX.
 
     python compile_program.py FILE TOPOLOGY NUM_DEVICES replicas|partitions
 
-Runs in an environment of its own (``requirements.txt``), on any host with Linux on x86-64. Prints JSON: bytes of
+It runs in a separate environment (``requirements.txt``), on any Linux host with x86-64. It prints JSON: bytes of
 arguments, results and temporary values on each device, the collectives of the compiled program and the types of its
 arguments.
 """
@@ -26,7 +26,7 @@ COLLECTIVES = r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-perm
 
 
 def main(file: str, topology: str, num_devices: int, way: str) -> None:
-    """Compile and print."""
+    """Compile the program and print the results."""
     devices = topologies.get_topology_desc(topology, platform="tpu").devices[:num_devices]
     module = _hlo.hlo_module_from_text(Path(file).read_text())
     portable = _jax.mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto())
@@ -36,7 +36,7 @@ def main(file: str, topology: str, num_devices: int, way: str) -> None:
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = options.num_replicas, options.num_partitions
     build.use_spmd_partitioning = way == "partitions"
-    build.allow_spmd_sharding_propagation_to_output = [way == "partitions"]  # as torch_xla does
+    build.allow_spmd_sharding_propagation_to_output = [way == "partitions"]  # torch_xla does the same
     shape = (options.num_replicas, options.num_partitions)
     ids = np.array([device.id for device in devices]).reshape(shape)
     build.device_assignment = options.device_assignment = xla_client.DeviceAssignment.create(ids)
@@ -49,7 +49,7 @@ def main(file: str, topology: str, num_devices: int, way: str) -> None:
     entry = re.search(r"entry_computation_layout=\{\((.*?)\)->", compiled, re.DOTALL)
     arguments = re.findall(r"([a-z]+\d+)\[", entry[1] if entry else "")
     collectives = Counter(re.findall(COLLECTIVES, compiled))
-    # libtpu has a reduce-scatter as a fusion of an all-reduce and a slice.
+    # libtpu represents a reduce-scatter as a fusion of an all-reduce and a slice.
     collectives["reduce-scatter"] += len(re.findall(r"calls=%all-reduce-scatter", compiled))
     print(
         json.dumps(

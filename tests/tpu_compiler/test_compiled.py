@@ -1,6 +1,6 @@
-"""Our own training steps, compiled by libtpu for TPUs that are not there: collectives, element types, memory.
+"""nblaunch's training steps, compiled by libtpu for absent TPUs: collectives, element types, memory.
 
-It proves that they compile and what they take; not that they run.
+The tests prove that the steps compile, and their memory, but not that they run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_LAYERS = 4
 
 
 def run(*command: str, **variables: str) -> dict[str, Any]:
-    """The JSON that a program prints last."""
+    """Return the JSON that a program prints last."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -36,13 +36,13 @@ def run(*command: str, **variables: str) -> dict[str, Any]:
 
 
 def compiled(folder: Path, topology: str, **step: Any) -> dict[str, Any]:
-    """What the TPU compiler makes of a traced step."""
+    """Return the TPU compiler's results for a traced step."""
     file, spmd = folder / "step.hlo", step.get("spmd", False)
     devices = {"CPU_NUM_DEVICES": "8"} if spmd else {}
     traced = run(
         sys.executable, "-m", "tests.tpu_compiler.trace_step", str(file), json.dumps(step), **devices
     )
-    # libtpu asks for the host it runs on, which has no TPU.
+    # libtpu would query this host, which has no TPU.
     host = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TMPDIR": str(folder)}
     way = "partitions" if spmd else "replicas"
     program = str(FOLDER / "compile_program.py")
@@ -57,7 +57,7 @@ def compiled(folder: Path, topology: str, **step: Any) -> dict[str, Any]:
 def test_types_and_collectives_of_a_step(
     tmp_path: Path, topology: str, step: dict[str, Any], precision: str, downcast: bool
 ) -> None:
-    """Weights, state and gradients have the type that was asked for; doubles are what remains of numbers in Python."""
+    """Weights, state and gradients have the requested type; doubles remain only for Python's numbers."""
     found = compiled(tmp_path, topology, precision=precision, downcast=downcast, **step)
     assert found["collectives"].keys() == (set() if found["devices"] == 1 else {"all-reduce"})
     assert found["devices"] == step.get("replicas", 8)
@@ -66,7 +66,7 @@ def test_types_and_collectives_of_a_step(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_sharded_weights_are_gathered_and_their_gradients_scattered(tmp_path: Path, topology: str) -> None:
-    """Each device holds an eighth of weights, gradients and state, beside its rows of the batch."""
+    """Each device holds an eighth of weights, gradients and state, and its rows of the batch."""
     whole = compiled(tmp_path, topology, spmd=True, width=WIDTH)
     parts = compiled(tmp_path, topology, spmd=True, sharded=True, width=WIDTH)
     assert "all-gather" not in whole["collectives"]
@@ -81,7 +81,7 @@ def test_sharded_weights_are_gathered_and_their_gradients_scattered(tmp_path: Pa
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_estimate_of_memory_is_the_compilers(tmp_path: Path, topology: str, precision: str) -> None:
     found = compiled(tmp_path, topology, precision=precision, width=WIDTH)
-    # Weights and state are updated in place: what lives afterwards, and what lives only meanwhile.
+    # Weights and state are updated in place: memory that stays, and memory that is only temporary.
     needed = found["output_bytes"] + found["temporary_bytes"]
     size = ModelSize(found["num_parameters"], found["num_parameters"])
     estimate = training_need("xla", size, JobSettings(1, precision, 2, "tpu")).device

@@ -1,10 +1,10 @@
-"""Trace a training step of an Accelerator on PJRT CPU, and write its program for a TPU compiler to compile.
+"""Trace a training step of an Accelerator on PJRT CPU, and write its program for a TPU compiler.
 
     python -m tests.tpu_compiler.trace_step FILE '{"precision": "bf16", "replicas": 8}'
 
-The second step is traced: the optimizer has its state. With several replicas the step takes the way that gradients go
-on a TPU, through XLA's own all-reduce, which PJRT CPU could not execute and need not: the program is only written.
-Prints the number of parameters, as JSON.
+It traces the second step, in which the optimizer has its state. With several replicas, gradients are averaged as on a
+TPU, by XLA's own all-reduce. PJRT CPU can't execute that, but the program is only written. It prints the number of
+parameters as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 
 def network(width: int) -> nn.Module:
-    """The network of notebook 03 where ``width`` is 0; else layers that are that wide."""
+    """Return the network of notebook 03 if ``width`` is 0, or else layers of this width."""
     if width:
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
     return nn.Sequential(
@@ -46,7 +46,7 @@ def write(
     spmd: bool = False,
     sharded: bool = False,
 ) -> dict[str, Any]:
-    """Write the program of a training step; return what is known of it."""
+    """Write the program of a training step; return its facts."""
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -75,7 +75,7 @@ def write(
             continue
         with _as_on_a_tpu(xla, xla_runtime, xr, replicas):
             optimizer.step()
-        # All that lives when the step is executed: gradients too, which the loop drops only afterwards.
+        # Everything that exists when the step is executed, including gradients, which the loop drops only afterwards.
         kept = [loss, *model.parameters(), *(parameter.grad for parameter in model.parameters())]
         for state in optimizer.state.values():
             kept += [
@@ -92,7 +92,7 @@ def write(
 
 
 def _as_on_a_tpu(xla: Any, xla_runtime: Any, xr: Any, replicas: int) -> Any:
-    """Have an optimizer's step reduce gradients over that many replicas, and leave the graph unexecuted."""
+    """Make an optimizer's step reduce gradients over this many replicas, without executing the graph."""
     import torch.distributed as dist
 
     patches = contextlib.ExitStack()
@@ -108,4 +108,4 @@ def _as_on_a_tpu(xla: Any, xla_runtime: Any, xr: Any, replicas: int) -> Any:
 if __name__ == "__main__":
     print(json.dumps(write(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
     sys.stdout.flush()
-    os._exit(0)  # the graph that was left must not be executed at the end
+    os._exit(0)  # the unexecuted graph must not be executed at the end

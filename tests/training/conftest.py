@@ -12,7 +12,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 @pytest.fixture(autouse=True)
 def lone_process() -> Iterator[None]:
-    """Every test starts in a process that knows of no job, and computes on the CPU."""
+    """Start every test in a process without a job that computes on the CPU."""
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
     yield
     context.take()

@@ -1,4 +1,6 @@
-"""Imported last by the process that ranks are forked from: in them, the collector leaves alone what was imported."""
+"""The process from which ranks are forked imports this module last, so that their garbage collector skips imported
+objects.
+"""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""A model with frozen 4-bit weights in the form of bitsandbytes, which tests do not install, and an adapter on it."""
+"""A model with an adapter on frozen 4-bit weights in the format of bitsandbytes, which tests do not install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Params4bit(torch.nn.Parameter):
-    """Two 4-bit numbers in a byte; the scale of each row hangs on it as ``quant_state``."""
+    """A weight with two 4-bit numbers per byte; its attribute ``quant_state`` has the scale of each row."""
 
     quant_state: torch.Tensor | None
 
@@ -19,7 +19,7 @@ class Params4bit(torch.nn.Parameter):
 
     @property
     def absmax(self) -> torch.Tensor | None:
-        """What torch.distributed.checkpoint looks up by the names in the state dict."""
+        """Attribute that torch.distributed.checkpoint looks up by its name in the state dict."""
         return self.quant_state
 
     def __deepcopy__(self, memo: Any) -> Params4bit:
@@ -30,7 +30,7 @@ class Params4bit(torch.nn.Parameter):
 
 
 class Linear4bit(torch.nn.Module):
-    """A linear layer that keeps its weight in 4 bits, and its scales in the state dict, which it can't load."""
+    """A linear layer with a 4-bit weight. Its state dict includes the scales, which it can't load."""
 
     weight: Params4bit
 
@@ -47,18 +47,20 @@ class Linear4bit(torch.nn.Module):
         self.num_calls += 1
         codes = torch.stack([self.weight.data // 16, self.weight.data % 16], -1).flatten(1)
         whole = (codes.float() - 8) * self.weight.quant_state
-        # bitsandbytes computes in the dtype of what comes in, too.
+        # bitsandbytes also computes in the dtype of its input.
         return torch.nn.functional.linear(batch, whole.to(batch.dtype), self.bias.to(batch.dtype))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight.absmax"] = self.weight.quant_state
-        # bitsandbytes writes its settings as text, which a forward may change.
+        # bitsandbytes stores its settings as text, which a forward may change.
         destination[f"{prefix}weight.quant_state"] = torch.zeros(1 + self.num_calls)
 
 
 class Packed(torch.Tensor):
-    """A tensor made of two, as torchao's are: it has no memory of its own, and can do next to nothing."""
+    """A tensor that consists of two others, like torchao's: it has no memory of its own, and supports few
+    operations.
+    """
 
     __module__ = "torchao.quantization"
 
@@ -95,7 +97,7 @@ class LinearPacked(torch.nn.Module):
 
 
 class Adapted(torch.nn.Module):
-    """A quantised base with a low-rank adapter, which alone is trained."""
+    """A quantised base with a low-rank adapter; only the adapter is trained."""
 
     def __init__(self, size: int = 8, kind: type[torch.nn.Module] = Linear4bit) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Adapted(torch.nn.Module):
 
 
 def train_one_step(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """Prepare ``model`` with an optimizer of what is to be trained, and step once; return what was prepared."""
+    """Prepare ``model`` with an optimizer for its trained parameters, and step once; return the prepared objects."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.1))
     accelerator.backward(model(torch.ones(2, 8)).square().sum())

@@ -1,4 +1,4 @@
-"""Real ranks for tests: N processes joined by gloo over the loopback interface, without the launcher.
+"""Real ranks for tests: N processes that gloo joins over the loopback interface, without the launcher.
 
     results = ranks.run(program, 2, "an argument")     # program("an argument") in each; results in rank order
 
@@ -27,10 +27,10 @@ from nblaunch.topology import Topology
 
 
 class RankFailed(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """A rank raised an exception; the message is its traceback."""
 
 
-# What most modules of tests import besides, which every rank imports with the module whose function it calls.
+# Other imports of most test modules, which every rank makes together with the module of its function.
 _IMPORTED = (
     "torch",
     "torch.distributed",
@@ -38,7 +38,8 @@ _IMPORTED = (
     "tests.training.ranks",
     "hypothesis",
 )
-# What some of them need, up to two seconds in each rank. Not where a device is used: Accelerate may look for it.
+# Imports of some modules, which take up to two seconds in each rank. Not with a device, which Accelerate may search
+# for.
 _IMPORTED_BY_SOME = (
     "accelerate",
     "nblaunch.notebook",
@@ -50,9 +51,9 @@ _preloaded: tuple[str, ...] | None = None
 
 @pytest.fixture(scope="module", autouse=True)
 def rank_server(request: pytest.FixtureRequest) -> None:
-    """The process that the ranks of a module's tests are forked from, which never touches a device.
+    """Start the process from which the ranks of a module's tests are forked; it never touches a device.
 
-    A test module, or a folder's conftest, takes it by importing it. It serves the next module, too.
+    A test module, or a folder's conftest, uses the fixture by importing it. The process also serves the next module.
     """
     request.config.add_cleanup(stop_server)
     has_devices = request.node.get_closest_marker("cuda") is not None
@@ -60,9 +61,9 @@ def rank_server(request: pytest.FixtureRequest) -> None:
 
 
 def start_server(*preload: str) -> None:
-    """Start the process that ranks are forked from, with torch and the modules ``preload`` imported once.
+    """Start the process from which ranks are forked, with torch and the modules ``preload`` imported.
 
-    Does nothing where one runs that has imported just these.
+    Do nothing if a process with exactly these imports is running.
     """
     global _preloaded
     if _preloaded == preload:
@@ -72,18 +73,18 @@ def start_server(*preload: str) -> None:
     server = multiprocessing.forkserver
     server.set_forkserver_preload([*_IMPORTED, *preload, "tests.training.frozen_heap"])
     server.ensure_running()
-    # The time that it takes to import is not the first rank's.
+    # The time for imports does not count for the first rank.
     first = multiprocessing.get_context("forkserver").Process(target=int)
     first.start()
     first.join()
     first.close()
     _preloaded = preload
-    # The first store of a process makes libuv's signal pipe, which stays for good: not to be taken for a test's.
+    # The first store of a process creates libuv's permanent signal pipe, which must not count as left behind by a test.
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def stop_server() -> None:
-    """Stop it, and the resource tracker that comes with it."""
+    """Stop the process and its resource tracker."""
     from multiprocessing import resource_tracker
 
     global _preloaded
@@ -95,7 +96,7 @@ def stop_server() -> None:
 def run(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, backend: str = "cpu"
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a job; returns the results by rank.
+    """Call ``function(*args)`` on every rank of a job; return the results by rank.
 
     Raises:
         RankFailed: a rank raised, died or did not finish in time.
@@ -104,9 +105,7 @@ def run(
     call = cloudpickle.dumps((function, args))
     spawn = multiprocessing.get_context("forkserver")
     ranks = []
-    patience_s = (
-        1.0  # after a failure the others wait for the rank that failed, so they are not worth waiting for
-    )
+    patience_s = 1.0  # after a failure, the other ranks only wait for the failed rank, so don't wait for them
     try:
         for rank in range(world_size):
             topology = Topology(rank, rank, 0, world_size, world_size, master_port=store.port)
@@ -125,11 +124,11 @@ def run(
         ]
         if stuck:
             print(f"ranks {stuck} did not end by themselves and were killed")
-        del store  # the traceback of a failure keeps this frame, and would keep its sockets
+        del store  # the traceback of a failure keeps this frame and would keep its sockets
 
 
 def _end(process: Any, receiver: multiprocessing.connection.Connection, patience_s: float) -> bool:
-    """Wait for a rank to end, or make it; whether it ended by itself."""
+    """Wait for the end of a rank, or end it; return whether it ended by itself."""
     process.join(patience_s)
     is_ended = not process.is_alive()
     if not is_ended:
@@ -155,12 +154,12 @@ def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline
 def _rank_main(
     call: bytes, environment: dict[str, str], backend: str, sender: multiprocessing.connection.Connection
 ) -> None:
-    # A process takes over the start method it was made by; the readers of a loader would then come from one more
-    # server, which ends some time after the rank. In launched workers and under torchrun they are forked.
+    # A process inherits the start method with which it was created; a loader's processes would then come from another
+    # server, which ends some time after the rank. In launched workers and under torchrun, they are forked.
     multiprocessing.set_start_method("fork", force=True)
     topology, chosen = Topology.from_env(environment), backends.choose(backend)
     env.apply({**environment, **chosen.worker_env(topology)})  # as in launched workers
-    warnings.simplefilter("error")  # as in the tests' own process
+    warnings.simplefilter("error")  # as in the test process
     warnings.filterwarnings("ignore", "the last accumulation window of the loader has")
     torch.set_num_threads(1)
     context.install(context.ProcessContext(topology, chosen))

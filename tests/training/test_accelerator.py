@@ -1,4 +1,4 @@
-"""The Accelerator in one process: its settings, what it refuses, prepare, one training step."""
+"""The Accelerator in one process: settings, refusals, prepare, a training step."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_changed_settings_apply_to_later_objects() -> None:
     scheduler = accelerator.prepare(StepLR(optimizer, 1, gamma=0.5))
     accelerator.sync_gradients = False
     optimizer.step()
-    scheduler.step()  # on its own, wherever gradients sync
+    scheduler.step()  # separate from its optimizer, but whenever gradients sync
     assert scheduler.get_last_lr() == [0.5]
 
 
@@ -130,7 +130,7 @@ def test_handlers_pass_values_that_differ_from_defaults() -> None:
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     assert DistributedDataParallelKwargs(bucket_cap_mb=1).to_kwargs() == {"bucket_cap_mb": 1}
     hooked = DistributedDataParallelKwargs(static_graph=True, comm_hook=DDPCommunicationHookType.FP16)
-    assert hooked.to_kwargs() == {"static_graph": True}  # as DistributedDataParallel takes them
+    assert hooked.to_kwargs() == {"static_graph": True}  # the form that DistributedDataParallel accepts
 
 
 def test_where_mixed_precision_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_prepare_returns_everything_in_order_and_only_once() -> None:
 
 def test_a_loader_of_torch_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class MpDeviceLoader:
-        """As torch_xla's: around a DataLoader, but none itself."""
+        """A loader like torch_xla's, which wraps a DataLoader but is not one."""
 
     loaders = types.SimpleNamespace(MpDeviceLoader=MpDeviceLoader)
     monkeypatch.setitem(sys.modules, "torch_xla.distributed.parallel_loader", loaders)
@@ -281,7 +281,7 @@ def test_free_memory_forgets_prepared_objects() -> None:
 
 
 class _Spy(nn.Module):
-    """Notes the type that it computes in."""
+    """A model that records the dtype of its computations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def test_fp16_scales_and_unscales_once() -> None:
 
 
 class _Around(torch.optim.Optimizer):
-    """An optimizer around another one, which makes nothing of its own, as timm's ``Lookahead``."""
+    """An optimizer that wraps another one without calling its base constructor, like timm's ``Lookahead``."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -523,7 +523,7 @@ def test_a_prepared_optimizer_is_an_optimizer() -> None:
 
 
 class _Clearing(torch.optim.SGD):
-    """Its ``zero_grad`` leaves no choice, as that of Apex's fused optimizers."""
+    """An optimizer whose ``zero_grad`` has no argument, like Apex's fused optimizers."""
 
     def zero_grad(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -575,7 +575,7 @@ def test_gradients_that_the_user_reduced_are_not_reduced_again(monkeypatch: pyte
 
 
 class _Lomo(torch.optim.Optimizer):
-    """Steps in backward, and only there, as those of ``lomo_optim`` do."""
+    """An optimizer that steps only in backward, like those of ``lomo_optim``."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -710,7 +710,7 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
     accelerator = Accelerator()
 
     def answer(value: int) -> int:
-        """Doubles."""
+        """Return twice the number."""
         return 2 * value
 
     for decorate in (
@@ -724,7 +724,8 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
         assert decorated(4) == 8
         assert decorated.__doc__ == "Doubles."
     assert accelerator.on_process(answer, process_index=0)(1) == 2
-    assert accelerator.on_process(process_index=3)(answer)(1) == 2  # a lone process does what is for any rank
+    # a single process runs the functions of all ranks
+    assert accelerator.on_process(process_index=3)(answer)(1) == 2
     assert accelerator.on_local_process(answer, 3)(1) == 2
     with pytest.raises(ValueError, match="process_index=None"):
         accelerator.on_process(answer)

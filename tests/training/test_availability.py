@@ -1,4 +1,4 @@
-"""Questions about what there is: versions are compared as PEP 440 orders them, an old kernel is warned of."""
+"""Availability functions: versions are compared in the order of PEP 440, and an old kernel gets a warning."""
 
 from __future__ import annotations
 

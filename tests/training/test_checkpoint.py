@@ -1,4 +1,4 @@
-"""Checkpoints: training continued is the training that went on, bit for bit on two ranks; what is refused, and how."""
+"""Checkpoints: resumed training equals uninterrupted training, bit for bit on two ranks; refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS = 44
 
 
 class Counter:
-    """Something of the user's own that a checkpoint has to keep."""
+    """A user's object that a checkpoint must include."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -74,7 +74,7 @@ def _train(
     sampling: dict[str, Any] | None = None,
     skips_by_number: bool = True,
 ) -> dict[str, Any]:
-    """Three epochs, or what is left of them; what was seen and drawn at every step, and what came of it."""
+    """Train for three epochs, or for the rest of them; return seen samples, random numbers and results by step."""
     set_seed(99 if is_resumed else 5, device_specific=True)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
@@ -136,9 +136,10 @@ def test_training_continues_exactly(
 
 
 def test_training_continues_on_four_ranks_up_to_rounding(tmp_path: Path) -> None:
-    """A new DDP adds the first gradients of four ranks up in another order.
+    """A new DDP adds the first gradients of four ranks in another order.
 
-    In float64, whose rounding errors are below Adam's epsilon: a step by gradients of nothing else is next to nothing.
+    The test uses float64, whose rounding errors are below Adam's epsilon, so gradients of only rounding errors hardly
+    change weights.
     """
     _compare(tmp_path / "state", 4, -(-ROWS // 16) + 2, {}, program=_train_in_float64, tolerance=1e-6)
 
@@ -150,7 +151,7 @@ def test_stateful_loaders_continue_exactly_without_skipping(tmp_path: Path, save
 
 
 def test_training_continues_exactly_after_seen_samples(tmp_path: Path) -> None:
-    """The last batches of an epoch are completed with the same rows, those of its start."""
+    """The last batches of an epoch are filled up with the same rows from its start."""
     _compare(tmp_path / "state", 2, 8, {}, "no", None, False)
 
 
@@ -206,7 +207,7 @@ def _assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
 
 
 class _Unusual(nn.Module):
-    """Has sparse and complex gradients."""
+    """A model with sparse and complex gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ def _resume_unusual(folder: str) -> bool:
         optimizer.zero_grad()
 
     trained, optimizer = prepare()
-    for _ in range(2):  # DDP knows the order of gradients from its second forward on
+    for _ in range(2):  # DDP knows the order of gradients only after its second forward
         step(trained, optimizer)
     accelerator.save_state(folder)
     step(trained, optimizer)
@@ -324,7 +325,7 @@ def test_torch_format(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_tool_in_the_same_folder_are_not_loaded(tmp_path: Path) -> None:
-    """They stay there, since they are of no checkpoint of ours; safetensors' format is no reason to prefer them."""
+    """They stay, because they don't belong to our checkpoint, and are not preferred for their safetensors format."""
     accelerator, model, _ = _prepared()
     others = {name: torch.zeros_like(value) for name, value in _weights(model).items()}
     model_files.write_weights(others, tmp_path / "model.safetensors")
@@ -387,7 +388,7 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     accelerator.load_state()
     _assert_same(_weights(model), saved)
     assert accelerator.save_iteration == 11
-    # An older number is not taken for the oldest while it is the newest.
+    # A new checkpoint with a lower number does not count as the oldest.
     project.iteration = 3
     accelerator.save_state()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -410,7 +411,9 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_training(tmp_path: Path) ->
 
 
 def test_only_checkpoints_of_ours_make_room_for_new_ones(tmp_path: Path) -> None:
-    """Folders and links of such names that ``save_state`` did not make stay; what a killed save left goes."""
+    """Folders and links with such names that ``save_state`` did not create stay; remains of a killed save are
+    removed.
+    """
     project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1, iteration=8)
     accelerator, _, _ = _prepared(project_dir=tmp_path / "project", project_config=project)
     checkpoints = tmp_path / "project" / "checkpoints"
@@ -502,7 +505,7 @@ def test_hooks_may_take_models_over(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / "model_1.safetensors").exists()
     handle.remove()
     load_handle.remove()
-    # ``two`` has one file of weights, and without the hook two models want theirs.
+    # ``two`` has one file of weights, but without the hook, two models need one each.
     with torch.no_grad():
         model.weight.zero_()
     accelerator._preparer.models[:] = [second, model]
@@ -511,7 +514,7 @@ def test_hooks_may_take_models_over(tmp_path: Path) -> None:
 
 
 class _Savable(nn.Linear):
-    """Saves and loads itself, as models of transformers and diffusers do."""
+    """A model that saves and loads itself, like models of transformers and diffusers."""
 
     def save_pretrained(self, folder: str) -> None:
         torch.save(self.state_dict(), Path(folder) / "own.pt")
@@ -820,7 +823,7 @@ def test_another_number_of_processes_loads_it(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_reference_is_read_on_trust(tmp_path: Path) -> None:
-    """The same file names, ``module.`` before every weight, no manifest, random states in its own form."""
+    """It has the same file names, ``module.`` before every weight, no manifest, and random states in its own format."""
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state", safe_serialization=False)
     before = _weights(model)
@@ -898,7 +901,7 @@ def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for two thirds of a megabyte."""
+    """Mount a file system with two thirds of a megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=680k", "tmpfs", folder], capture_output=True)
@@ -916,7 +919,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     accelerator = Accelerator()
     model = accelerator.prepare(
         nn.Linear(300, 200)
-    )  # 240 kB, of which two do fit beside the small files, not three
+    )  # 240 kB: two of them fit beside the small files, but not three
     accelerator.save_state(small_disk / "a", safe_serialization)
     before = _weights(model)
     with torch.no_grad():
@@ -1005,7 +1008,7 @@ def _save_on_main(folder: str) -> list[str]:
 
 
 def test_the_main_process_may_save_alone(tmp_path: Path) -> None:
-    """As many scripts do; a collective would wait for ranks that are waiting for gradients."""
+    """Many scripts do so; a collective would wait for ranks that wait for gradients."""
     assert ranks.run(_save_on_main, 2, str(tmp_path / "state")) == [
         ["random_states_0.pkl"],
         ["random_states_0.pkl", "random_states_1.pkl"],
@@ -1033,7 +1036,7 @@ def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
     drawn = torch.rand(3)
     for _ in range(3):
         _step(accelerator, model, optimizer)
-    with pytest.raises(TypeError, match="map location"):  # no need to wait for that
+    with pytest.raises(TypeError, match="map location"):  # the failure needs no wait
         accelerator.load_state(tmp_path / "state", map_location="gpu")
     assert not (tmp_path / "state").exists()
     may_write.set()
@@ -1157,7 +1160,7 @@ def test_an_asynchronous_failure_is_reported_to_the_launcher(
 def test_numpy_values_load_before_all_of_numpy_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NumPy 1.26 gives ``numpy._core`` no attribute ``multiarray`` before it is imported."""
+    """In NumPy 1.26, ``numpy._core`` has no attribute ``multiarray`` until that is imported."""
     values = {"array": np.arange(3.0), "number": np.float32(0.5)}
     torch.save(values, tmp_path / "state.bin")
     monkeypatch.delattr(np._core, "multiarray")

@@ -1,4 +1,4 @@
-"""Checks of a training loop in a process without a launcher. Those of ranks are in tests/integration."""
+"""Checks of training loops in a process without a launcher. tests/integration tests them on ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
 
 
 def calls_of_checks(num_steps: int) -> list[int]:
-    """Return how many functions of checks each step calls; the first number includes the preparation."""
+    """Return the number of check functions that each step calls; the first number includes the preparation."""
     calls = [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -54,7 +54,7 @@ def calls_of_checks(num_steps: int) -> list[int]:
 
 
 def test_steps_between_the_looks_run_no_check() -> None:
-    """In a fresh process, where no Accelerator of another test still looks at all optimizers."""
+    """This runs in a fresh process, where no other test's Accelerator still watches all optimizers."""
     program = "from tests.training.test_checks import calls_of_checks; print(*calls_of_checks(16))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

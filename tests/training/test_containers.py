@@ -1,4 +1,4 @@
-"""Containers of batches: every mapping, sequence and dataclass keeps its class, its keys and its attributes."""
+"""Containers in batches: every mapping, sequence and dataclass keeps its class, keys and attributes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.training import ranks
 
 
 class _Sized(dict[str, Any]):
-    """A dict whose constructor takes something else than contents."""
+    """A dict whose constructor does not take contents."""
 
     def __init__(self, size: int = 0, *, name: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Fixed(Sequence[Any]):
 
 
 class _Shared(MutableSequence[Any]):
-    """Its copies share their contents."""
+    """A mapping whose copies share their contents."""
 
     __slots__ = ("items",)
 
@@ -151,7 +151,7 @@ def _named(tensor: torch.Tensor) -> _Named:
     return made
 
 
-# Containers by kind: how one is made around a tensor, and what is to be kept beside the tensor.
+# Kind of container -> how to create one around a tensor, and the other properties to keep.
 KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
     "defaultdict": (lambda x: defaultdict(list, x=x), lambda made: (made.default_factory, made["new"])),
     "OrderedDict": (lambda x: OrderedDict(b=1, x=x), list),
@@ -267,6 +267,6 @@ def test_a_packed_sequence_is_neither_joined_nor_cut() -> None:
 
 
 def test_a_text_in_a_class_of_its_own_is_a_leaf() -> None:
-    """Iterating over a UserString yields UserStrings, for ever."""
+    """Iterating over a UserString yields UserStrings without end."""
     text = UserString("hi")
     assert list(nested.leaves([text, 1])) == [text, 1]

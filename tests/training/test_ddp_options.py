@@ -1,4 +1,4 @@
-"""Options of DistributedDataParallel on real ranks: exact ones train as one process does, lossy ones come near."""
+"""Options of DistributedDataParallel on real ranks: exact options train like one process, lossy ones similarly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS, BATCH = 64, 16
 
 
 class _Network(nn.Module):
-    """Two layers wide enough for a low-rank approximation to be worth its while, and one that may lie idle."""
+    """Two layers wide enough for a low-rank approximation to pay off, and one that may be unused."""
 
     def __init__(self, uses_side: bool) -> None:
         super().__init__()
@@ -48,7 +48,9 @@ def _train(
     uses_side: bool = True,
     dynamo: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Twelve steps on global batches of 16 rows: losses of whole batches, weights, and what was made of the model."""
+    """Take twelve steps on global batches of 16 rows; return losses of full batches, weights, and the prepared
+    model's type.
+    """
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         kwargs_handlers=[DistributedDataParallelKwargs(**options)],
@@ -84,7 +86,7 @@ def _compare(answers: list[dict[str, Any]], expected: dict[str, Any], rtol: floa
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, dict[str, Any]]:
-    """What one process learns, by number of micro-steps."""
+    """Return one process's results by number of micro-steps."""
     return {number: ranks.run(_train, 1, {}, number)[0] for number in (1, 2)}
 
 
@@ -126,7 +128,7 @@ def test_gradients_in_half_precision_come_near(accumulation: int, alone: dict[in
 
 @pytest.mark.parametrize("wrapper", ["no", "fp16"])
 def test_low_rank_approximations_learn(wrapper: str, alone: dict[int, dict[str, Any]]) -> None:
-    # From the second step on: the default waits for a thousand.
+    # Start at the second step; the default is after a thousand.
     state = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
     options = {"comm_hook": Hook.POWER_SGD, "comm_wrapper": Hook(wrapper), "comm_state_option": state}
     answers = ranks.run(_train, 2, options)
@@ -140,7 +142,7 @@ def test_low_rank_approximations_learn(wrapper: str, alone: dict[int, dict[str, 
 
 
 def _registered_without_nccl(options: dict[str, Any]) -> str:
-    torch.distributed.is_nccl_available = lambda: False  # a build for GPUs has it
+    torch.distributed.is_nccl_available = lambda: False  # a GPU build has it
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
     try:
         accelerator.prepare(nn.Linear(2, 1))
@@ -172,7 +174,7 @@ def test_bf16_without_nccl_is_refused_with_a_way_out(options: dict[str, Any]) ->
 def test_bf16_hooks_are_registered_where_there_is_nccl(
     hook: str, wrapper: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that registers a hook is recorded, since DDP asks for GPUs in it."""
+    """The test records the call that registers a hook, because DDP requires GPUs for it."""
     registered: list[tuple[Any, Any]] = []
 
     class Recorded(DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Loaders whose data rank 0 reads for all, on real ranks."""
+"""Loaders whose data rank 0 reads for all ranks, on real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.training import ranks
 
 
 class _Stream(IterableDataset):
-    """Numbers that only rank 0 may read."""
+    """A dataset of numbers that only rank 0 may read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -81,7 +81,7 @@ def _read_many(cases: list[tuple[int, int, bool, bool]]) -> list[Epoch]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_sample_is_seen_as_promised(world_size: int) -> None:
-    """Many cases in one job: a job of its own for each would take longer than all of them."""
+    """One job runs many cases, because a separate job for each would take much longer."""
     cases: list[tuple[int, int, bool, bool]] = []
 
     @settings(max_examples=60, deadline=None, database=None, derandomize=True)
@@ -106,7 +106,7 @@ def test_each_sample_is_seen_as_promised(world_size: int) -> None:
 
 
 def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
-    """Return the second epoch, and what is read of it behind the first rounds."""
+    """Return the second epoch, and the rest of it after the first rounds."""
     read = []
     for skipped in (0, num_skipped):
         accelerator, data = _accelerator(**options), torch.arange(19)
@@ -317,7 +317,7 @@ def test_resumed_ranks_without_reading_draw_equal_numbers(
 
 
 def _rest_of_epoch(folder: str, is_stateful: bool, shuffle: bool, save_at: int) -> dict[str, list[list[int]]]:
-    """Read an epoch, and save at a step; then read the rest as a resumed job does."""
+    """Read an epoch and save at a step; then read the rest like a resumed job."""
     torch.manual_seed(3)
     read: dict[str, list[list[int]]] = {"whole": [], "rest": []}
     for part in read:

@@ -1,4 +1,4 @@
-"""``load_checkpoint_and_dispatch``: a model stays whole, or Accelerate cuts it."""
+"""``load_checkpoint_and_dispatch`` keeps a model whole, or passes it to Accelerate for splitting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_weights_are_converted(saved: torch.nn.Linear, tmp_path: Path) -> None:
 
 
 def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would outlive the test
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the thread would outlive the test
     with init_empty_weights():
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     saved = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
@@ -50,7 +50,7 @@ def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.M
 def test_other_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="devicemap"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, devicemap=None)
-    for argument in ("keep_in_fp32_modules", "offload_8bit_bnb"):  # of load_checkpoint_in_model
+    for argument in ("keep_in_fp32_modules", "offload_8bit_bnb"):  # an argument of load_checkpoint_in_model
         with pytest.raises(TypeError, match=argument):
             load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, **{argument: ["norm"]})
     with pytest.raises(ValueError, match="dtype='bf16'"):
@@ -58,7 +58,7 @@ def test_other_mistakes_are_refused(tmp_path: Path) -> None:
 
 
 class Rotary(torch.nn.Module):
-    """Has a buffer that is not saved, as the frequencies of rotary embeddings."""
+    """A model with an unsaved buffer, such as the frequencies of rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The Accelerator on real ranks: training equals that of one process, collectives, metrics exact to the sample."""
+"""The Accelerator on real ranks: training like one process, collectives, metrics over each sample once."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from nblaunch.training.tracking.trackers import GeneralTracker, on_main_process
 from tests.training import ranks
 
 
-# In double precision: Adam divides by the size of gradients, so that a rounding error of sums in another order decides
-# about the direction of a weight whose gradient is next to nothing.
+# In double precision: Adam divides by the size of gradients, so rounding errors from another order of sums would
+# determine the direction of weights with tiny gradients.
 def _dataset(num_rows: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(num_rows, 6, generator=generator, dtype=torch.float64)
@@ -91,7 +91,7 @@ def _train(batch_size: int, split: bool, accumulation: int, rows: int) -> dict[s
     ("world_size", "split", "accumulation"), [(2, False, 1), (2, True, 3), (4, False, 3), (4, True, 1)]
 )
 def test_training_equals_a_single_process(world_size: int, split: bool, accumulation: int) -> None:
-    # The same global batches everywhere: 16 rows, all of them full.
+    # The same global batches everywhere, with 16 rows each.
     batch_size = 16 if split else 16 // world_size
     expected = ranks.run(_train, 1, 16, split, accumulation, 64)[0]
     weights = ranks.run(_train, world_size, batch_size, split, accumulation, 64)
@@ -102,7 +102,7 @@ def test_training_equals_a_single_process(world_size: int, split: bool, accumula
 def _seen_in_metrics(
     sizes: Sequence[int], batch_size: int, shuffle: bool, options: dict[str, Any]
 ) -> dict[int, list[list[int]]]:
-    """For datasets of these sizes, one after the other: what was seen in each of two epochs."""
+    """Return the samples seen in each of two epochs, for datasets of these sizes."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
     found: dict[int, list[list[int]]] = {}
     for rows in sizes:
@@ -131,7 +131,9 @@ def test_metrics_keep_the_order_of_the_dataset() -> None:
 
 
 class _ShuffledRows(Sampler[int]):
-    """Shuffles by torch's global generator unless it is given one, as transformers' sampler of similar lengths does."""
+    """A sampler that shuffles with torch's global generator unless it gets one, like transformers' length-grouped
+    sampler.
+    """
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -180,7 +182,7 @@ def test_metrics_of_objects_count_every_sample_once() -> None:
 
 
 class _Counted(IterableDataset[Any]):
-    """The numbers below ``rows``, without a length."""
+    """A stream of the numbers below ``rows``, without a length."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -190,8 +192,9 @@ class _Counted(IterableDataset[Any]):
 
 
 def _repeated_losses(rows: int, batch_size: int, package: str, is_iterable: bool) -> list[list[float]]:
-    """A trainer's evaluation: the mean loss of a batch counts once per row, by a repetition for a full batch."""
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # Accelerate warns without them
+    """Evaluate like a trainer: repeat the mean loss of a batch for each row of a full batch."""
+    # without these settings, Accelerate warns
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     kit = importlib.import_module(package)
     accelerator = kit.Accelerator(cpu=True)
     dataset: Any = _Counted(rows) if is_iterable else torch.arange(rows).float()
@@ -216,7 +219,7 @@ def test_values_without_rows_are_not_cut() -> None:
 
 
 class _Growing(BatchSampler):
-    """Batches of 1, 2, 3 ... rows, up to the batch size."""
+    """A batch sampler with batches of 1, 2, 3 ... rows, up to the batch size."""
 
     def __iter__(self) -> Any:
         indices = list(self.sampler)
@@ -308,11 +311,11 @@ def _read_stream(count: int, num_workers: int) -> tuple[list[int], list[str]]:
 
 
 def _gathered(accelerator: Accelerator, loader: Any) -> tuple[list[int], list[str]]:
-    """The rows of an epoch for metrics, and what was warned of."""
+    """Return the gathered rows of an epoch, and the warnings."""
     seen: list[int] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # From Python 3.12 on the fork of torch's workers warns of threads.
+        # Since Python 3.12, the fork of torch's workers warns about threads.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         for batch in loader:
             seen += accelerator.gather_for_metrics(batch).tolist()
@@ -333,7 +336,7 @@ def test_metrics_of_a_stream_read_elsewhere_say_that_they_can_not_be_exact() -> 
 
 
 class _Batches(IterableDataset):
-    """Batches of 8 rows, which the stream makes itself."""
+    """A stream that yields batches of 8 rows."""
 
     def __len__(self) -> int:
         return 5
@@ -357,7 +360,7 @@ def test_metrics_of_a_batch_stream_keep_the_last_batch(num_workers: int) -> None
 
 
 class _Dividing(IterableDataset):
-    """A stream that divides itself, as those of datasets do."""
+    """A stream that divides itself, like streams of datasets."""
 
     n_shards = 2
 
@@ -425,7 +428,7 @@ def _join_own_parts(rows: int) -> tuple[int, float]:
 
 
 def test_accumulating_ranks_join_at_the_end_of_a_divided_stream() -> None:
-    """Four and three batches, an epoch: windows close at the second and at the fourth."""
+    """An epoch has four and three batches, so windows close at the second and the fourth."""
     assert ranks.run(_join_own_parts, 2, 7) == [(4, 0), (2, 0)]
 
 
@@ -440,7 +443,7 @@ def _orders(rng_types: list[str] | None, has_own_generator: bool) -> list[list[i
 
 
 class _GlobalOrder(Sampler):
-    """Draws from torch's global generator, which only ``rng_types=["torch"]`` makes equal."""
+    """A sampler that draws from torch's global generator, which only ``rng_types=["torch"]`` synchronises."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -470,7 +473,7 @@ def test_ranks_share_one_random_order_without_an_accelerator() -> None:
 
 
 def _epochs_of_a_loader_of_one_rank() -> list[int]:
-    """Rank 0 reads twice, rank 1 once, in an order that needs nothing of the other rank."""
+    """Read twice on rank 0 and once on rank 1, in an order that needs no other rank."""
     rank = context.current().topology.rank
     loader = prepare_data_loader(
         DataLoader(range(8), shuffle=True),
@@ -488,7 +491,7 @@ def test_a_seeded_order_needs_no_other_rank() -> None:
 
 
 def _orders_of_two_groups() -> list[list[int]]:
-    """Ranks 0 and 1 share one loader, ranks 2 and 3 read another one twice as often, each in a seed of its own."""
+    """Let ranks 0 and 1 share one loader, and ranks 2 and 3 read another one twice as often, each with its own seed."""
     rank = context.current().topology.rank
     generator = torch.Generator().manual_seed(rank // 2)
     loader = prepare_data_loader(
@@ -628,7 +631,7 @@ def test_a_timeout_that_was_asked_for_before_is_in_effect() -> None:
 
 
 class _Gathered(Dataset[Any]):
-    """Its one item is what is gathered by the process that reads it."""
+    """A dataset whose only item is a value gathered by the reading process."""
 
     def __len__(self) -> int:
         return 1
@@ -703,7 +706,7 @@ def test_shapes_that_differ_are_an_error_on_every_rank(operation: str) -> None:
 @pytest.mark.parametrize(
     ("by_rank", "listing"),
     [
-        # One has more tensors than the other, or others under the same name.
+        # One rank has more tensors than the other, or other tensors under the same name.
         (
             ({"x": WHOLE}, {"x": (WHOLE, HALF)}),
             ("{x: [2] torch.int64}", "{x: [[2] torch.int64, [1] torch.float16]}"),
@@ -743,14 +746,12 @@ def test_different_structures_may_match(operation: str, by_rank: Sequence[Any]) 
 
 
 class _Key:
-    """Its repr has its address, which no two ranks have in common."""
+    """An object whose repr has its address, which differs between ranks."""
 
 
 def _gather_under_objects() -> list[Any]:
     rank = operations.rank()
-    others = [
-        _Key() for _ in range(rank)
-    ]  # so that addresses differ also where ranks are forked from one process
+    others = [_Key() for _ in range(rank)]  # so that addresses differ even in ranks forked from one process
     keys = [_Key(), (_Key(), "x")]
     gathered = gather({key: torch.tensor([len(others)]) for key in keys})
     return [gathered[key].tolist() for key in keys]
@@ -763,7 +764,7 @@ def test_names_may_be_objects_that_have_other_addresses_on_every_rank() -> None:
 def _gather_where_devices_have_a_group_of_their_own(by_rank: Sequence[Any]) -> str:
     topology = context.current().topology
     store = dist.TCPStore(topology.master_addr, topology.master_port, is_master=False)
-    kinds = "cpu:gloo,cuda:gloo"  # as "cpu:gloo,cuda:nccl" without NCCL
+    kinds = "cpu:gloo,cuda:gloo"  # like "cpu:gloo,cuda:nccl", without NCCL
     dist.init_process_group(kinds, rank=topology.rank, world_size=topology.world_size, store=store)
     try:
         gather(by_rank[topology.rank])
@@ -811,7 +812,7 @@ def test_the_main_process_goes_first(tmp_path: Path) -> None:
 
 
 def _save_late(folder: str) -> list[str]:
-    """List the folder on rank 1 once its ``save_model`` has returned, before that of the main process begins."""
+    """List the folder on rank 1 after its ``save_model`` has returned, and before the main process's begins."""
     accelerator = Accelerator()
     model = nn.Linear(1, 1)
     if accelerator.is_main_process:
@@ -831,7 +832,7 @@ def test_the_folder_of_a_saved_model_is_there_on_a_rank_that_did_not_wait(tmp_pa
 
 
 def _waiting_states() -> list[str]:
-    """What rank 0's slot says while rank 1 comes late to a barrier."""
+    """Return the state on rank 0's slot while rank 1 is late for a barrier."""
     accelerator = Accelerator()
     seen = []
     if accelerator.is_main_process:
@@ -902,7 +903,7 @@ def test_models_are_wrapped_in_ddp() -> None:
 
 
 def _join_before() -> tuple[int, int, str]:
-    """A script that made its process group itself, and sets no environment variables."""
+    """Run like a script that created its process group itself and sets no environment variables."""
     topology = context.current().topology
     dist.init_process_group("gloo", rank=topology.rank, world_size=topology.world_size)
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
@@ -930,7 +931,7 @@ class _Tracker(GeneralTracker):
 
 
 def _use_without_an_accelerator(folder: str) -> tuple[int, list[int], bool, str | None]:
-    """As before, in a script that uses parts of the library by themselves."""
+    """Do the same in a script that uses parts of the library without an Accelerator."""
     rank = context.current().topology.rank
     dist.init_process_group("gloo", rank=rank, world_size=2)
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
@@ -967,7 +968,7 @@ def test_uneven_ranks_do_not_wait_for_each_other() -> None:
 
 
 def _accumulate(sync_each_batch: bool) -> list[bool]:
-    """Whether both ranks have the same gradient after each micro-step."""
+    """Return whether both ranks have the same gradient after each micro-step."""
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))

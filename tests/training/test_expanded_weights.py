@@ -1,4 +1,4 @@
-"""Parameters and buffers of which elements share memory, as ``expand`` makes them: prepared, saved and loaded."""
+"""Parameters and buffers whose elements share memory, as after ``expand``: prepared, saved and loaded."""
 
 from __future__ import annotations
 

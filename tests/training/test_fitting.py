@@ -1,4 +1,4 @@
-"""``load_state`` changes nothing where any part of the checkpoint does not fit."""
+"""``load_state`` changes nothing if any part of the checkpoint does not fit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_is_changed_where_a_registered_object_may_not_be_read(tmp_path: 
 
 
 class _Renaming(nn.Module):
-    """Reads weights of an older version of itself."""
+    """A module that reads weights of an older version of itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_the_check_agrees_with_loading(tmp_path: Path, safe: bool, strict: bool,
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     if kind == "older":
         weights["1.kernel"] = weights.pop("1.weight")
-        del weights["2.num_batches_tracked"]  # as before torch had it
+        del weights["2.num_batches_tracked"]  # as in older versions of torch
     elif kind == "tied":
         del weights["0.other.weight"]
     elif kind == "module.":
@@ -141,7 +141,7 @@ def test_the_check_agrees_with_loading(tmp_path: Path, safe: bool, strict: bool,
 
 
 class _Remembering(nn.Linear):
-    """Keeps a tensor beside its weights that grows."""
+    """A module with an additional tensor that grows."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, 1)

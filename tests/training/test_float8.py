@@ -1,4 +1,4 @@
-"""Training in fp8, beside a library of torchao's shape: what is converted and trained, and what is refused at once."""
+"""Training in fp8 with a stub of torchao: converted and trained layers, and immediate refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Float8Linear(nn.Linear):
 def _convert(
     model: nn.Module, *, module_filter_fn: Callable[[nn.Module, str], bool], config: _Config
 ) -> None:
-    """Replace layers as torchao does: parameters stay, or are new ones over the same memory."""
+    """Replace layers like torchao: parameters stay, or are replaced by new ones on the same memory."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and module_filter_fn(layer, name):
             new = _Float8Linear(layer.in_features, layer.out_features, device="meta")

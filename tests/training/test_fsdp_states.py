@@ -1,4 +1,4 @@
-"""Sharded models and optimizers that a trainer writes one by one, and shards put together."""
+"""Sharded models and optimizers that a trainer writes one by one, and merged shards."""
 
 from __future__ import annotations
 
@@ -137,11 +137,11 @@ def _load_state_of_the_reference(folder: Path, kind: str | None) -> tuple[Any, A
 def test_a_full_checkpoint_of_the_reference_s_fsdp_is_read(
     num_ranks: int, kind: str | None, tmp_path: Path
 ) -> None:
-    """Its optimizer's states are those of parameters by name."""
+    """Its optimizer states are keyed by parameter names."""
     saved, _ = ranks.run(_save_as_the_reference_does, 2, tmp_path)
     path = tmp_path / "optimizer.bin"
     state = torch.load(path, weights_only=True)
-    state["param_groups"][0]["params"].reverse()  # version 1 names them in an order of its own
+    state["param_groups"][0]["params"].reverse()  # version 1 uses its own order
     torch.save(state, path)
     for loaded in ranks.run(_load_state_of_the_reference, num_ranks, tmp_path, kind):
         assert loaded == saved

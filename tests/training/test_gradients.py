@@ -1,4 +1,4 @@
-"""Gradients over ranks and micro-steps: uneven data, tails, triggers, hooks, local steps, compiled models."""
+"""Gradients over ranks and micro-steps: uneven data, short windows, triggers, hooks, local steps, compiled models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _train_tail(world_batch: int, rows: int, num_models: int = 1) -> list[torch.
 
 
 def _train_whole(batch: int, rows: int, window: int) -> list[torch.Tensor]:
-    """Plain PyTorch: one step per window, also where it is not full, with losses divided by its length."""
+    """Train with plain PyTorch: one step per window, even if it is short, with losses divided by its length."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     inputs, targets = _data(rows).tensors
@@ -96,7 +96,7 @@ def _learner(num_steps: int) -> tuple[Accelerator, nn.Module, Any]:
 
 
 def _micro_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> bool:
-    """One micro-step; whether the weights moved."""
+    """Run a micro-step; return whether the weights changed."""
     before = model[0].weight.clone()
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(2, 3)).sum())
@@ -140,7 +140,7 @@ def test_an_accelerator_made_in_a_loop_knows_the_loop() -> None:
 def test_an_interrupted_window_does_not_reach_the_next_command() -> None:
     accelerator, model, optimizer = _learner(4)
     batches = iter(accelerator.prepare(DataLoader(_data(1), batch_size=1)))
-    next(batches)  # as a traceback keeps it: the loader stays in its loop, at its last batch
+    next(batches)  # like a traceback, which keeps the loader in its loop at its last batch
 
     def interrupted() -> None:
         with accelerator.accumulate(model):
@@ -151,7 +151,7 @@ def test_an_interrupted_window_does_not_reach_the_next_command() -> None:
         interrupted()
     accelerator.gradient_state.sync_gradients = False
 
-    context.current().num_commands += 1  # as a session counts them
+    context.current().num_commands += 1  # a session counts commands this way
     module = _model()
     later = Accelerator()
     model, optimizer = later.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -214,12 +214,12 @@ def _join_accumulating(rows: int) -> tuple[int, float]:
 
 
 def test_joining_ranks_accumulate_past_the_middle_of_a_window() -> None:
-    """Four and three batches, an epoch: windows close at the second and at the fourth."""
+    """An epoch has four and three batches, so windows close at the second and the fourth."""
     assert ranks.run(_join_accumulating, 2, 13) == [(4, 0), (2, 0)]
 
 
 def test_ranks_that_join_and_end_together_close_their_last_window() -> None:
-    """Three batches each, an epoch: windows close at the second and at the third."""
+    """An epoch has three batches on each rank, so windows close at the second and the third."""
     assert ranks.run(_join_accumulating, 2, 12) == [(4, 0), (4, 0)]
 
 
@@ -239,7 +239,7 @@ def _join_number() -> float:
 
 
 def test_gradients_of_ranks_that_have_joined_count_as_zeros() -> None:
-    """As in Accelerate. Each batch has the gradient 1; the second step has only that of rank 0."""
+    """This is the same as in Accelerate. Each batch has the gradient 1; only rank 0 contributes to the second step."""
     assert ranks.run(_join_number, 2) == [-1.5, -1.5]
 
 
@@ -296,7 +296,7 @@ def _sync_late(is_triggered: bool) -> list[bool]:
         accelerator.backward(loss)
     gradients = accelerator.gather(accelerator.unwrap_model(model).weight.grad)
     before = bool(gradients[0] == gradients[1])
-    # What comes after is as ever.
+    # Later calls work as usual.
     accelerator.backward(model(mine).sum())
     gradients = accelerator.gather(accelerator.unwrap_model(model).weight.grad)
     return [before, bool(gradients[0] == gradients[1])]
@@ -398,14 +398,15 @@ def test_weights_are_averaged_now_and_then() -> None:
 
 
 def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:
-    # The optimizer steps at the second, fourth and sixth; averaged is at the third and sixth, as with Accelerate.
+    # The optimizer steps at the second, fourth and sixth call; weights are averaged at the third and sixth, as in
+    # Accelerate.
     equal = [True, False, True, False, False, True, True, True]
     assert ranks.run(_local_steps, 2, 7, True, 3, 2) == [equal] * 2
 
 
 def _local_where_steps_average(enabled: bool) -> str:
     accelerator = Accelerator()
-    accelerator._shared.process.backend.reduces_gradients_at_step = True  # as XLA devices do
+    accelerator._shared.process.backend.reduces_gradients_at_step = True  # like XLA devices
     try:
         LocalSGD(accelerator, _model(), 2, enabled)
     except ValueError as error:
@@ -427,7 +428,7 @@ def _clip(precision: str) -> tuple[float, float, float]:
     model = accelerator.prepare(nn.Linear(2, 1, bias=False))
     with torch.no_grad():
         accelerator.unwrap_model(model).weight.fill_(1.0)
-    # Gradients of the ranks are [2, 0] and [4, 8], their mean [3, 4].
+    # The ranks' gradients are [2, 0] and [4, 8], and their mean is [3, 4].
     inputs = torch.tensor([[2.0, 0.0], [4.0, 8.0]])[accelerator.process_index : accelerator.process_index + 1]
     accelerator.backward(model(inputs).sum())
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
@@ -456,7 +457,7 @@ def test_clipping_takes_one_parameter_and_sees_unscaled_gradients() -> None:
 
 
 class _Reducing:
-    """A device whose models leave the averaging of gradients to the step."""
+    """A backend that averages gradients in the optimizer step."""
 
     reduces_gradients_at_step = True
 
@@ -598,7 +599,7 @@ def test_the_last_loss_of_a_pass_is_shown() -> None:
 
 
 def _calls_per_step(step: Callable[[], object], num_steps: int = 50) -> float:
-    """Calls of Python and C functions in a step, behind a first one."""
+    """Return the calls of Python and C functions in a step after the first."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -617,8 +618,8 @@ def _calls_per_step(step: Callable[[], object], num_steps: int = 50) -> float:
 
 
 def test_a_step_adds_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step costs, without a clock; the number does not grow with that of parameters."""
-    monkeypatch.setenv("NBLAUNCH_CHECKS", "off")  # they look at the first steps
+    """This measures a step without a clock; the number does not grow with the number of parameters."""
+    monkeypatch.setenv("NBLAUNCH_CHECKS", "off")  # checks run in the first steps
     extra = []
     for num_layers in (1, 4):
         plain, module = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))) for _ in range(2))

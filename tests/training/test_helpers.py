@@ -1,4 +1,4 @@
-"""Helpers for nested data, for finding out what is there, and bars of several processes."""
+"""Helpers for nested data and availability, and progress bars in several processes."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_available_features() -> None:
     assert not utils.is_torch_xla_available(check_is_gpu=True)
     assert isinstance(utils.is_mps_available(), bool)
     assert isinstance(utils.is_xpu_available(), bool)
-    for name in ("hpu", "mlu", "musa", "npu", "sdaa"):  # there is no backend for them
+    for name in ("hpu", "mlu", "musa", "npu", "sdaa"):  # nblaunch has no backend for these
         assert getattr(utils, f"is_{name}_available")() is False
 
 
 def test_the_bar_of_the_main_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that watches bars
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # without tqdm's monitor thread
     PartialState()
     assert list(utils.tqdm(range(3))) == [0, 1, 2]
     assert "3/3" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_compiled_modules_are_recognised() -> None:
 
 
 def test_wrappers_are_taken_off_in_whatever_order_they_are() -> None:
-    """As where a model that was compiled already is prepared by an Accelerator that compiles, too."""
+    """For example, an Accelerator that compiles prepares a model that is already compiled."""
     module = torch.nn.Linear(1, 1)
     inner = torch.compile(module, backend="eager")
     outer = torch.compile(torch.nn.DataParallel(inner), backend="eager")
@@ -149,7 +149,7 @@ def test_models_of_peft_are_distinguished_from_others(monkeypatch: pytest.Monkey
 
     assert not utils.is_peft_model(
         PeftModel(1, 1)
-    )  # the library was not imported: nothing can be one of its models
+    )  # the library was not imported, so no object can be one of its models
     monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=PeftModel))
     assert utils.is_peft_model(Accelerator().prepare(PeftModel(1, 1)))
     assert not utils.is_peft_model(torch.nn.Linear(1, 1))

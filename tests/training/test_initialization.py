@@ -1,4 +1,4 @@
-"""Models that are built without memory, or on another device, and filled afterwards."""
+"""Models that are built without memory or on another device, and filled afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_parameters_have_no_memory_and_buffers_do() -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert model.head.weight is model.embedding.weight
     assert not model.norm.weight.requires_grad
-    assert not nn.Linear(1, 1).weight.is_meta  # behind the block, everything is as before
+    assert not nn.Linear(1, 1).weight.is_meta  # after the block, everything is as before
 
 
 def test_buffers_may_have_none_either() -> None:
@@ -80,7 +80,7 @@ def test_a_checkpoint_gives_an_empty_model_its_weights(
 
 
 def test_tensors_missing_in_a_checkpoint_stay_on_meta(tmp_path: Path) -> None:
-    """Zeros in its place would train, and nothing would show it."""
+    """With zeros instead, training would continue without a warning."""
     accelerator = Accelerator()
     accelerator.save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
     with init_empty_weights():
@@ -92,7 +92,7 @@ def test_tensors_missing_in_a_checkpoint_stay_on_meta(tmp_path: Path) -> None:
 
 
 def _lies_on(tensor: torch.Tensor, folder: Path) -> bool:
-    """Whether a tensor lies on pages of a file in ``folder``."""
+    """Return whether a tensor's memory belongs to a file in ``folder``."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, _, *name = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in span.split("-"))
@@ -153,7 +153,7 @@ def test_names_of_all_files_together_are_compared(tmp_path: Path) -> None:
 
 
 class _Copying(nn.Module):
-    """Loads in a way of its own, which needs all of its names at once, and memory to copy to."""
+    """A module with its own loading method, which needs all names at once, and memory to copy to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A process that is killed while it saves leaves a checkpoint that can be loaded: the old one or the new one, whole.
+"""A process that is killed while it saves leaves a complete, loadable checkpoint: the old one or the new one.
 
-The process kills itself at the n-th time that it touches the file system, for every n: each ends where no other does.
+For every n, a process kills itself at its n-th access to the file system.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
 from nblaunch.training.checkpoints import load_weights, model_files, safe_save
 
-# Of Python's audit events (https://docs.python.org/3/library/audit_events.html), those of the file system.
+# Python's audit events for the file system (https://docs.python.org/3/library/audit_events.html).
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 
 
@@ -48,7 +48,7 @@ def _save_over(folder: Path) -> None:
     model.weight.fill_(2.0)
     accelerator.save_state(
         folder / "state", safe_serialization=False
-    )  # other files than those of the old one
+    )  # different files from the old checkpoint's
 
 
 def _save_over_asynchronously(folder: Path) -> None:
@@ -64,7 +64,7 @@ def _save_shards(folder: Path) -> None:
 
 
 def _killed_at(number: int, program: Callable[[Path], None], folder: Path) -> None:
-    """Run ``program`` and die at its ``number``-th touch of the file system below ``folder``."""
+    """Run ``program`` and die at its ``number``-th access to the file system below ``folder``."""
     count = 0
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -81,7 +81,7 @@ def _killed_at(number: int, program: Callable[[Path], None], folder: Path) -> No
 
 
 def _kill_everywhere(program: Callable[[Path], None], start: Path, work: Path) -> Any:
-    """Folders as a kill at each point leaves them, until ``program`` is through."""
+    """Yield the folder that a kill at each point leaves, until ``program`` completes."""
     spawn = multiprocessing.get_context("forkserver")
     for number in range(1, 1000):
         shutil.rmtree(work, ignore_errors=True)
@@ -112,7 +112,7 @@ def test_a_kill_leaves_a_checkpoint(tmp_path: Path, program: Callable[[Path], No
         accelerator.load_state(None if is_automatic else work / "state")
         (value,) = set(model.weight.flatten().tolist())
         found.append(value)
-        # Life goes on: what the kill has left does not stand in the way, and is gone after the next one.
+        # The next save works in spite of the kill's remains, and removes them.
         model.weight.fill_(3.0)
         accelerator.save_state(work / "state")
         model.weight.zero_()

@@ -1,4 +1,6 @@
-"""Parameters that are unfrozen, added, replaced or frozen after ``prepare``, beside one process in double precision."""
+"""Parameters that are unfrozen, added, replaced or frozen after ``prepare``, compared with one process in double
+precision.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def _change(kind: str, model: nn.Sequential, optimizer: Any, rank: int) -> None:
     if kind == "unfrozen":
         model[0].requires_grad_(True)
     elif kind == "added":
-        model.append(_layer(7 + rank))  # ranks may draw weights of their own: those of rank 0 count
+        model.append(_layer(7 + rank))  # ranks may draw different weights; rank 0's count
         optimizer.add_param_group({"params": list(model[-1].parameters())})
     elif kind == "replaced":
         model[1].weight = nn.Parameter(_layer(7 + rank).weight.detach())

@@ -1,4 +1,4 @@
-"""Prepared loaders in one process; sharing among real ranks is in test_distributed.py."""
+"""Prepared loaders in one process; test_distributed.py tests sharing among real ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _board() -> SlotReading:
 
 
 def _second_of_two(loader: DataLoader, **options: Any) -> PreparedLoader:
-    """As prepared on rank 1 of 2; can't be iterated here where it would communicate."""
+    """Prepare a loader as on rank 1 of 2; it can't be iterated here if it would communicate."""
     target = LoaderTarget(rank=1, world_size=2, device=torch.device("cpu"))
     return shard_loader(loader, target, DataLoaderConfiguration(dispatch_batches=False, **options))
 
@@ -320,14 +320,16 @@ def test_epochs_are_counted_from_the_first_and_by_the_loop_over_them() -> None:
         for _ in train:
             pass
     assert (_board().epoch, _board().num_epochs) == (5, 5)
-    for _ in accelerator.progress(range(3)):  # anything, as folds
+    for _ in accelerator.progress(range(3)):  # any items, such as folds
         for _ in train:
             pass
         assert _board().num_epochs == 0
 
 
 def _prepared_for_epochs(**settings: Any) -> tuple[Accelerator, Any, PreparedLoader, list[EpochEnded]]:
-    """An Accelerator, a step of training at a given loss, a loader of four batches, and the epochs as they end."""
+    """Return an Accelerator, a function for a training step with a given loss, a loader of four batches, and the
+    ended epochs.
+    """
     ended: list[EpochEnded] = []
     context.current().emit = lambda event: ended.append(event) if isinstance(event, EpochEnded) else None
     accelerator = Accelerator(**settings)
@@ -365,7 +367,7 @@ def test_epochs_ended_by_an_error_count() -> None:
     with pytest.raises(ZeroDivisionError):
         _raise_in(loader, train)
     for _ in loader:
-        context.current().slot.num_updates += 1  # as the hook of a worker does
+        context.current().slot.num_updates += 1  # like the hook of a worker
         break
     assert [(one.epoch, one.loss) for one in ended] == [(1, 1.0), (2, None)]
 
@@ -448,7 +450,7 @@ def test_a_loop_that_an_earlier_command_has_left_is_on_the_board_no_more() -> No
     held = iter(loader)
     next(held)
     next(held)
-    context.current().num_commands += 1  # as a session counts them
+    context.current().num_commands += 1  # a session counts commands this way
     context.current().forget_losses()
     context.current().slot.set_state(WorkerState.RUNNING)
     for _ in loader:
@@ -467,7 +469,7 @@ def test_a_loop_that_is_read_on_in_another_command_is_on_the_board_again() -> No
     held = iter(loader)
     next(held)
     train(1.0)
-    context.current().num_commands += 1  # as a session counts them
+    context.current().num_commands += 1  # a session counts commands this way
     context.current().forget_losses()
     for _ in held:
         train(1.0)
@@ -575,7 +577,7 @@ def test_the_description_of_a_loop_is_the_status_line(
     in_script = context.take()
     assert in_script is not None
     context.install(replace(in_script, is_launched=True))
-    for desc in (None, "", "epochs"):  # epochs have a column
+    for desc in (None, "", "epochs"):  # epochs have their own column
         list(accelerator.progress("ab", desc=desc))
     assert capsys.readouterr().out == ""
     list(accelerator.progress("ab", desc="folds"))

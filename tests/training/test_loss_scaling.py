@@ -1,4 +1,6 @@
-"""fp16 with several optimizers, clipping and accumulation: as without scaling, which a power of two does not change."""
+"""fp16 with several optimizers, clipping and accumulation equals training without scaling, because the scale is a
+power of two.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def scaler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _accelerator(precision: str, **scaling: Any) -> Accelerator:
-    """Only the scaling of fp16, not its rounding, so that results are those of full precision."""
+    """Return an Accelerator with the scaling of fp16 but not its rounding, so that results equal full precision's."""
     handlers = [AutocastKwargs(enabled=False), GradScalerKwargs(**scaling)]
     return Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
 
@@ -73,7 +75,7 @@ def _batches() -> torch.Tensor:
 
 
 def _adversaries(accelerator: Any, norms: list[float], clear_first: bool) -> list[nn.Linear]:
-    """A discriminator, then a generator through it: each is clipped and steps by itself."""
+    """Train a discriminator, then a generator through it: each is clipped and steps separately."""
     first, second = _layer(0), _layer(1)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (first, second)]
     prepared = accelerator.prepare(first, second, *optimizers)
@@ -92,7 +94,7 @@ def _adversaries(accelerator: Any, norms: list[float], clear_first: bool) -> lis
 
 
 def _two_of_one_model(accelerator: Any, norms: list[float], clip_all: bool) -> list[nn.Linear]:
-    """Matrices by one optimizer, the rest by another, as with Muon and AdamW: one backward, two steps."""
+    """Train matrices with one optimizer and the rest with another, like Muon and AdamW: one backward, two steps."""
     module = _layer(0)
     optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in (module.weight, module.bias)]
     model, *optimizers = accelerator.prepare(module, *optimizers)
@@ -108,7 +110,7 @@ def _two_of_one_model(accelerator: Any, norms: list[float], clip_all: bool) -> l
 
 
 def _losses_before_steps(accelerator: Any, norms: list[float], clear_first: bool) -> list[nn.Linear]:
-    """Two models, each with its backward and clipping, and only then the steps."""
+    """Run backward and clipping for two models, and only then their steps."""
     modules = [_layer(0), _layer(1)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in modules]
     models, optimizers = accelerator.prepare(*modules), accelerator.prepare(*optimizers)
@@ -128,7 +130,7 @@ def test_several_optimizers_step_as_without_scaling(loop: Loop, variant: bool) -
     expected_norms: list[float] = []
     expected = loop(_accelerator("no"), expected_norms, variant)
     norms: list[float] = []
-    # The scale grows after every step: it differs between the optimizers of one round where it is not kept for it.
+    # The scale grows after every step, so it would differ between the optimizers of a round unless it is kept.
     accelerator = _accelerator("fp16", init_scale=1024.0, growth_interval=1)
     modules = loop(accelerator, norms, variant)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
@@ -193,7 +195,9 @@ def test_backward_after_clipping_without_a_step_is_rejected() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_overflows_is_skipped_and_so_is_its_schedule(fused: bool) -> None:
-    """Fused optimizers skip it on the device. Expected: plain AdamW over the batches that do not overflow."""
+    """Fused optimizers skip it on the device. The expected result is plain AdamW over the batches that do not
+    overflow.
+    """
     factors = (1.0, float("inf"), 2.0, float("inf"), 3.0)
     accelerator = _accelerator("fp16", init_scale=1024.0)
     expected, module = _layer(0), _layer(0)

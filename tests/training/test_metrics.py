@@ -1,4 +1,4 @@
-"""``gather_for_metrics`` of structures: each sample once, or an error that says what can't be cut."""
+"""``gather_for_metrics`` of structures returns each sample once, or raises an error that says what can't be cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _texts(rows: torch.Tensor) -> list[str]:
     return [f"{row}" for row in rows.tolist()]
 
 
-# What a rank computes for a batch, by name, and what all ranks shall have of an epoch of two batches each.
+# Name -> a rank's results for a batch, and the expected results of an epoch with two batches per rank.
 FULL, TAIL = [0, 1, 2, 3], [4, 5, 6]
 
 
@@ -106,7 +106,7 @@ def test_each_sample_is_gathered_once_in_any_structure(options: dict[str, Any]) 
 
 
 def _values_of_ranks(rows: int) -> list[Any]:
-    """What has one value per rank is kept, also where fewer samples than ranks are left."""
+    """Return gathered values with one per rank, which are kept even if fewer samples than ranks are left."""
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(rows).float(), batch_size=2))
     gathered: Any = None
@@ -133,7 +133,7 @@ def test_one_value_per_rank_is_one_per_sample_where_batches_have_one() -> None:
     assert ranks.run(_single_samples, 2) == [[[0.0, 1.0], [2.0]]] * 2
 
 
-# What can't be cut, by the words of the error.
+# Words of the error -> values that can't be cut.
 UNCLEAR: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     r"a tensor of shape \[8\]": (lambda x: x.repeat_interleave(2), False),
     r"a tensor of shape \[6, 1\]": (lambda x: {"y": torch.zeros(3, 1)}, False),
@@ -189,7 +189,7 @@ def test_structures_that_differ_are_an_error_on_every_rank() -> None:
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(4, 7), (6, 9)])
 def test_alone_no_row_is_lost(batch_size: int, rows: int) -> None:
-    """Two rows per sample, and a loss that is repeated for a full batch."""
+    """The data has two rows per sample, and a loss that is repeated for a full batch."""
     accelerator = Accelerator()
     seen: list[int] = []
     for batch in accelerator.prepare(DataLoader(torch.arange(rows), batch_size=batch_size)):
@@ -227,6 +227,6 @@ def _read_by_two() -> list[Any]:
 
 
 def test_of_a_stream_that_several_processes_read_nothing_is_cut() -> None:
-    """Each of them completes its own end, so that the length says nothing of the last batch."""
+    """Each process has its own last batch, so the length says nothing about the stream's last batch."""
     for seen in ranks.run(_read_by_two, 2):
         assert set(seen) == set(range(7))

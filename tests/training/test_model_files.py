@@ -1,4 +1,4 @@
-"""Weights as files: shards, shared tensors, sizes, and reading them back."""
+"""Files of weights: shards, shared tensors, sizes, and reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nblaunch.training.checkpoints.model_files import save_sharded
 
 
 class Tied(nn.Module):
-    """Two names for one weight, a view of a part of it, and a buffer without elements."""
+    """A module with two names for one weight, a view of a part of it, and an empty buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_shared_tensors_come_back(tmp_path: Path, safe_serialization: bool, max_
 
 
 def test_lazily_conjugated_and_negated_views_keep_their_numbers(tmp_path: Path) -> None:
-    """They differ from their base by a bit of the tensor alone, which safetensors does not look at."""
+    """They differ from their base only by a flag of the tensor, which safetensors ignores."""
     base, alone = torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([5 + 6j])
     views = {
         "base": base,
@@ -75,7 +75,7 @@ def test_lazily_conjugated_and_negated_views_keep_their_numbers(tmp_path: Path) 
 def test_shared_tensors_are_written_once_and_read_by_others(tmp_path: Path) -> None:
     save_sharded(Tied().state_dict(), tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size < 800
-    # Written by a library that leaves the second name out and doesn't say so.
+    # Written by a library that omits the second name silently.
     model, other = Tied(), Tied()
     weights = {
         name: value.contiguous() for name, value in model.state_dict().items() if name != "head.weight"
@@ -84,7 +84,7 @@ def test_shared_tensors_are_written_once_and_read_by_others(tmp_path: Path) -> N
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     load_checkpoint_in_model(other, tmp_path, strict=True)
     assert _same(model, other)
-    # And ours by safetensors' own loader, which knows of no views.
+    # safetensors' own loader, which does not support views, reads our file.
     del model.first_rows, other.first_rows
     save_sharded(model.state_dict(), tmp_path)
     torch.nn.init.zeros_(other.head.weight)
@@ -193,7 +193,7 @@ def test_files_without_a_state_dict_are_rejected(
 
 
 def test_a_parameter_may_have_any_name(tmp_path: Path) -> None:
-    """Names of tied tensors are in the header of the file, beside what it says of its format."""
+    """The header of the file contains names of tied tensors, and its format."""
     model, other = nn.Module(), nn.Module()
     for one in (model, other):
         one.pt = nn.Parameter(torch.rand(2))
@@ -238,14 +238,15 @@ def test_single_objects(tmp_path: Path) -> None:
     accelerator.save(b"bytes", tmp_path / "c.pt")
     assert torch.load(tmp_path / "b.pt", weights_only=False) == b"bytes"
     assert torch.load(tmp_path / "c.pt", weights_only=False) == b"bytes"
-    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):  # by the Python
+    # depends on the Python version
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
         accelerator.save(lambda: 1, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "a.safetensors", "b.pt", "c.pt"]
 
 
 def test_the_first_rank_of_the_group_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a process group of the script's own, of which the environment says nothing."""
+    """This includes a process group that the script created itself, without environment variables."""
     accelerator = Accelerator()
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
     shared = accelerator._checkpoints.shared
@@ -255,7 +256,7 @@ def test_the_first_rank_of_the_group_writes(tmp_path: Path, monkeypatch: pytest.
 
 
 class Versioned(nn.Module):
-    """Refuses a state dict without the version that it has been saved by, as some models of torchvision do."""
+    """Rejects a state dict without its version, like some models of torchvision."""
 
     _version = 2
 
@@ -277,7 +278,7 @@ def test_versions_of_modules_are_saved(tmp_path: Path, safe_serialization: bool,
     load_checkpoint_in_model(other, tmp_path / "m", strict=True)
     assert _same(model, other)
     wrapped = nn.Sequential()
-    wrapped.add_module("module", model)  # as the wrappers of parallel training name it
+    wrapped.add_module("module", model)  # the name under wrappers of parallel training
     accelerator.save_model(wrapped, tmp_path / "w", max_shard_size, safe_serialization)
     load_checkpoint_in_model(Versioned(), tmp_path / "w", strict=True)
 

@@ -1,4 +1,4 @@
-"""The option classes are plain dataclasses, as scripts use them: assigned to, subclassed, compared with."""
+"""The option classes are plain dataclasses that scripts assign to, subclass and compare."""
 
 from __future__ import annotations
 

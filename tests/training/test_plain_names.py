@@ -1,4 +1,4 @@
-"""Names of weights on disk, in state dicts and on their way to the kernel: without what wrappers add to them."""
+"""Names of weights in files, in state dicts and sent to the kernel: without wrappers' additions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAIN = [
 
 
 class Network(nn.Module):
-    """A layer, and a body of others."""
+    """A model with a layer, and a body of other layers."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that a device map has placed, and models with quantised weights: not moved, trained by adapters, and saved."""
+"""Models with a device map, and models with quantised weights: not moved, trained through adapters, and saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.training.quantised_model import Adapted, LinearPacked, train_one_step
 
 
 class Fixed(torch.nn.Linear):
-    """A model that raises where it is moved."""
+    """A model that raises when it is moved."""
 
     def __init__(self, **places: Any) -> None:
         super().__init__(2, 2)
@@ -35,7 +35,7 @@ def test_models_split_by_a_device_map_are_not_moved() -> None:
     model = Fixed(embed="cpu", head="cpu")
     assert Accelerator(cpu=True).prepare(torch.nn.Sequential(model))[0] is model
     with pytest.raises(AssertionError, match="moved"):
-        Accelerator(cpu=True).prepare(Fixed(**{"": "cpu"}))  # whole: it is moved as any other
+        Accelerator(cpu=True).prepare(Fixed(**{"": "cpu"}))  # a whole model is moved like any other
 
 
 def test_split_device_maps_are_found_anywhere() -> None:
@@ -54,7 +54,7 @@ def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
 
 
 def _prepare_where_steps_average(device_placement: bool, is_quantised: bool) -> str:
-    context.current().backend.reduces_gradients_at_step = True  # as XLA devices do
+    context.current().backend.reduces_gradients_at_step = True  # like XLA devices
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = is_quantised  # type: ignore[assignment]
     try:
@@ -174,7 +174,7 @@ def _prepare_shared(path: str) -> float:
 
 
 def test_ranks_do_not_write_to_a_shared_frozen_base(tmp_path: Path) -> None:
-    """A rank that wrote to its pages, which are for reading, would end by a signal."""
+    """The pages are read-only, so a signal would end a rank that wrote to them."""
     (tmp_path / "base").write_bytes(bytes(range(256)) * 64)
     assert ranks.run(_prepare_shared, 2, str(tmp_path / "base")) == [0.0, 0.0]
 

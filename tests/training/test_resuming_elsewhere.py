@@ -1,4 +1,4 @@
-"""The middle of an epoch, saved by some number of ranks and read on by another: each sample is seen once."""
+"""The middle of an epoch, saved by one number of ranks and resumed by another: each sample is seen once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _rows(count: int = ROWS) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-# Loaders by kind: how they are made for a batch size, and the configuration.
+# Kind of loader -> how to create it for a batch size, and its configuration.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "shuffled": (lambda size: DataLoader(_rows(), size, shuffle=True), {}),
     "seedable": (lambda size: DataLoader(_rows(), size, shuffle=True), {"use_seedable_sampler": True}),
@@ -87,7 +87,7 @@ def _prepared(kind: str, batch_size: int) -> tuple[Accelerator, PreparedLoader]:
 
 
 Epoch = tuple[list[list[int]], int]
-"""What one rank reads, by step, and the remainder that its loader ends with."""
+"""Return one rank's rows by step, and the remainder at the end of its loader."""
 
 
 def _read(loader: Any, save: Any = None, save_at: int = -1) -> Epoch:
@@ -101,9 +101,9 @@ def _read(loader: Any, save: Any = None, save_at: int = -1) -> Epoch:
 
 
 def _part(folder: str, batch_size: int, is_resumed: bool, save_at: int) -> dict[str, list[Epoch]]:
-    """Read, of each kind, one epoch up to ``save_at`` steps and save to ``folder``; or up to its end, and the next.
+    """Read ``save_at`` steps of an epoch of each kind and save to ``folder``, or read to its end, and the next epoch.
 
-    A first part begins an epoch, a later one goes on where it was saved.
+    The first part begins an epoch, and later parts continue at the saved position.
     """
     seen: dict[str, list[Epoch]] = {}
     for kind in KINDS:
@@ -119,7 +119,7 @@ def _part(folder: str, batch_size: int, is_resumed: bool, save_at: int) -> dict[
 
 
 def _merged(epochs: list[Epoch]) -> list[int]:
-    """What all ranks have read together, without what completes the last step where that is known."""
+    """Return the rows that all ranks have read, without known padding of the last step."""
     steps = [
         [row for rows in step for row in rows or ()] for step in zip_longest(*(one for one, _ in epochs))
     ]
@@ -131,7 +131,7 @@ def _merged(epochs: list[Epoch]) -> list[int]:
 
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (1, 2)], ids=str)
 def test_each_sample_is_seen_once(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    """Batches have another size where the number of ranks is another, so that steps don't fit either."""
+    """The batch size differs with the number of ranks, so step boundaries don't match."""
     parts = []
     for number, world_size in enumerate(sizes):
         save_at = -1 if number == len(sizes) - 1 else 3
@@ -140,7 +140,7 @@ def test_each_sample_is_seen_once(tmp_path: Path, sizes: tuple[int, ...]) -> Non
         rows = 66 if kind == "varying sizes" else ROWS
         epoch = [row for part in parts for row in _merged([rank[kind][0] for rank in part])]
         assert sorted(epoch[:rows]) == list(range(rows)), (kind, parts)
-        completed = epoch[rows:]  # of single samples, how many are real is not known
+        completed = epoch[rows:]  # for single samples, the number of real ones is unknown
         assert set(completed) <= set(epoch)
         assert not completed or kind == "single samples", kind
         following = _merged([rank[kind][1] for rank in parts[-1]])
@@ -182,7 +182,7 @@ def test_a_stream_that_workers_share_is_refused_before_anything_changes(tmp_path
 
 
 class _Divided(IterableDataset):
-    """A stream of which every worker process of a DataLoader reads a part; two end with three rows each."""
+    """A stream of which every worker process of a DataLoader reads a part; two parts end with three rows each."""
 
     rows = range(62)
 
@@ -192,7 +192,7 @@ class _Divided(IterableDataset):
 
 
 def _read_on_with_workers(folder: str, options: dict[str, Any]) -> tuple[list[list[int]], ...]:
-    # From Python 3.12 on the fork of torch's workers warns of threads.
+    # Since Python 3.12, the fork of torch's workers warns about threads.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
     loader = accelerator.prepare(DataLoader(_Divided(), 4, num_workers=2))
@@ -226,7 +226,7 @@ def test_shared_streams_skip_whole_rounds_with_another_batch_size() -> None:
 
 
 class _Own(IterableDataset):
-    """A stream that differs from rank to rank and knows where it is."""
+    """A stream that differs between ranks and knows its position."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -267,7 +267,7 @@ def _own_streams(folder: str) -> list[list[int]]:
 
 
 def test_every_rank_goes_on_in_its_own_stream(tmp_path: Path) -> None:
-    """Each rank's state is saved: here they have read unequally much of unequal streams."""
+    """Each rank's state is saved: here, ranks have read different amounts of different streams."""
     first, second = ranks.run(_own_streams, 2, str(tmp_path / "state"))
     assert first == [[5, 6], [7, 8]]
     assert second == [[107, 108], [109, 110], [111, 112]]

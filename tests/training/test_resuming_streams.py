@@ -1,4 +1,4 @@
-"""Stateful loaders that are resumed again and again in one epoch: each sample is seen once."""
+"""Stateful loaders that are resumed several times in one epoch: each sample is seen once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 
 class Plain(IterableDataset[int]):
-    """Knows no position."""
+    """A stream without a position."""
 
     def __iter__(self) -> Any:
         info = get_worker_info()
@@ -31,7 +31,7 @@ class Plain(IterableDataset[int]):
 
 
 class Stateful(IterableDataset[int]):
-    """Knows its position."""
+    """A stream with a position."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -52,7 +52,7 @@ class Stateful(IterableDataset[int]):
 
 
 class Shuffled(Plain):
-    """Draws its order from a generator of its own."""
+    """A stream that draws its order from its own generator."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
@@ -72,7 +72,9 @@ DATA: dict[str, Any] = {
 def _part(
     kind: str, dispatch: bool, num_workers: int, folder: str, is_resumed: bool, steps: int, state: Any
 ) -> tuple[list[int], Any, int]:
-    """Read ``steps`` batches, from a state or a checkpoint; return rows, state, and what all ranks have read."""
+    """Read ``steps`` batches, from a state or a checkpoint; return rows, state, and the rows that all ranks have
+    read.
+    """
     config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
     torch.manual_seed(3)
@@ -95,12 +97,12 @@ def _part(
 def _seen(
     kind: str, sizes: list[int], steps: list[int], dispatch: bool, num_workers: int, folder: str = ""
 ) -> tuple[Counter[int], list[int]]:
-    """Return how often each row was seen, and how many rows all ranks had read at each state."""
+    """Return how often each row was seen, and the number of rows that all ranks had read at each state."""
     seen: Counter[int] = Counter()
     read: list[int] = []
     states: list[Any] = [None]
     for number, size in enumerate(sizes):
-        state = states[0]  # of streams that ranks share, those of all ranks are alike
+        state = states[0]  # if ranks share a stream, all ranks' states are equal
         parts = ranks.run(_part, size, kind, dispatch, num_workers, folder, number > 0, steps[number], state)
         for rows, _, _ in parts:
             seen.update(rows)
@@ -141,7 +143,7 @@ def test_another_number_of_ranks_goes_on_behind_two_resumptions(kind: str, tmp_p
 
 
 def test_torchdata_and_a_loader_of_the_rest_take_the_states() -> None:
-    """In any order: a loader of the rest of a stream, torchdata's own, and a prepared one."""
+    """A loader for the rest of a stream, torchdata's own loader and a prepared one take them in any order."""
 
     def take(loader: Any, steps: int) -> tuple[list[int], Any]:
         rows: list[int] = []

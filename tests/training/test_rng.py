@@ -17,7 +17,7 @@ from tests.training import ranks
 
 @pytest.fixture(autouse=True)
 def states_put_back() -> Iterator[None]:
-    """The tests change global generators."""
+    """Restore global generators, which the tests change."""
     before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     yield
     random.setstate(before[0])

@@ -1,4 +1,6 @@
-"""Saving is a collective: late ranks are waited for, absent ones recognised, and nothing foreign is executed."""
+"""Saving is a collective: rank 0 waits for late ranks and recognises absent ones, and foreign data is never
+executed.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, batch: torch.Ten
 
 
 def _wait_until_asked(accelerator: Accelerator, number: int) -> None:
-    """Be so late that rank 0 has asked where this rank is, and knows that it has not come."""
+    """Be so late that rank 0 has queried this rank, and knows that it has not arrived."""
     mail = save_round._side._mail
     while True:
         found = mail.read(f"rank/{accelerator.process_index}", Whereabouts)
@@ -86,7 +88,7 @@ def test_a_late_rank_is_waited_for(tmp_path: Path, kind: str) -> None:
 
 
 def _save_and_note_sums(folder: str, kind: str) -> list[str]:
-    """The files that this rank has read to sum them up."""
+    """Save; return the files whose checksums this rank has computed."""
     accelerator, *_ = _prepare(kind)
     checksums, read = files.checksums, []
 
@@ -102,7 +104,7 @@ def _save_and_note_sums(folder: str, kind: str) -> list[str]:
 
 
 def test_each_rank_sums_up_its_own_files(tmp_path: Path) -> None:
-    """Where they were written, the system still has them in memory."""
+    """On the rank that wrote them, the files are still in the system's cache."""
     main, other = ranks.run(_save_and_note_sums, 2, str(tmp_path / "state"), "fsdp2")
     assert other == [
         "optimizer_0/__1_0.distcp",
@@ -130,10 +132,10 @@ def _save_without_some(folder: str) -> list[str]:
         save("backward", rank == 0, asynchronous=True)
         _step(accelerator, model, optimizer, torch.ones(1, 3))
         save("barrier", rank == 0)
-        dist.barrier()  # torch's own, which no code of ours sees
+        dist.barrier()  # a collective inside torch, which nblaunch does not see
         save("two", rank != 1)
         accelerator.wait_for_everyone()
-        save("backward", True)  # the same folder again, by all
+        save("backward", True)  # all ranks save to the same folder again
         save("ended", rank == 0)
     return [str(one.message) for one in caught if "save_state" in str(one.message)]
 
@@ -184,7 +186,7 @@ def _save_on_main_only(folder: str) -> list[str]:
             accelerator.save_state(f"{folder}_{name}", main_process_only=True)
         while not Path(
             f"{folder}_{name}"
-        ).is_dir():  # rank 0 must not wait for one that waits for its checkpoint
+        ).is_dir():  # rank 0 must not wait for a rank that waits for its checkpoint
             time.sleep(0.005)
     return sorted(os.listdir(f"{folder}_b"))
 
@@ -196,7 +198,7 @@ def test_main_process_only_does_not_wait(tmp_path: Path) -> None:
 
 
 def _save_with_a_slow_rank(folder: str) -> str:
-    """What rank 0's slot says while it waits for the files of rank 1, and afterwards."""
+    """Return the state on rank 0's slot while it waits for the files of rank 1, and afterwards."""
     accelerator = Accelerator()
     seen, slot = Path(f"{folder}_is_waited_for"), context.current().slot
 
@@ -207,7 +209,7 @@ def _save_with_a_slow_rank(folder: str) -> str:
 
     looking = threading.Thread(target=look, daemon=True)
 
-    def hook(*_: Any) -> None:  # behind the meeting of the ranks, where rank 0 waits, too
+    def hook(*_: Any) -> None:  # after the ranks have met, where rank 0 also waits
         if accelerator.is_main_process:
             looking.start()
         while not accelerator.is_main_process and not seen.exists():
@@ -225,7 +227,7 @@ def test_the_main_process_says_that_it_waits_for_the_files_of_others(tmp_path: P
 
 
 class Stream(IterableDataset):
-    """One without a length."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(24))
@@ -248,7 +250,7 @@ def _save_to_folders_of_their_own(folder: str) -> tuple[str, list[list[int]], li
 
 
 def test_ranks_may_name_folders_of_their_own(tmp_path: Path) -> None:
-    """The main process's counts, as in scripts that save to ``tempfile.mkdtemp()`` on each rank."""
+    """The main process's folder counts, for example if scripts save to ``tempfile.mkdtemp()`` on each rank."""
     for saved, rest, resumed in ranks.run(_save_to_folders_of_their_own, 2, str(tmp_path / "state")):
         assert saved == str(tmp_path / "state_of_rank_0")
         assert resumed == rest != []
@@ -271,7 +273,7 @@ def test_a_rank_that_has_left_says_so(tmp_path: Path) -> None:
 
 
 class Noted(os.PathLike):  # type: ignore[type-arg]
-    """A folder's path that makes a file when it is read, which ``save_state`` does first."""
+    """A path that creates a file when it is converted to text, which ``save_state`` does first."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -284,10 +286,10 @@ class Noted(os.PathLike):  # type: ignore[type-arg]
 def _save_before_and_after_a_reset(folder: str) -> str:
     accelerator = Accelerator()
     accelerator.save_state(f"{folder}_0")
-    PartialState._reset_state()  # as between the folds of a cross-validation
+    PartialState._reset_state()  # for example, between the folds of a cross-validation
     accelerator = Accelerator()
     while accelerator.is_main_process and not Path(f"{folder}_1_is_read").exists():
-        time.sleep(0.005)  # the other rank comes first
+        time.sleep(0.005)  # the other rank arrives first
     return accelerator.save_state(Noted(f"{folder}_1"))  # type: ignore[arg-type]
 
 
@@ -325,7 +327,7 @@ def _leave_in_the_middle(folder: str) -> str:
     accelerator, *_ = _prepare()
     if accelerator.process_index == 1:
         participant = save_round._side
-        # As if the process ended before it could report.
+        # Pretend that the process ended before it could report.
         participant.report = lambda *_: participant.leave()
         accelerator.register_save_state_pre_hook(_disk_full)
     with pytest.raises((CheckpointError, OSError)) as caught:
@@ -384,7 +386,7 @@ def test_a_disk_without_inodes_is_reported_as_the_reason(
 
 
 def _outlive_the_store(folder: str, port: int) -> int:
-    """Rank 0 hosts the store, and ends as soon as it can."""
+    """Save on ranks of which rank 0 hosts the store and ends as soon as it can."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     init = InitProcessGroupKwargs(init_method=f"tcp://127.0.0.1:{port}")
     accelerator = Accelerator(kwargs_handlers=[init])
@@ -418,7 +420,7 @@ def test_the_outcome_is_known_before_the_host_of_the_store_ends(tmp_path: Path) 
 
 
 class Malicious:
-    """What is executed when it is unpickled: it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -428,7 +430,7 @@ class Malicious:
 
 
 def _attack(folder: Path, payload: bytes) -> None:
-    """Put ``payload`` in the place of all that ranks exchange for a save, once rank 0 has begun one."""
+    """Replace all messages of a save by ``payload`` once rank 0 has begun it."""
     while not (folder / "port").exists():
         time.sleep(0.01)
     port = int((folder / "port").read_text())
@@ -449,7 +451,7 @@ def _save_under_attack(folder: Path, comes_late: bool) -> str:
         (folder / "text").rename(folder / "port")
         while not (folder / ("given up" if comes_late else "attacked")).exists():
             time.sleep(0.01)
-    warnings.simplefilter("ignore")  # rank 0 may find out that rank 1 has given up
+    warnings.simplefilter("ignore")  # rank 0 may notice that rank 1 has given up
     try:
         accelerator.save_state(folder / "state")
     except CheckpointError as error:
@@ -461,9 +463,9 @@ def _save_under_attack(folder: Path, comes_late: bool) -> str:
 
 @pytest.mark.parametrize("comes_late", [False, True])
 def test_messages_in_the_store_are_never_executed(comes_late: bool, tmp_path: Path) -> None:
-    """The attacker has no part in the job: it connects to the loopback port of the store, as any user can.
+    """The attacker is not part of the job: it connects to the store's loopback port, as any user can.
 
-    Rank 1 has seen it, though it comes when rank 0 has given up and its own messages are there again.
+    Rank 1 has read it, even if it arrives after rank 0 has given up and restored its own messages.
     """
     payload = pickle.dumps(Malicious(str(tmp_path / "executed")))
     attacker = multiprocessing.get_context("forkserver").Process(target=_attack, args=(tmp_path, payload))
@@ -506,7 +508,7 @@ def test_messages(message: Any) -> None:
 
 
 def _wait_in_a_collective(folder: str) -> tuple[int, set[str]]:
-    """How often rank 1 has looked at the store before it was asked; and the files of a later save."""
+    """Return how often rank 1 has read the store before it was queried, and the files of a later save."""
     read, wait = save_round._Mail.read, save_round._Mail.wait_for_ring
     looks: list[Any] = []
     waits_inside = threading.Event()
@@ -526,7 +528,7 @@ def _wait_in_a_collective(folder: str) -> tuple[int, set[str]]:
     assert waits_inside.wait(20)
     num_looks = len(looks)
     accelerator.wait_for_everyone()
-    for _ in range(3):  # each is rung for
+    for _ in range(3):  # each rank is rung
         accelerator.save_state(folder)
     return num_looks, set(os.listdir(folder))
 

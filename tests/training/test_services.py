@@ -1,4 +1,4 @@
-"""Trackers of services whose libraries are not installed here: what they are given, and names of Accelerate 1.15."""
+"""Trackers of services whose libraries are not installed here: their calls; names from Accelerate 1.15."""
 
 from __future__ import annotations
 

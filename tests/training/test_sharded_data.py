@@ -1,4 +1,4 @@
-"""Data of which each rank reads a part of its own already: all of it is read, once."""
+"""Data that is already divided among ranks is read completely, and once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ROWS = 24
 
 @pytest.fixture(autouse=True)
 def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bars of datasets start no thread, which would stay."""
+    """Keep bars of datasets from starting a permanent thread."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
 
 
 class Files(IterableDataset[int]):
-    """The rows of one rank's files."""
+    """A dataset with the rows of one rank's files."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -44,7 +44,7 @@ def _stream(num_shards: int) -> datasets.IterableDataset:
 
 
 def _given(kind: str, rank: int, world_size: int) -> tuple[DataLoader[Any], bool | None]:
-    """Return a loader of the rank's part, and whether it has to be named that it is one."""
+    """Return a loader of the rank's part, and whether the configuration must declare that the data is divided."""
     if kind == "files":
         return DataLoader(Files(rank, world_size), batch_size=2), True
     if kind == "sampler":
@@ -62,7 +62,7 @@ def _rows(batch: Any) -> torch.Tensor:
 
 
 def _read(kind: str, folder: str, evens: bool) -> tuple[list[int], list[int], list[int], list[str]]:
-    """Return what the rank reads, what all gather, what is read in an epoch that is resumed, and warnings."""
+    """Return the rank's rows, the gathered rows, the rows of a resumed epoch, and warnings."""
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         state = Accelerator().state
@@ -131,7 +131,7 @@ def test_parts_for_another_job_are_an_error() -> None:
 
 
 def test_ranks_may_share_a_part_on_request() -> None:
-    """All ranks of a machine read its part together; a lone process reads whatever it is given."""
+    """All ranks of a machine read its part together; a single process reads all that it gets."""
     shared = [
         prepare_data_loader(
             DataLoader(split_dataset_by_node(_stream(4), 1, 2), batch_size=2),

@@ -1,4 +1,4 @@
-"""Which samples belong to which rank: properties that hold for all sizes."""
+"""Distribution of samples over ranks: properties for all sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _shards(
 
 
 def _global_order(per_rank: list[list[list[int]]]) -> list[list[int]]:
-    """Global batches as ``gather`` would see them: the ranks' batches of each round, one after the other."""
+    """Return global batches as ``gather`` would return them: the ranks' batches of each round, one after the other."""
     rounds = max(map(len, per_rank), default=0)
     return [[i for batches in per_rank if n < len(batches) for i in batches[n]] for n in range(rounds)]
 
@@ -91,7 +91,7 @@ def test_batches_of_any_size_are_dealt_in_turn(batches: list[list[int]], world: 
 
 
 class _Irregular:
-    """A batch sampler whose batches may be shorter than it says, also in the middle."""
+    """A batch sampler whose batches may be shorter than declared, even in the middle."""
 
     batch_size = 4
 
@@ -124,7 +124,9 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch() -> None:
 @pytest.mark.parametrize("batch", [16, 1000, 9000])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_long_epochs_have_the_order_of_one_process(batch: int, shuffle: bool) -> None:
-    """Orders are cut in pieces of thousands of indices; what ranks get together shows no seam, epoch by epoch."""
+    """Orders are processed in pieces of thousands of indices; the ranks' joint order must not show that in any
+    epoch.
+    """
 
     def order() -> BatchSampler:
         rows = range(60_001)
@@ -148,7 +150,7 @@ def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=7), max_size=12), WORLDS)
 def test_batches_of_any_size_are_evened_out_by_whole_ones(batches: list[list[int]], world: int) -> None:
-    """A batch sampler without a batch size: the last round is completed with the first batches of the epoch."""
+    """The batch sampler has no batch size, so the first batches of the epoch complete the last round."""
     shards = [BatchSamplerShard(batches, world, rank) for rank in range(world)]
     per_rank = [list(shard) for shard in shards]
     rounds = -(-len(batches) // world)
@@ -211,14 +213,14 @@ def test_shares_are_consecutive_and_differ_by_at_most_one(length: int, world: in
 
 
 class _OfTwoParts(UserDict):  # type: ignore[type-arg]
-    """A mapping that is not made from one alone."""
+    """A mapping whose constructor needs more than a mapping."""
 
     def __init__(self, values: dict[str, Any], form: object) -> None:
         super().__init__(values)
 
 
 class _Selectable(list[int]):
-    """As ``datasets.Dataset``: rows are selected by index."""
+    """A dataset like ``datasets.Dataset``, with rows selected by index."""
 
     def select(self, indices: list[int]) -> _Selectable:
         return _Selectable(self[i] for i in indices)
@@ -235,7 +237,7 @@ def test_all_kinds_of_inputs_are_split() -> None:
     assert inputs == before
     assert split_evenly((1, 2, 3), 0, 2, apply_padding=False) == (1, 2)
     assert split_evenly([1], 1, 2, apply_padding=False) == []
-    batch = split_evenly(UserDict(a=[1, 2]), 1, 2, apply_padding=False)  # as a tokenizer's
+    batch = split_evenly(UserDict(a=[1, 2]), 1, 2, apply_padding=False)  # like a tokenizer's output
     assert (type(batch), batch.data) == (UserDict, {"a": [2]})
     assert split_evenly(_OfTwoParts({"a": [1, 2]}, None), 1, 2, apply_padding=False) == {"a": [2]}
     assert split_evenly(inputs, 0, 1, apply_padding=True) is inputs

@@ -1,4 +1,4 @@
-"""Epochs that begin further on, and loaders that say where they are."""
+"""Epochs that begin in the middle, and loaders that know their position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training import ranks
 
 
 class _Noting(torch.utils.data.Dataset):
-    """Notes what is loaded."""
+    """A dataset that records loaded indices."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -155,7 +155,7 @@ def test_a_loader_goes_on_where_it_was(taken: int, num_workers: int) -> None:
     epochs += [seen, _lists(loader)]
     resumed = _stateful(num_workers=num_workers)
     resumed.load_state_dict(state)
-    # At its last batch an epoch is over: what follows is the next one.
+    # At its last batch, an epoch counts as complete, so the next one follows.
     expected = epochs[1][taken:] or epochs[2]
     assert _lists(resumed) == expected
     assert resumed.iteration == (2 if taken < 10 else 3)

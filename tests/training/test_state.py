@@ -1,4 +1,4 @@
-"""Views on the state of a process, loggers, settings from the environment, debug mode, and what is pickled."""
+"""Views of a process's state, loggers, settings from the environment, debug mode, and pickling."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_notebook_state_shows_the_workers_window() -> None:
 
 
 def _in_a_worker_alone() -> None:
-    """What was made so far was made in the notebook; from here on this is a worker, that has joined no job yet."""
+    """Turn this process from the notebook into a worker that has not joined its job yet."""
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_launched=True))
 
 
@@ -197,7 +197,7 @@ def test_accelerators_are_pickled_with_prepared_objects() -> None:
 
 
 class _Owner:
-    """Registers itself, as trainers do."""
+    """An object that registers itself, like trainers."""
 
     def __init__(self) -> None:
         self.accelerator = Accelerator()
@@ -319,7 +319,8 @@ def test_a_logger_names_rank_and_caller(caplog: pytest.LogCaptureFixture) -> Non
     ]  # fmt: skip
     assert {record.filename for record in records} == {"test_state.py"}
     assert [records[0].lineno, records[2].lineno] == [line, once]
-    if sys.version_info >= (3, 11):  # before, frames of logging itself count, too, as with Accelerate
+    # in older versions, frames of logging itself count, too, as in Accelerate
+    if sys.version_info >= (3, 11):
         assert records[1].lineno == outer
     assert records[3].exc_info[0] is KeyError
     assert records[3].colour == "red"

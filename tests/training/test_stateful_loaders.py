@@ -1,4 +1,4 @@
-"""Loaders that torchdata reads: they pass for its own, and either takes the state of the other."""
+"""Loaders that read with torchdata: they pass as its own loader, and each accepts the other's state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _lists(loader: Any) -> list[list[int]]:
 
 
 def _take(loader: Any, count: int) -> list[list[int]]:
-    """Read ``count`` batches and leave the epoch there."""
+    """Read ``count`` batches and then leave the epoch."""
     return [batch.tolist() for _, batch in zip(range(count), loader, strict=False)]
 
 
@@ -143,7 +143,7 @@ def test_directly_made_shards_know_their_share() -> None:
 
 
 class _Own(DataLoaderStateMixin):
-    """A loader of a user's, which only says where its epoch begins and ends."""
+    """A user's loader, which only marks the beginning and the end of its epoch."""
 
     def __iter__(self) -> Any:
         self.begin()
@@ -165,7 +165,7 @@ def test_a_loader_of_ones_own_takes_part_in_accumulation() -> None:
 
 
 def test_states_of_loaders_are_read_on_the_cpu_wherever_weights_go(tmp_path: Path) -> None:
-    """They hold those of generators, which are to be there."""
+    """They contain generators' states, which must be on the CPU."""
 
     def prepared() -> tuple[Accelerator, Any]:
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))

@@ -1,6 +1,6 @@
-"""What a training step does on the host beyond a plain loop's: calls of Python functions, and operations of torch.
+"""The additional work of a training step on the host, compared with a plain loop: Python calls and torch operations.
 
-They are counted, since a time would be another one on a busy machine.
+The tests count them, because times would differ on a busy machine.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nblaunch.spec import LaunchSpec
 
 SHORT, LONG = 10, 30
 NUM_EPOCHS = 3
-# Calls of Python functions that a step may add, in a process without a launcher.
+# Additional Python calls that a step may make in a process without a launcher.
 MAX_CALLS = {"fixed batch": 7, "accumulate": 15, "loader": 8, "loader, accumulate": 17}
 MAX_CALLS_IN_WORKER = {"loader": 23, "loader, accumulate": 32}
 Lap = Callable[[], object]
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations of torch."""
+    """Counts torch's operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,9 @@ def _accelerated(num_steps: int, has_loader: bool, accumulates: bool) -> Lap:
 
 
 def _calls(lap: Lap) -> int:
-    """Count what a lap calls in this thread, while the garbage collector, which may call back at any step, rests."""
+    """Count the calls of a lap in this thread, with the garbage collector turned off, because it may call back at
+    any step.
+    """
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -102,10 +104,10 @@ def _calls(lap: Lap) -> int:
 
 
 def _per_step(count: Callable[[Lap], int], loop: Callable[..., Lap], *kind: bool) -> float:
-    """Return what is counted in one more step of a loop."""
+    """Return the count for one more step of a loop."""
     laps = [loop(num_steps, *kind) for num_steps in (SHORT, LONG)]
-    # The first epoch looks for the loops around it, and keeps what it has found. A signal may add calls to another one,
-    # and the fewest calls are without it.
+    # The first epoch searches for the loops around it and keeps the result. A signal may add calls to other epochs; the
+    # smallest count is free of them.
     epochs = [[count(lap) for lap in laps] for _ in range(1 + NUM_EPOCHS)][1:]
     short, long = map(min, zip(*epochs, strict=True))
     return (long - short) / (LONG - SHORT)
@@ -127,7 +129,7 @@ def _added_calls() -> dict[str, float]:
 
 
 def _unhook(patch: pytest.MonkeyPatch) -> None:
-    """Take the hooks of a worker off torch."""
+    """Remove a worker's hooks from torch."""
     iterator: Any = dataloader._BaseDataLoaderIter
     patch.setattr(torch.autograd, "backward", inspect.unwrap(torch.autograd.backward))
     patch.setattr(iterator, "__next__", inspect.unwrap(iterator.__next__))
@@ -137,7 +139,7 @@ def _unhook(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out hooks of other tests, and the checks, which look at the first steps and at a few now and then."""
+    """Remove other tests' hooks, and the checks, which run in the first steps and in a few later ones."""
     _unhook(monkeypatch)
     monkeypatch.setenv("NBLAUNCH_CHECKS", "off")
 
@@ -154,7 +156,8 @@ def test_a_step_adds_few_calls_of_python_functions() -> None:
 
 
 def test_the_hooks_of_a_worker_add_few_more(nothing_left_behind: None) -> None:
-    # Not on a fixed batch: rounds of a loop without a loader are found by a look at the user's code now and then.
+    # Not on a fixed batch: the iterations of a loop without a loader are found by occasional inspections of the user's
+    # code.
     spec = LaunchSpec(_added_calls, (), 1, backend="cpu")
     runner = JobRunner(spec, plan_launch(spec), [])
     runner.run()
@@ -173,7 +176,7 @@ def test_a_step_without_a_launcher_adds_no_operation() -> None:
 
 
 def _added_operations() -> list[list[str]]:
-    """Return what an epoch adds to a plain one: fixed batch and loader, without accumulation and with it."""
+    """Return the operations that an epoch adds: with a fixed batch and a loader, without and with accumulation."""
 
     def names(loop: Callable[..., Lap], *kind: bool) -> list[str]:
         lap = loop(SHORT, *kind)

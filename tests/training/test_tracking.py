@@ -1,4 +1,4 @@
-"""Trackers: which are chosen, how they are called, and what reaches the launcher."""
+"""Trackers: their selection, their calls, and the metrics that reach the launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.training import ranks
 
 
 class Notebook(GeneralTracker):
-    """Keeps the calls of its methods."""
+    """A tracker that records the calls of its methods."""
 
     name = "notebook"
     requires_logging_directory = False
@@ -62,7 +62,7 @@ class Notebook(GeneralTracker):
 
 @pytest.fixture
 def emitted() -> list[Event]:
-    """What this process sends its launcher."""
+    """Collect the events that this process sends to its launcher."""
     events: list[Event] = []
     context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), emit=events.append))
     return events
@@ -276,7 +276,7 @@ def test_trackers_run_on_the_main_process_unless_they_say_otherwise() -> None:
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    for _run in range(2):  # a run that is resumed goes on in the same file
+    for _run in range(2):  # a resumed run continues in the same file
         accelerator = Accelerator(
             log_with="jsonl", project_config=ProjectConfiguration(logging_dir=str(tmp_path))
         )
@@ -335,7 +335,7 @@ class Settings:
     ],
 )
 def test_settings_are_kept_whatever_holds_them(config: Any, tmp_path: Path, calls: list[Any]) -> None:
-    """Of each tracker, by ``init_trackers`` and where its method is called directly."""
+    """This covers each tracker, through ``init_trackers`` and through a direct call of its method."""
     own = Notebook()
     names = ["tensorboard", "jsonl", "wandb", "mlflow"]
     accelerator = Accelerator(log_with=[own, *names], project_dir=tmp_path)
@@ -401,7 +401,7 @@ def test_a_tracker_receives_values_that_the_display_lacks(emitted: list[Event], 
 
 
 class Recorder(types.ModuleType):
-    """A module that takes note of every call below it, as the stand-in for a library that reports to a server."""
+    """A module that records every call below it, as a stub for a library that reports to a server."""
 
     def __init__(self, name: str, calls: list[Any]) -> None:
         super().__init__(name)
@@ -420,7 +420,7 @@ class Recorder(types.ModuleType):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of the stand-ins for wandb and mlflow."""
+    """Replace wandb and mlflow by stubs; return their calls."""
     found: list[Any] = []
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, Recorder(name, found))
@@ -459,7 +459,7 @@ def test_mlflow_is_set_up_by_environment_variables_first(
     monkeypatch.setenv("MLFLOW_NESTED_RUN", "true")
     MLflowTracker("project", tags={"of": "call"}).start()
     monkeypatch.setenv("MLFLOW_RUN_ID", "known")
-    MLflowTracker("project").start()  # a run is in its experiment, and in no other
+    MLflowTracker("project").start()  # a run belongs only to its experiment
     assert [args for path, args, _ in calls if path == "mlflow.set_experiment"] == [("project",), ("other",)]
     options = [kwargs for path, _, kwargs in calls if path == "mlflow.start_run"]
     assert [each["tags"] for each in options] == [{"of": "call"}, *[{"of": "environment"}] * 2]
@@ -484,7 +484,7 @@ def test_mlflow(calls: list[Any]) -> None:
     tracker.log_artifact("file")
     tracker.log_figure("figure", "figure.png")
     accelerator.end_training()
-    calls = [call for call in calls if "get_tracking_uri" not in call[0]]  # for where it is seen
+    calls = [call for call in calls if "get_tracking_uri" not in call[0]]  # for the location of the run
     assert [path for path, _, _ in calls] == [
         "mlflow.set_tracking_uri",
         "mlflow.set_experiment",

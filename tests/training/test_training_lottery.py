@@ -1,4 +1,4 @@
-"""A few random training loops beside one process; ``python -m tests.benchmarks training`` plays more."""
+"""A few random training loops compared with one process; ``python -m tests.benchmarks training`` runs more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.benchmarks import training
 
-# Two ranks of which one has a batch more, for two epochs.
+# Two ranks, one with an additional batch, for two epochs.
 _UNEVEN = training.Draw(
     seed=1,
     world_size=2,

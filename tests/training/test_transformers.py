@@ -1,6 +1,7 @@
-"""Models of transformers with the four-line change, and a real encoder that learns as well on two processes as on one.
+"""Models of transformers with the four-line change, and a real encoder that learns equally well on one process and on
+two.
 
-Nothing is downloaded: one model is made from a configuration, the other comes with its package.
+Nothing is downloaded: one model is built from a configuration, and the other comes with its package.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PLACES = ["in the park", "near the river", "on the hill", "behind the house"]
 
 
 def _offline() -> Any:
-    """transformers, kept from looking for anything on the network, its own deprecations not ours to mend."""
+    """Keep transformers off the network, and ignore its deprecation warnings, which nblaunch can't fix."""
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -45,7 +46,7 @@ def _tiny_bert(transformers: Any) -> Any:
 
 
 def _tokens(count: int) -> list[dict[str, torch.Tensor]]:
-    """The label is whether the first token is below 32."""
+    """Return token sequences; the label is whether the first token is below 32."""
     tokens = torch.randint(1, 64, (count, 8), generator=torch.Generator().manual_seed(4))
     return [{"input_ids": row, "labels": (row[0] < 32).long()} for row in tokens]  # novm: a tensor's
 
@@ -54,9 +55,7 @@ def _train_bert(batch_size: int, precision: str) -> tuple[list[float], dict[str,
     transformers = _offline()
     accelerator = Accelerator(mixed_precision=precision, split_batches=True)
     model = _tiny_bert(transformers)
-    if (
-        precision == "no"
-    ):  # sums in another order then differ in no digit that one sees, also after many steps
+    if precision == "no":  # sums in another order then make no visible difference, even after many steps
         model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, 2, 32)
@@ -120,7 +119,7 @@ def test_a_decoder_with_a_cache_computes_its_activations_anew() -> None:
 
 
 def _sentences(count: int, seed: int) -> list[tuple[str, int]]:
-    """Sentences about shapes or animals; the label says which."""
+    """Return sentences about shapes or animals; the label says which."""
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -156,7 +155,7 @@ def _fine_tune() -> dict[str, Any]:
     encoder = transformers.AutoModel.from_pretrained(get_model_path(), add_pooling_layer=False)
     model = _Classifier(
         encoder, encoder.config.hidden_size
-    ).eval()  # no dropout: its numbers differ from rank to rank
+    ).eval()  # no dropout, because its random numbers differ between ranks
 
     def collate(rows: list[tuple[str, int]]) -> Any:
         texts, labels = zip(*rows, strict=True)
@@ -202,6 +201,6 @@ def test_an_encoder_is_fine_tuned_with_the_same_metric_on_two_processes() -> Non
         for moment in ("before", "after"):
             assert answer[moment][0] == pytest.approx(
                 expected[moment][0], abs=1.5 / rows
-            )  # one row may tip over
+            )  # one row may change its class
             assert answer[moment][1] == pytest.approx(expected[moment][1], rel=0.02, abs=0.01)
             assert answer[moment][2] == 27

@@ -1,4 +1,4 @@
-"""Loaders whose order is not that of a plain batch sampler: each sample is seen by one rank, in every epoch."""
+"""Loaders with another order than a plain batch sampler's: one rank sees each sample in every epoch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_single_samples_of_an_indexed_dataset_keep_their_order() -> None:
     torch.manual_seed(3)
     given = DataLoader(_rows(8), batch_size=None, shuffle=True)
     loader = Accelerator().prepare(given)
-    torch.manual_seed(4)  # the order is that of the loader's own generator from now on
+    torch.manual_seed(4)  # from now on, the loader's own generator determines the order
     order = [row.item() for (row,) in loader]
     assert sorted(order) == list(range(8))
     assert order != list(range(8))
@@ -40,7 +40,7 @@ def test_single_samples_of_an_indexed_dataset_keep_their_order() -> None:
 
 
 class _Unsized(Sampler[Any]):
-    """What it yields, without a length: as a sampler by the size of samples, which raises ValueError for it."""
+    """A sampler without a length, like a sampler by sample size whose ``len`` raises ValueError."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -53,7 +53,7 @@ class _Unsized(Sampler[Any]):
 
 
 class _Two(BatchSampler):
-    """Two batches, whatever they are made of."""
+    """A batch sampler that yields two batches, whatever its sampler."""
 
     def __len__(self) -> int:
         return 2
@@ -91,7 +91,9 @@ _UNUSUAL: dict[str, Any] = {
 
 
 def _epochs_of_unusual_loaders() -> dict[str, list[list[int]]]:
-    """What this rank reads in two epochs of each, where every rank has drawn from its generator differently."""
+    """Return this rank's rows in two epochs of each loader, after every rank has drawn differently from its
+    generator.
+    """
     accelerator = Accelerator()
     torch.manual_seed(accelerator.process_index)
     seen = {}

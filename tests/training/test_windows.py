@@ -1,4 +1,4 @@
-"""Accumulation windows: of models that are accumulated apart, and of fewer micro-steps than others."""
+"""Accumulation windows: for separately accumulated models, and with fewer micro-steps than usual."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _weights(models: Iterable[nn.Module]) -> list[float]:
 def _alone(
     batch: int, window: int, signs: tuple[int, ...], divides_by_actual: bool, rows: int = ROWS
 ) -> list[float]:
-    """One process in double precision: a step per window of each model."""
+    """Train in one process in double precision, with one step per window of each model."""
     models = [_model(sign) for sign in signs]
     batches = _rows(rows).split(batch)
     for model, sign in zip(models, signs, strict=True):
@@ -63,7 +63,7 @@ def _alone(
 
 
 def _train_two(kind: str) -> list[float]:
-    """Two models in the blocks of a GAN, of batches of all ranks together."""
+    """Train two models in the blocks of a GAN, on batches of all ranks together."""
     accelerator = Accelerator(split_batches=True, gradient_accumulation_steps=WINDOW)
     modules = [_model(1), _model(2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
@@ -108,7 +108,7 @@ def test_models_that_are_accumulated_apart_have_windows_of_their_own(kind: str) 
 
 
 def _train_by_turns() -> list[float]:
-    """The second model in every other batch: its windows end elsewhere, and the end of the loader closes one."""
+    """Train the second model in every other batch: its windows end elsewhere, and the end of the loader closes one."""
     accelerator = Accelerator(split_batches=True, gradient_accumulation_steps=WINDOW)
     modules = [_model(1), _model(2)]
     models = [accelerator.prepare(module) for module in modules]
@@ -189,7 +189,7 @@ def test_an_optimizer_of_two_models_that_are_accumulated_apart_is_an_error() -> 
 
 
 class _Stream(IterableDataset[torch.Tensor]):
-    """Without a length."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Any:
         return iter(_rows())
@@ -228,7 +228,7 @@ def test_gradients_of_a_short_window_are_divided_as_asked(
 
 
 def _beside(number: int, other: str) -> tuple[list[float], int]:
-    """Train on so many rows, one a micro-step, while another loader is read; return also the number of steps."""
+    """Train on this many rows, one per micro-step, while another loader is read; also return the number of steps."""
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=WINDOW, divide_by_actual=True)
     )
@@ -295,7 +295,7 @@ def test_short_windows_warn_once_about_their_divisor() -> None:
 
 
 def test_micro_steps_of_one_batch_count_as_they_are() -> None:
-    """Every micro-step of the last batch of a loader ends a window: of one micro-step each."""
+    """Every micro-step of a loader's last batch ends a window, so each window has one micro-step."""
     plugin = GradientAccumulationPlugin(num_steps=3, divide_by_actual=True)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     module = _model(1)
@@ -316,7 +316,7 @@ def test_micro_steps_of_one_batch_count_as_they_are() -> None:
 
 
 def _count_tokens(divides: bool | None) -> list[float]:
-    """The loss of a window is the sum over its tokens, divided by their number: however many micro-steps it has."""
+    """Train with a window's loss as the sum over its tokens divided by their number, for any number of micro-steps."""
     plugin = GradientAccumulationPlugin(num_steps=WINDOW, divide_by_actual=divides)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin, split_batches=True)
     module = _model(1)

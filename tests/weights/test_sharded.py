@@ -1,4 +1,4 @@
-"""Shards of tensors, put together in the launcher."""
+"""Shards of tensors, which the launcher assembles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where modules are in the arguments of a call: the same places in the kernel and in a worker."""
+"""Paths of modules in the arguments of a call are the same in the kernel and in a worker."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_circles_and_depths_end() -> None:
 
 def test_data_is_not_looked_through() -> None:
     class Looked(list[int]):
-        """Counts how often it is looked through."""
+        """A container that counts how often it is searched."""
 
         num_looks = 0
 
@@ -95,7 +95,7 @@ def test_data_is_not_looked_through() -> None:
 
 
 class Learner:
-    """A user's own class, which holds what it trains."""
+    """A user's class with the objects that it trains."""
 
     def __init__(self) -> None:
         self.parts = {"generator": net()}

@@ -1,4 +1,4 @@
-"""The board: what is written in one process is read in another."""
+"""The board: one process reads what another has written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_slot_says_what_was_written_in_another_process() -> None:
     assert (zero.losses, two.losses) == (LossCurve(), LossCurve())
     assert (one.busy_time_s, one.busy_steps) == (0.75, 2)
     assert (one.state, two.step) == (WorkerState.TRAINING, 0)
-    assert begun_s <= one.step_time_s <= time.monotonic()  # one clock for all processes
+    assert begun_s <= one.step_time_s <= time.monotonic()  # all processes have the same clock
 
 
 def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
@@ -78,7 +78,7 @@ def test_a_curve_that_does_not_change_is_read_once() -> None:
 def test_a_board_is_closed_while_a_traceback_refers_to_its_memory() -> None:
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(2)
-    board.slot(1)._ints[0] = 99  # a process has written over it
+    board.slot(1)._ints[0] = 99  # a process has overwritten it
     try:
         board.read()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Events through a pipe: whole, in order, whatever the sizes and however they are cut."""
+"""Events through a pipe arrive complete and in order, whatever their sizes and however they are split."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_sender_that_is_killed_in_the_middle_of_an_event_cuts_no_other(
     receiver, sender = pipe
     pid = os.fork()
     if pid == 0:
-        sender.send(Note(0, 0.0, "x" * 10_000_000))  # far more than a pipe takes
+        sender.send(Note(0, 0.0, "x" * 10_000_000))  # far more than fits into a pipe
         os._exit(0)
     select.select([receiver.fd], [], [], 30)
     os.kill(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def handled(number: signal.Signals, handle: Callable[[], None]) -> Iterator[None
 def signalled_in_the_middle_of_an_event(
     receiver: EventReceiver, got: list[Event], num: int
 ) -> Iterator[None]:
-    """Signal the main thread once the pipe has something in it, and only then receive events, ``num`` in all."""
+    """Signal the main thread once the pipe is not empty, and only then receive ``num`` events."""
 
     def signal_and_receive() -> None:
         select.select([receiver.fd], [], [], 30)
@@ -145,7 +145,7 @@ def signalled_in_the_middle_of_an_event(
 
 
 LARGE = "x" * 1_000_000
-"""Far more than a pipe takes."""
+"""More bytes than fit into a pipe."""
 
 
 def test_a_signal_handler_sends_while_the_thread_that_it_interrupts_does(
@@ -252,7 +252,7 @@ def test_what_can_not_be_sent_is_named(pipe: tuple[EventReceiver, EventSender]) 
 
 
 class Unknown(Note):
-    """Can be written here, and not be found where it is read."""
+    """A class that can be pickled here, but does not exist in the reading process."""
 
 
 def test_unreadable_event_is_named_and_loses_no_others(

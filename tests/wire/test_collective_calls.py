@@ -1,4 +1,4 @@
-"""The last collectives of a rank: what is written is read, whole, whatever is overwritten meanwhile."""
+"""The last collectives of a rank are read completely, whatever is overwritten meanwhile."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_groups_of_any_ranks() -> None:
 
 
 def test_readers_share_groups() -> None:
-    """So that digests of ranks have the same keys."""
+    """The digests of ranks then have the same keys."""
     writer, reader, group = both()
     other_writer, other_reader, other_group = both()
     writer.put(site_of(group), 1, chain=5)

@@ -1,4 +1,4 @@
-"""Exceptions on their way: type, message, attributes, notes, causes; and those that can't go."""
+"""Sending exceptions: type, message, attributes, notes, causes; and exceptions that can't be sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Liar(Exception):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a GPU, and can be read where there is none."""
+    """A tensor that claims to be on a GPU, and can be read without one."""
 
     device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
 
@@ -171,7 +171,7 @@ def test_unpicklable_exceptions_are_sent_as_text_or_parts(make: Any) -> None:
 
 
 def test_a_tensor_on_a_device_arrives_on_the_cpu() -> None:
-    """Or the kernel would open the device to show the error, and could not be forked from then on."""
+    """Otherwise the kernel would open the device to show the error, and could no longer be forked."""
     tensor: Any = torch.zeros(2).as_subclass(OnDevice).requires_grad_()
     tensor.label = "loss"
     arrived = there_and_back(AssertionError(tensor)).args[0]

@@ -34,7 +34,7 @@ def _hold(fd: int, rank: int, is_exclusive: bool = False) -> tuple[int, int, int
 
 
 def _end(held: tuple[int, int, int]) -> None:
-    """Release the lock of a child, if it still runs, and wait for its end."""
+    """Make a child release its lock, if it is still running, and wait for its end."""
     pid, entered, leaving = held
     with contextlib.suppress(BrokenPipeError):
         os.write(leaving, b"x")

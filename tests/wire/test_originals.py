@@ -1,4 +1,4 @@
-"""Tensors that a worker has changed are distinguished from those that it has not, in whatever way they were changed."""
+"""Tensors that a worker has changed in any way are distinguished from unchanged ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nblaunch.wire.pickling import payload
 
 pytestmark = pytest.mark.timeout(60)
 
-LARGE = 300_000  # elements: more bytes than are compared at a time
+LARGE = 300_000  # number of elements; more bytes than are compared at once
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def nothing(net: Net) -> None:
-    """As for most teachers."""
+    """Change nothing, like a function that uses a teacher model."""
 
 
 def average(net: Net) -> None:
@@ -72,7 +72,7 @@ def another_layout(net: Net) -> None:
 
 
 def rearranged(net: Net) -> None:
-    """The same bytes in memory, and other values."""
+    """Change values without changing bytes in memory."""
     net.grid.data = net.grid.data.permute(0, 2, 3, 1).reshape(8, 3, 4, 4)
 
 
@@ -85,7 +85,7 @@ def signed_zero(net: Net) -> None:
 
 
 def two_names(net: Net) -> None:
-    """Tied only now: what is unchanged under one name is changed under the other."""
+    """Tie two weights: the tensor is unchanged under one name and changed under the other."""
     net.register_buffer("count", torch.tensor(0))
     net.weight.data.zero_()
     net.tied = net.weight
@@ -104,7 +104,8 @@ CHANGED: list[tuple[Callable[[Net], None], set[str]]] = [
     (another_parameter, {"weight"}),
     (another_with_the_same_values, set()),
     (another_dtype, {"weight", "tied"}),
-    (another_layout, {"grid"}),  # values are the same; it is sent, since its bytes lie otherwise
+    # the values are the same, but it is sent, because its bytes have another order
+    (another_layout, {"grid"}),
     (rearranged, {"grid"}),
     (counted, {"count"}),
     (signed_zero, {"odd"}),
@@ -114,7 +115,7 @@ CHANGED: list[tuple[Callable[[Net], None], set[str]]] = [
 
 
 def sent(module: nn.Module, originals: Originals) -> set[str]:
-    """Names of the tensors that go into an outbox; the others are marked as unchanged, and have their shape."""
+    """Return the names of sent tensors; check that the others are marked as unchanged, with their shapes."""
     state = module.state_dict()
     fd = create_memory_file("test")
     at, _, lost = outbox.Outbox(fd).put_state(0, state, originals.equality_tests(0, state))
@@ -125,12 +126,12 @@ def sent(module: nn.Module, originals: Originals) -> set[str]:
     names = {name for name, value in arrived.items() if not isinstance(value, Unchanged)}
     assert all(torch.equal(arrived[name].nan_to_num(), state[name].nan_to_num()) for name in names)
     assert all(value.shape == state[name].shape for name, value in arrived.items())
-    return names - {"none"}  # nothing is compared of what is empty
+    return names - {"none"}  # empty tensors are not compared
 
 
 def in_a_fork(function: Callable[[], Any]) -> Any:
     reading, writing = os.pipe()
-    can_use_threads = pause_pools()  # other tests of this process may have used them
+    can_use_threads = pause_pools()  # other tests of this process may have used the pools
     child = os.fork()
     if child == 0:
         try:
@@ -182,7 +183,8 @@ def test_unreadable_originals_count_as_changed() -> None:
     assert sent(net, originals) == set()
     os.close(originals.fd)
     assert sent(net, originals) == {"weight", "tied", "grid", "odd", "count"}
-    assert sent(net, Originals(originals.fd)) == {"weight", "tied", "grid", "odd", "count"}  # nothing noted
+    # nothing was recorded
+    assert sent(net, Originals(originals.fd)) == {"weight", "tied", "grid", "odd", "count"}
 
 
 def test_indirect_tensors_count_as_changed() -> None:

@@ -1,4 +1,4 @@
-"""Values in a memory file: the same when they are read, each tensor written once, nothing of a failed one left."""
+"""Values in a memory file: read unchanged, with each tensor written once, and without remains of a failed value."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ties_stay_tied_and_copies_stay_apart() -> None:
     assert other[1].weight is other[0].weight
     one += 1
     assert (one.sum(), two.sum()) in ((5, 0), (5, 5))
-    # A state dict holds another tensor object on the same memory for each tied weight: written once.
+    # A state dict has separate tensor objects on the same memory for tied weights; the memory is written once.
     fd = create_memory_file("test")
     state = {name: torch.zeros(MB) for name in "ab"} | {
         "tied": (big := torch.ones(MB)),
@@ -88,7 +88,7 @@ def test_a_tensor_in_two_values_of_a_file_is_written_once(file: int) -> None:
 
 
 def test_lazily_conjugated_and_negated_views_are_not_taken_for_their_base() -> None:
-    """They differ from it by a bit of the tensor alone, while memory, shape and strides are the same."""
+    """They differ from it only by a flag of the tensor; memory, shape and strides are the same."""
     base = torch.tensor([1 + 2j, 3 - 4j])
     value = (base, base.conj(), base.imag, base.conj().imag)
     assert (value[1].is_conj(), value[3].is_neg()) == (True, True)
@@ -119,7 +119,7 @@ def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
 
 
 def test_temporary_tensors_are_not_taken_for_each_other(file: int) -> None:
-    """Tensors made while pickling are freed at once, and the next may get the same memory and id."""
+    """Tensors that pickling creates are freed at once, and later ones may get the same memory and id."""
 
     class Lazy:
         def __init__(self, number: int) -> None:
@@ -143,7 +143,7 @@ def test_loaded_values_outlive_the_file_and_are_writable() -> None:
 
 
 def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
-    """A loss that a caller keeps must not keep the weights that lie beside it, nor a descriptor."""
+    """A loss that a caller keeps must not keep the weights next to it, nor a descriptor."""
     small, array, large = torch.ones(3), np.arange(5000), torch.arange(MB)
     at = payload.PayloadWriter(file).append(
         {"small": small, "array": array, "large": large, "tied": large[:]}
@@ -211,7 +211,7 @@ def test_arrays_of_every_kind(file: int) -> None:
 
 
 def test_copied_tensors_are_not_shared_with_children() -> None:
-    """As any other tensor of the kernel: a worker that is forked later has its own."""
+    """They behave like other tensors of the kernel: a worker that is forked later has its own copy."""
     fd = create_memory_file("test")
     payload.dump(torch.zeros(MB), fd)
     tensor = payload.load_copied(fd)
@@ -272,7 +272,7 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
 
 
 def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None:
-    """Nor does what could be written of the weights stay in memory."""
+    """The written part of the weights does not stay in memory, either."""
     box = outbox.Outbox(file)
     location = box.put_value({"loss": torch.ones(1000)})
     size = os.fstat(file).st_size
@@ -291,7 +291,7 @@ def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None
 
 
 def test_unfinished_outbox_data_is_freed(file: int) -> None:
-    """It died at it, maybe because there was none left."""
+    """The worker died while writing, perhaps because memory had run out."""
     box = outbox.Outbox(file)
     location = box.put_value("value")
     at, end, _ = box.put_state(0, {"w": torch.full((MB,), 2.0)}, {})

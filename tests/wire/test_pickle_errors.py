@@ -1,4 +1,4 @@
-"""Naming what can't be pickled."""
+"""Naming parts that can't be pickled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Trainer:
         self.lock = lock
 
     def fit(self, model: object) -> None:
-        """Trains."""
+        """Train."""
 
     __call__ = fit
 
@@ -76,7 +76,7 @@ def logged(function: Callable[..., Any], lock: object) -> Callable[..., Any]:
 
 
 def fit(model: object, extra: object, *, lr: object = 1) -> None:
-    """Trains."""
+    """Train."""
 
 
 CALLS: list[tuple[Any, tuple[Any, ...], str]] = [

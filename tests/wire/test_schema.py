@@ -1,4 +1,4 @@
-"""Plain data between machines: what is written comes back, and nothing else comes out."""
+"""Plain data between machines: written data comes back, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects between ranks: read only with the signature of the job."""
+"""Objects between ranks are read only with the job's signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ unpickled: list[str] = []
 
 
 class Witness:
-    """A pickle of it leaves a trace where it is read."""
+    """An object that leaves a trace when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpickled.append, ("this ran",)

@@ -1,4 +1,4 @@
-"""All ranks leave at the same step, or none does: with imagined ranks, with threads, and with real processes."""
+"""All ranks leave at the same step, or none does: with simulated ranks, with threads, and with real processes."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_ranks_that_returned_are_not_asked() -> None:
         stopped = should_stop(slots[0])
         agreement.poll([0], 0.0)
     assert should_stop(slots[0]) or stopped
-    StopAgreement(slots, 0.0).poll([], 1.0)  # no rank left: nothing to agree on
+    StopAgreement(slots, 0.0).poll([], 1.0)  # no rank is left, so there is nothing to agree on
 
 
 def _run_ranks(pauses_s: list[float], collective: Callable[[], object]) -> list[int]:
-    """Threads that loop as training does; returns the check at which each one left."""
+    """Run threads with loops like training; return the check at which each one left."""
     slots = {rank: private_slot() for rank in range(len(pauses_s))}
     left: dict[int, int] = {}
 
@@ -127,7 +127,7 @@ def test_ranks_that_never_meet_leave_at_the_same_step_too(pauses_s: list[float])
 
 
 def test_a_slow_rank_in_a_collective_is_not_waited_for_at_the_check() -> None:
-    """One rank is always half a second late: its partner at the check must not wait for it to look."""
+    """One rank is always half a second late: its partner at the check must not wait for its check."""
     barrier = threading.Barrier(2, timeout=LIMIT_S)
     assert len(set(_run_ranks([0.0, 0.5], barrier.wait))) == 1
 
@@ -176,5 +176,5 @@ def test_real_processes(pauses_s: tuple[float, ...]) -> None:
         slots = {}
         board.close()
     if 0.0 in pauses_s:
-        return  # free-running ranks are thousands of steps apart: that they leave at all is what can be asked
+        return  # independent ranks are thousands of steps apart, so only check that they leave
     assert len(set(left)) == 1

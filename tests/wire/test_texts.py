@@ -1,4 +1,4 @@
-"""Long texts made short."""
+"""Shortening of long texts."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Launches from kernels that were used before: open files, compiled code, a debugger, Ray, a handler of SIGALRM.
+"""Launches from used kernels: open files, compiled code, a debugger, Ray, a SIGALRM handler.
 
     python -m tests.worker.lottery [--draws 50] [--per-kernel 10] [--seed 0] [KIND ...]
 
 * files: both ranks read records of a file, rows of a CSV file and arrays of an archive that the kernel has open. Every
-  value is right.
-* compile: the kernel has compiled a function. Both ranks compile another one, and compute what the plain one does.
-* debugger: the debugger of JupyterLab is attached. The function runs.
-* ray: the kernel is connected to a cluster. Each rank runs a task in it; the kernel lives on.
-* alarm: a handler of SIGALRM raises at a random moment of a launch. The cell raises that exception, or the launch is
-  done; no process is left, and the next launch works.
+  value must be right.
+* compile: the kernel has compiled a function. Both ranks compile another one, and get the same results as without
+  compiling.
+* debugger: JupyterLab's debugger is attached. The function must run.
+* ray: the kernel is connected to a cluster. Each rank runs a task in it; the kernel must survive.
+* alarm: a SIGALRM handler raises at a random moment of a launch. The cell must raise that exception, or the launch
+  complete; no process may be left, and the next launch must work.
 
-A draw that ends otherwise is printed with what the cell shows.
+The program prints every draw that ends otherwise, with the cell's output.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def prepared(kind: Kind) -> Iterator[Kernel]:
 
 
 def draw(kernel: Kernel, name: str, number: int, moment_s: float) -> str:
-    """Launch once; return what is wrong, or an empty text."""
+    """Launch once; return what is wrong, or an empty string."""
     kind = KINDS[name]
     cell: Cell = kernel.submit(kind.call.format(number=number, moment=moment_s)).wait(LAUNCH_TIMEOUT_S)
     if cell.error is not None:
@@ -178,7 +179,7 @@ def draw(kernel: Kernel, name: str, number: int, moment_s: float) -> str:
 
 
 def main() -> None:
-    """Draw as often as the arguments say; print each draw that ended badly, and counts."""
+    """Draw as often as the arguments say; print each bad draw, and counts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="KIND")
     parser.add_argument("--draws", type=int, default=50)

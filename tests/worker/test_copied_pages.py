@@ -1,6 +1,6 @@
-"""How many pages of memory worker and kernel copy because they share them.
+"""The number of shared memory pages that worker and kernel copy.
 
-The count does not depend on what else the machine does.
+The count does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ pytestmark = [
 ]
 
 MAX_PAGES = 1450
-"""More than a bare fork copies, by a worker whose function is empty. 1,306 were counted with Python 3.11."""
+"""Pages that a worker with an empty function may copy beyond a bare fork. Python 3.11 copied 1,306."""
 
 MAX_PAGES_OF_KERNEL = 10_000
-"""Copied by a kernel during a launch. About 2,500 were counted, and 59,000 with a search of 2 million objects."""
+"""Pages that a kernel may copy during a launch. About 2,500 were counted, and 59,000 with a search of 2 million
+objects.
+"""
 
 SCRIPT = """
 import concurrent.futures.process, concurrent.futures.thread, logging.handlers, multiprocessing.pool, os, resource

@@ -1,4 +1,4 @@
-"""The debugger's part in a worker, with both ends of its connection in this process."""
+"""The worker's side of the debugger, with both ends of its connection in this process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nblaunch.worker.debugger import Debugger
 
 @pytest.mark.parametrize("lines", [[], ["b {}:{}", "commands"]], ids=["command", "commands"])
 def test_an_open_pdb_is_ended_and_its_lines_are_not_read_by_the_next(lines: list[str]) -> None:
-    """Also one that waits for the commands of a breakpoint, as it does for the rest of a statement."""
+    """This includes a pdb that waits for the commands of a breakpoint, or for the rest of a statement."""
     line = _prompts_of_a_breakpoint_after_an_open_pdb.__code__.co_firstlineno + 2
     try:
         prompts = _prompts_of_a_breakpoint_after_an_open_pdb([one.format(__file__, line) for one in lines])
     finally:
         bdb.Breakpoint.clearBreakpoints()
-    gc.collect()  # pdb refers to frames, which refer to the connections
+    gc.collect()  # pdb refers to frames, which refer to connections
     assert prompts == ["(Pdb) ", *(["(Pdb) ", "(com) "] if lines else []), "(Pdb) "]
 
 
@@ -42,12 +42,12 @@ def _prompts_of_a_breakpoint_after_an_open_pdb(lines: list[str]) -> list[str]:
     for line in lines:
         other.send(Line(text=line))
         received.append(other.receive()[0])
-    for _ in range(3):  # each ends a pdb that is open still, as it is until its thread runs again
+    for _ in range(3):  # each ends a pdb that is still open, as it is until its thread runs again
         debugger.begin_command()
-    # In a thread: pdb leaves its trace function in the outermost frame.
+    # In a thread, because pdb leaves its trace function in the outermost frame.
     worker = threading.Thread(target=lambda: debugger.stop_at(sys._getframe()), daemon=True)
     worker.start()
-    while sum(isinstance(one, Resumed) for one in received) < 2:  # of the pdb before, and of this one
+    while sum(isinstance(one, Resumed) for one in received) < 2:  # from the previous pdb, and from this one
         received.append(other.receive()[0])
         if isinstance(received[-1], Prompted):
             other.send(Line(text="c"))

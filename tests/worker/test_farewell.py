@@ -1,4 +1,4 @@
-"""The end of a worker: what the end of a script would do is done."""
+"""A worker does at its end what Python does at the end of a script."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def function(path, how):
 def test_only_who_has_done_its_part_leaves_the_group_in_order(
     kernel: Kernel, tmp_path: Path, how: str, error: str | None, leaves: bool
 ) -> None:
-    """NCCL's end of a group waits for what was begun with the other ranks, and they with it, until all are killed."""
+    """Destroying an NCCL group waits for operations with other ranks, which may also wait, until all are killed."""
     left = tmp_path / "left"
     kernel.run(LEAVING)
     kernel.run(f"notebook_launcher(function, ({str(left)!r}, {how!r}), 1)", raises=error)
@@ -140,7 +140,7 @@ kept[0].is_broken = True
     assert (tmp_path / "text").read_text() == "of the worker\n"
 
 
-# A handler with a record that it has not written yet, and a folder that goes at exit.
+# A handler with an unwritten record, and a folder that is removed at exit.
 KEEPING = """
 import logging.handlers, os, tempfile
 import nblaunch

@@ -1,4 +1,4 @@
-"""Signals in a worker: SIGINT, and SIGCHLD where a handler is set, are raised in the user's code and nowhere else."""
+"""Signals in a worker: SIGINT, and SIGCHLD if it has a handler, raise only in the user's code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call(function: Callable[[], Any]) -> Any:
 
 
 def value_of(interrupts: Interrupts, function: Callable[[], Any], after: Callable[[], None]) -> Any:
-    """Call a function as a worker does, with a few lines of its own behind it."""
+    """Call a function like a worker, followed by a few lines of its own."""
     with interrupts:
         value = call(function)
         after()
@@ -78,7 +78,7 @@ def test_an_interrupt_of_the_function_itself_is_raised_in_it(interrupts: Interru
 
 
 def test_an_interrupt_is_raised_in_a_function_without_frames(interrupts: Interrupts) -> None:
-    """The first one comes as such a function begins, for all that can be seen, and is raised a moment later."""
+    """The first interrupt seems to come as such a function begins, and is raised a moment later."""
     timer = threading.Timer(0.05, interrupt)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -87,7 +87,7 @@ def test_an_interrupt_is_raised_in_a_function_without_frames(interrupts: Interru
 
 
 class Death(Exception):
-    """Raised by the handler of SIGCHLD."""
+    """An exception that the SIGCHLD handler raises."""
 
 
 def on_child(signum: int, frame: object) -> None:
@@ -100,7 +100,7 @@ def end_child() -> None:
 
 @pytest.fixture
 def child_handler() -> Iterator[ChildHandler]:
-    """One that a function has set a handler in."""
+    """Return a ChildHandler in whose block a function has set a handler."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     handler = ChildHandler()
     with handler:
@@ -131,7 +131,7 @@ def test_child_death_at_function_end_is_raised_once(
 
     def late(number: int, handler: Any) -> Any:
         monkeypatch.undo()
-        end_child()  # signal.signal, too, begins with the handler of a signal that came before
+        end_child()  # signal.signal also first runs the handler of an earlier signal
         return original(number, handler)
 
     with pytest.raises(Death), child_handler:

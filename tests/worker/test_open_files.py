@@ -1,4 +1,4 @@
-"""Positions of their own in files that a process has inherited."""
+"""Separate positions in files that a process has inherited."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_files_of_nblaunch_are_left_out_under_every_descriptor(
     path: Path, opened: Callable[..., int]
 ) -> None:
     fd = opened(path)
-    with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # which has a descriptor of its own
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ):  # has its own descriptor
         own = positions.identities([fd])
         assert not [
             file for file in positions.OpenDescriptors.of_this_process(own).files if file.name == str(path)

@@ -1,4 +1,4 @@
-"""An interrupt in the step of an optimizer is raised when that ends, or when it takes too long."""
+"""An interrupt in an optimizer step is raised when the step ends, or when it takes too long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def interrupt() -> None:
 
 
 class Adding(torch.optim.SGD):
-    """Adds 1 to its parameter, calls a function, and adds 1 again."""
+    """An optimizer that adds 1 to its parameter, calls a function, and adds 1 again."""
 
     def __init__(self, between: Callable[[], object] = lambda: None) -> None:
         self.parameter = torch.nn.Parameter(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Signs of progress of code that knows nothing of nblaunch."""
+"""Signs of progress from code that does not use nblaunch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# In a process of its own: the hooks stay for good.
+# In a separate process, because the hooks are permanent.
 SCRIPT = """
 import io, sys
 from nblaunch.wire.board import private_slot

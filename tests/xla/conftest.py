@@ -1,6 +1,6 @@
-"""Kernels that compute on XLA devices. All of it is PJRT CPU with the real torch_xla: no test here has seen a TPU.
+"""Kernels that compute on XLA devices: PJRT CPU with the real torch_xla, without a TPU.
 
-Collected only where torch_xla can be imported, which is the environment that ``make test-xla`` makes.
+The tests are collected only if torch_xla can be imported, as in the environment of ``make test-xla``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def metrics():
     return torch_xla.debug.metrics
 """
 
-# The last one saves each graph the passes of MLIR.
+# The last flag saves the passes of MLIR for each graph.
 COMPILE_QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_max_isa=SSE4_2 "
     "--xla_cpu_use_fusion_emitters=false"
@@ -47,7 +47,7 @@ StartKernel = Callable[..., Kernel]
 
 
 def pytest_report_header() -> str:
-    """Labels what these tests show."""
+    """Label the results of these tests."""
     if importlib.util.find_spec("torch_xla") is None:
         return "tests/xla: left out, torch_xla is not installed; make test-xla runs them"
     import torch
@@ -58,9 +58,9 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="module")
 def compile_quickly() -> Iterator[None]:
-    """Kernels of this file compile without optimising; flags that were set are kept, and win.
+    """Make kernels of this file compile without optimisation; existing flags take precedence.
 
-    For files that look at which graphs are compiled and at what they compute, not at how fast: compiling is most of
+    It is for files that test which graphs are compiled and their results, not their speed: compiling takes most of
     their processor time.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def compile_quickly() -> Iterator[None]:
 
 @contextmanager
 def xla_kernel(logs: Path, **env: str) -> Iterator[Kernel]:
-    """A kernel that has run the preamble; ``env``: variables besides those of PJRT CPU, or in place of them."""
+    """Start a kernel and run the preamble in it; ``env``: variables in addition to PJRT CPU's, or in place of them."""
     variables = {"NBLAUNCH_LOG_DIR": str(logs), "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", **env}
     with Kernel.start(env=variables) as kernel:
         kernel.run(PREAMBLE)
@@ -79,13 +79,15 @@ def xla_kernel(logs: Path, **env: str) -> Iterator[Kernel]:
 
 @pytest.fixture
 def start_xla(tmp_path: Path) -> Iterator[StartKernel]:
-    """Starts a kernel for the test's own use: ``start_xla(PJRT_DEVICE="CPU")``. Several are closed in reverse."""
+    """Return a function that starts a kernel for one test: ``start_xla(PJRT_DEVICE="CPU")``. Kernels are closed in
+    reverse order.
+    """
     with ExitStack() as stack:
         yield lambda **env: stack.enter_context(xla_kernel(tmp_path / "logs", **env))
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for all tests of a file."""
+    """Start one kernel for all tests of a file."""
     with xla_kernel(tmp_path_factory.mktemp("logs")) as kernel:
         yield kernel

@@ -1,6 +1,6 @@
-"""Trains for real on XLA devices and returns what each rank took, in bytes per parameter, for test_estimate.py.
+"""Trains on XLA devices and returns each rank's memory in bytes per parameter, for test_estimate.py.
 
-Devices of PJRT on the CPU keep what they hold in their process's memory, and so it can be seen.
+PJRT's devices on the CPU keep their data in the process's memory, where it can be measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def train() -> float:
 
 
 def _steps(accelerator: Accelerator, width: int) -> int:
-    """This process's memory after steps of Adam; the least of some, for buffers are freed a moment after their use."""
+    """Return this process's memory after steps of Adam: the smallest of several readings, because buffers are freed
+    with a delay.
+    """
     model = on_cpu.Blocks(width)
     prepared, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
     seen = []
@@ -37,7 +39,7 @@ def _steps(accelerator: Accelerator, width: int) -> int:
 
 
 def measure() -> dict[str, list[float]]:
-    """Return what each of two ranks took, by precision."""
+    """Return the memory of each of two ranks, by precision."""
     measured = {}
     for precision in ("no", "bf16"):
         spec = LaunchSpec(

@@ -1,25 +1,24 @@
-"""Host memory of a launch over time: what the kernel and its workers take together, less what stands for the device.
+"""Host memory of a launch over time: the kernel and its workers together, without the simulated device memory.
 
     report = measure("passed")          # in a fresh kernel; a model of 400 MiB, 8 workers, PJRT CPU
 
-On PJRT CPU the device's memory is the host's. Every worker counts the bytes of parameters that have arrived on its
-device in shared memory; the sum is taken off each sample of the processes' proportional memory (PSS).
-Run as a script, it prints the table of all variants: ``python -m tests.xla.memory``.
+On PJRT CPU, device memory is host memory. Every worker counts the bytes of parameters that have arrived on its device;
+their sum is subtracted from each sample of the processes' proportional memory (PSS). As a script, it prints a table of
+all variants: ``python -m tests.xla.memory``.
 
-Where the bytes of a launch with the model passed are, in MB (1e6), on PJRT CPU with torch and torch_xla 2.9.0:
+Memory of a launch with the model as an argument, in MB (1e6), on PJRT CPU with torch and torch_xla 2.9.0:
 
-     420   the model, in the kernel's pages, which no worker changes
-     425   the kernel without it: Python, torch and torch_xla, shared with the workers
+     420   the model, in the kernel's pages, which workers don't change
+     425   the kernel without the model: Python, torch and torch_xla, shared with the workers
      185   eight workers' own: runtime, process group, objects whose reference counts they changed; 23 each
     1030   at the end
-     150   while models move: two workers at a time, each with a layer's host copies in flight
-    1180   at the peak; 1340 with all eight at once, for a quarter less time
+     150   while models move: two workers at a time, each with host copies of one layer
+    1180   at the peak; 1340 with all eight at once, in a quarter less time
 
-A model that every worker builds by itself takes 4060 at the peak if all build at once, in 9 s; with one_at_a_time()
-around the lines that build and move it 1460, in 20 s.
+If every worker builds the model itself, the peak is 4060 with all at once, in 9 s, and 1460 with one_at_a_time() around
+the lines that build and move it, in 20 s.
 
-What would bring it nearer to the model alone is a kernel with less in it: 40 % of the sum is libraries, which every
-process that uses them has, and which are there before the launch.
+Only a smaller kernel would reduce the sum further: 40 % of it is libraries, which are loaded before the launch.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ _ASKED, _ANSWERED = 1024, 1025
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch took.
+    """The measurements of a launch.
 
     Args:
-        variant: how the model came to the workers.
-        peak: highest host memory in bytes, device bytes taken off.
+        variant: how the workers get the model.
+        peak: peak of host memory in bytes, without device bytes.
         end: host memory once all workers have their model.
-        start: of the kernel, with the model and torch_xla, before the launch.
-        elapsed_s: from the launch to the last worker's model.
-        num_samples: how often it was looked at.
+        start: host memory of the kernel before the launch, with the model and torch_xla.
+        elapsed_s: seconds from the launch to the last worker's model.
+        num_samples: number of samples.
     """
 
     variant: str
@@ -68,7 +67,7 @@ class Report:
 
 
 def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Report:
-    """Launch in a fresh process and measure it; ``device``: what PJRT_DEVICE says there."""
+    """Launch in a fresh process and measure it; ``device``: its PJRT_DEVICE."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.xla.memory", variant],
         capture_output=True,
@@ -82,13 +81,13 @@ def measure(variant: str, device: str = "CPU", timeout_s: float = 140.0) -> Repo
 
 
 class Sampler(threading.Thread):
-    """Looks at a process and its children until asked to stop."""
+    """Samples a process and its children until it is stopped."""
 
     def __init__(self, moved: mmap.mmap) -> None:
         super().__init__(daemon=True)
         self.moved = moved
         self.samples: list[int] = []
-        self.placed: list[int] = []  # those until all workers had their model
+        self.placed: list[int] = []  # samples until all workers had their model
         self.is_over = threading.Event()
 
     def run(self) -> None:
@@ -101,25 +100,25 @@ class Sampler(threading.Thread):
             self.is_over.wait(0.02)
 
     def look(self) -> int:
-        """Host bytes now."""
+        """Return the present host bytes."""
         from nblaunch.host import memory
 
         before = self.device_bytes()
         pids = [os.getpid(), *children(os.getpid())]
         total = sum(size for pid in pids if (size := memory.proportional_bytes(pid)) is not None)
-        # What arrived while we looked may be in the sum or not: the middle is the fairest guess.
+        # Bytes that arrived during the reading may be in the sum or not, so use the middle.
         return total - (before + self.device_bytes()) // 2
 
     def device_bytes(self) -> int:
-        """What has arrived on devices whose memory is the host's."""
+        """Return the bytes that have arrived on devices whose memory is host memory."""
         from nblaunch.backends.xla import BACKEND
 
         arrived = sum(struct.unpack(f"{NUM_WORKERS}q", self.moved[: 8 * NUM_WORKERS]))
-        return arrived if BACKEND.is_oversubscribable else 0  # a TPU has memory of its own
+        return arrived if BACKEND.is_oversubscribable else 0  # a TPU has its own memory
 
 
 def children(pid: int) -> list[int]:
-    """Child processes of ``pid``."""
+    """Return the child processes of ``pid``."""
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -137,7 +136,7 @@ def build() -> Any:
 
 
 def run_one(variant: str) -> Report:
-    """In the fresh process: launch, sample, report."""
+    """Launch, sample and report, in the fresh process."""
     import torch  # noqa: F401  a user's kernel has it
 
     from nblaunch import notebook_launcher
@@ -165,7 +164,7 @@ def run_one(variant: str) -> Report:
 
 
 def _place(model: Any, moved: mmap.mmap, is_alone: bool) -> float:
-    """In a worker: prepare the model, counting the bytes that arrive."""
+    """Prepare the model in a worker, counting arriving bytes."""
     import torch
 
     from nblaunch import Accelerator, one_at_a_time
@@ -193,7 +192,7 @@ def _place(model: Any, moved: mmap.mmap, is_alone: bool) -> float:
     accelerator.wait_for_everyone()
     elapsed_s = time.monotonic() - begun_s
     if rank == 0:
-        # Let the sampler look at the end once more, and only then have the workers go on.
+        # Let the sampler read once more before the workers continue.
         moved[_ASKED] = 1
         while not moved[_ANSWERED]:
             time.sleep(0.005)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def run(kernel: Kernel, body: str, num_processes: int = 2) -> list[object]:
-    """The values of all ranks of a function with this body, which has ``accelerator`` and ``model``."""
+    """Return all ranks' values of a function with this body, which can use ``accelerator`` and ``model``."""
     lines = "\n    ".join(body.strip().splitlines())
     cell = kernel.run(
         f"def function(model):\n    accelerator = Accelerator()\n    rank = accelerator.process_index\n    {lines}\n"
@@ -28,7 +28,7 @@ def run(kernel: Kernel, body: str, num_processes: int = 2) -> list[object]:
 
 
 def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel) -> None:
-    """A rank that leaves disturbs none that still joins: of eight, one launch in four failed."""
+    """A rank that leaves must not disturb ranks that still join; with eight ranks, one launch in four once failed."""
     for _ in range(5):
         assert run(shared, "return rank", 8) == list(range(8))
 
@@ -65,7 +65,7 @@ return own.weight.sum().item(), str(own.weight.device)
 
 
 def test_an_optimizer_built_before_follows_its_parameters(shared: Kernel) -> None:
-    """A module that moves to an XLA device gets new parameters, also in the optimizer, in whatever order they come."""
+    """A module that moves to an XLA device gets new parameters, also in the optimizer, in any order of preparation."""
     found = run(
         shared,
         """
@@ -147,7 +147,7 @@ return (
 
 
 def test_gradients_of_some_ranks_only(shared: Kernel) -> None:
-    """A branch that only one rank took: the others count as zero, as DistributedDataParallel does it."""
+    """Only one rank took a branch: the others count as zero, as in DistributedDataParallel."""
     found = run(
         shared,
         """
@@ -258,7 +258,7 @@ return together
 
 
 def test_the_runtimes_own_rendezvous_gives_the_ranks(shared: Kernel) -> None:
-    """The way to the process group that workers take on a TPU: by the runtime's ordinals, which are made up here."""
+    """Workers on a TPU join the process group this way, with the runtime's ordinals, which are simulated here."""
     cell = shared.run(
         """
 def join_as_on_a_tpu():

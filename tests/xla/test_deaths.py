@@ -1,4 +1,4 @@
-"""XLA workers that the system ends (PJRT CPU): the signal is named, and memory where it was memory."""
+"""XLA workers that the system ends (PJRT CPU): the error names the signal, and memory if that was the cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ notebook_launcher(die, (nn.Linear(3, 2),), num_processes=2)
 
 
 def test_memory_that_runs_out_is_named(start_xla: StartKernel) -> None:
-    """Every worker builds a model of 400 MB for itself, in a group of 1.5 GB: the system kills one of them."""
+    """Every worker builds its own model of 400 MB, in a control group with 1.5 GB: the system kills one of them."""
     with control_group("memory") as group, start_xla() as kernel:
         kernel.run("from nblaunch.backends.xla import BACKEND; BACKEND.prepare_launcher()", timeout_s=40)
         group.add(kernel.pid)

@@ -1,4 +1,4 @@
-"""``nblaunch estimate-memory`` against what training on XLA devices takes."""
+"""``nblaunch estimate-memory`` compared with training on XLA devices."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_it_agrees_with_what_training_takes(start_xla: StartKernel) -> None:
     size = ModelSize(NUM_PARAMETERS, NUM_PARAMETERS)
     for precision, ranks in measured.items():
         need = training_need("xla", size, JobSettings(2, precision, 2, "tpu"))
-        # The runtime keeps a few buffers more; autocast would take twice what bf16 on the device does.
+        # The runtime keeps a few more buffers; autocast would need twice the memory of bf16 on the device.
         assert ranks == [pytest.approx(need.device / NUM_PARAMETERS, rel=0.25)] * 2, precision

@@ -1,4 +1,4 @@
-"""Loops that are written as they should be: nothing is found fault with (PJRT CPU)."""
+"""Correct loops get no notes (PJRT CPU)."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def loops(shared: Kernel) -> Kernel:
 
 
 def notes(kernel: Kernel, body: str, num_processes: int = 1, **options: str) -> list[str]:
-    """Return the notes about the loops of ``body``, but for what their first steps compiled."""
+    """Return the notes about the loops of ``body``, except about compilations of the first steps."""
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     cell = kernel.run(
         f"def run():\n    {body}\nnotebook_launcher(run, (), {num_processes}, dashboard='text'{arguments})",

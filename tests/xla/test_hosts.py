@@ -1,8 +1,8 @@
-"""A table of TPU hosts: what workers get there, completed and used by torch_xla's own functions without a network.
+"""A table of TPU hosts: the workers' environment, completed and used by torch_xla's own functions without a network.
 
-``make test-xla-older`` does so with torch_xla 2.8. Every host is made up: its chips on the PCI bus, its environment,
-and what its metadata server answers, if it has one. Either every worker's environment is complete and right, or the
-launch is refused with the reason.
+``make test-xla-older`` runs it with torch_xla 2.8. Every host is simulated: its chips on the PCI bus, its environment,
+and its metadata server's answers, if it has one. Either every worker's environment is complete and right, or the launch
+is refused with the reason.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from nblaunch.topology import Topology
 
 @dataclass(frozen=True)
 class Host:
-    """A made-up TPU host.
+    """A simulated TPU host.
 
     Args:
-        kind: of its chips on the PCI bus.
-        num_chips: on it.
-        bounds: of one process per chip; empty where the launch is refused.
+        kind: kind of its chips on the PCI bus.
+        num_chips: number of its chips.
+        bounds: bounds of one process per chip; empty if the launch is refused.
         refused: part of the reason.
         variables: its environment.
-        metadata: what its metadata server answers; None: there is no server.
+        metadata: answers of its metadata server; None: there is no server.
     """
 
     kind: str
@@ -118,7 +118,7 @@ RUN = [name for name, host in HOSTS.items() if host.bounds]
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """The machine is that host, for this package and for torch_xla."""
+    """Simulate this host for nblaunch and for torch_xla."""
     made_up = HOSTS[request.param]
 
     def get_metadata(key: str) -> str:
@@ -154,7 +154,7 @@ def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
         with mock.patch.dict(os.environ):
             ours = BACKEND.worker_env(Topology(rank, rank, 0, count, count, master_port=1))
             env.apply(ours)
-            # What the import of torch_xla does on a host with chips, and its rendezvous in a worker.
+            # The import of torch_xla does this on a host with chips, and its rendezvous in a worker.
             assert theirs.version() in (4, 5, 6, 7)
             if count > 1:
                 theirs.configure_topology(rank, count)
@@ -203,7 +203,9 @@ def test_the_others_are_refused_with_the_reason(host: Host) -> None:
     "host", ["v2-8", "v3-8", "v7x without a server", "v5e-8", "Kaggle v5e-8"], indirect=True
 )
 def test_one_process_drives_all_chips_of_a_host_with_spmd(host: Host) -> None:
-    """Also where a process per chip is refused: v2 and v3 have two cores each. No variable hides a chip from it."""
+    """This holds even if a process per chip is refused: v2 and v3 have two cores each. No variable hides a chip
+    from it.
+    """
     if host.kind == "v7x" and not KNOWS_V7X:
         assert "does not know" in (BACKEND.launch_refusal() or "")
         return

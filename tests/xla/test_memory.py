@@ -1,6 +1,6 @@
-"""Host memory of eight workers with one model of 420 MB (PJRT CPU; device bytes taken off, see ``memory.py``).
+"""Host memory of eight workers with one model of 420 MB (PJRT CPU; without device bytes, see ``memory.py``).
 
-``python -m tests.xla.memory`` measures the other ways.
+``python -m tests.xla.memory`` measures the other variants.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def test_a_model_that_is_passed_is_held_once() -> None:
     print(passed)
     assert passed.num_samples >= 5
     assert passed.peak <= 1.4e9
-    # At rest: the kernel with its model, and what eight workers have of their own.
+    # At rest: the kernel with its model, and the eight workers' own memory.
     assert passed.end <= passed.start + 8 * 40e6

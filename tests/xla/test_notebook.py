@@ -1,4 +1,4 @@
-"""The TPU notebook, executed with the real torch_xla: what tests/notebooks runs on plain CPU processes."""
+"""The TPU notebook, executed with the real torch_xla; tests/notebooks executes it on plain CPU processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.usefixtures("compile_quickly")
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_the_tpu_notebook_runs(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
-    """A core stands for a chip: the notebook asks for one process per device, and the environment says how many.
+    """A core replaces a chip: the notebook requests one process per device, and the environment sets their number.
 
-    It trains for fewer epochs than for a reader: what it learns is checked where it runs on plain processes.
+    It trains for fewer epochs than in the notebook; the other test checks the learned result.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PJRT_DEVICE", "CPU")

@@ -1,4 +1,4 @@
-"""Code of torch_xla itself inside a worker: its own idea of ranks, and what its import sets (PJRT CPU)."""
+"""Code that uses torch_xla directly in a worker: its own ranks, and the variables that its import sets (PJRT CPU)."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ WORLDS = {
 
 @pytest.mark.parametrize("used", WORLDS)
 def test_the_worlds_that_workers_see_work(shared: Kernel, used: str) -> None:
-    """On the CPU torch_xla has no collectives across processes: to it, each worker is a world of one."""
+    """On the CPU, torch_xla has no collectives across processes, so each worker is a world of one process."""
     shared.run(f"def work():{IMPORTS}    {WORLDS[used].strip()}\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
     assert "tensors on the XLA device" not in cell.stdout
 
 
 def test_single_process_worlds_have_own_stores(shared: Kernel) -> None:
-    """In a common one torch's barrier counts the others' ranks, and may wait for ever for the number that it wants."""
+    """In a shared store, torch's barrier would count the other worlds' ranks, and might wait forever for its number."""
     shared.run(
         f"""
 def work():{IMPORTS}
@@ -83,7 +83,7 @@ def work():{IMPORTS}
 
 @pytest.mark.parametrize("end", ["", "; dist.destroy_process_group()"])
 def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Kernel, end: str) -> None:
-    """Without an error, torch reduces copies of them on the host."""
+    """torch silently reduces copies of them on the host."""
     collective = "dist.init_process_group(); total = ones(); dist.all_reduce(total)"
     shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
@@ -92,7 +92,7 @@ def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Ke
 
 
 def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:
-    """As xmp.spawn would, and Lightning Fabric by it on a TPU: each would be one more world."""
+    """xmp.spawn, which Lightning Fabric calls on a TPU, would start them: each would be another world."""
     shared.run(f"def work():{IMPORTS}    xmp.spawn(print, nprocs=1)\n")
     cell = shared.run("notebook_launcher(work, (), 2)", raises="RuntimeError", timeout_s=60)
     assert "xmp.spawn was called in a worker (rank" in cell.raised.value
@@ -111,7 +111,9 @@ def test_no_processes_are_started_in_a_worker(shared: Kernel) -> None:
     ],
 )
 def test_plain_code_joins_as_torch_xlas_launcher_does(shared: Kernel, question: str) -> None:
-    """The TPU's way in, on the CPU, where the world is then one process: it is joined once, before the first answer."""
+    """The test joins as on a TPU, but on the CPU, where the world is one process: it joins once, before the first
+    answer.
+    """
     shared.run(
         """
 def ask(question):
@@ -138,7 +140,7 @@ def ask(question):
 
 @pytest.mark.parametrize("order", ["import nblaunch, accelerate", "import accelerate, nblaunch"])
 def test_an_import_is_no_wish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
-    """Where it sees no TPU, torch_xla's import sets PJRT_DEVICE to CPU; transformers and accelerate import it."""
+    """Without a TPU, torch_xla's import sets PJRT_DEVICE to CPU; transformers and Accelerate import it."""
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path)}) as kernel:
         cell = kernel.run(

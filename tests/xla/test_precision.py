@@ -1,4 +1,4 @@
-"""bf16 on XLA devices (PJRT CPU): what float and double are on the device, and how a fallback is noticed."""
+"""bf16 on XLA devices (PJRT CPU): the types of float and double on the device, and detecting a fallback."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ notebook_launcher(train, (nn.Linear(4, 1),), num_processes=2)
 
 
 def test_torch_xla_itself_autocasts_to_bf16_only_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is why fp16 is refused."""
+    """That is why fp16 is refused."""
     import torch
     import torch_xla.amp
     import torch_xla.core.xla_model as xm

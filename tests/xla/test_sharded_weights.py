@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state cut over eight devices of one process (PJRT CPU)."""
+"""Weights, gradients and optimizer state sharded over eight devices of one process (PJRT CPU)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def training(shared: Kernel) -> Kernel:
 
 
 def run(kernel: Kernel, num_devices: int, source: str) -> Cell:
-    """Run a cell where workers see so many devices."""
+    """Run a cell in a kernel whose workers see this many devices."""
     kernel.run(f"os.environ['CPU_NUM_DEVICES'] = '{num_devices}'")
     try:
         return kernel.run(source, timeout_s=70)
@@ -96,7 +96,7 @@ notebook_launcher(late, (build(),), num_processes=1)
 
 
 def test_bf16_is_what_is_reported(training: Kernel) -> None:
-    """What was only sent comes back unchanged there; the program's own types count."""
+    """Values that were only sent come back unchanged there, so the types in the program count."""
     training.run(
         """
 def types():

@@ -1,4 +1,4 @@
-"""What must be known of the kernel before workers are forked from it (PJRT CPU)."""
+"""Facts about the kernel that decide whether workers can be forked from it (PJRT CPU)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEAVES_ALONE = (
     "xr.initialize_cache('/tmp/nblaunch-unused')",
     "torch.autocast('xla', dtype=torch.bfloat16)",
     "met.metric_data('CompileTime')",
-    # What nblaunch itself does in the kernel.
+    # nblaunch's own calls in the kernel.
     "BACKEND.affinity()",
     "BACKEND.device_count()",
     "BACKEND.launch_refusal()",
@@ -79,7 +79,7 @@ print(json.dumps([answers, torch_xla._XLAC._xla_runtime_is_initialized()]))
 
 
 def test_what_initialises_the_runtime_and_what_does_not() -> None:
-    """Each call in a fork of its own. The list of those that do is what the backend looks for in the history."""
+    """Each call runs in a separate fork. The backend searches the history for the calls that initialise the runtime."""
     calls = [*INITIALISES, *LEAVES_ALONE]
     run = subprocess.run(
         [sys.executable, "-c", TRY_EACH, json.dumps(calls)],
@@ -95,7 +95,7 @@ def test_what_initialises_the_runtime_and_what_does_not() -> None:
 
 
 def test_a_launch_looks_at_the_heap_only_where_torch_xla_was_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than all forks of a launch."""
+    """A garbage collection takes longer than all forks of a launch."""
     from nblaunch.backends.xla import BACKEND
 
     BACKEND.prepare_launcher()
@@ -125,7 +125,7 @@ def train(model):
 
 
 def test_a_backward_in_the_kernel_needs_no_restart(start_xla: StartKernel) -> None:
-    """It breaks the first backward of every forked worker: they start through the forkserver instead."""
+    """It breaks the first backward of every forked worker, so workers start through the forkserver."""
     kernel = start_xla()
     kernel.run(TRAIN)
     cell = kernel.run(
@@ -149,7 +149,7 @@ clean, first[1], hazard, second[1], is_initialised()
 
 
 def test_a_device_in_use_in_the_kernel_is_named(start_xla: StartKernel) -> None:
-    """On the CPU the workers can still start through the forkserver; a TPU's chips would be taken."""
+    """On the CPU, workers can still start through the forkserver; on a TPU, the chips would be taken."""
     kernel = start_xla()
     kernel.run(TRAIN)
     kernel.run("import torch_xla\ndevice = torch_xla.device()")

@@ -1,4 +1,4 @@
-"""Graphs that training steps compile, and what is reported about them (PJRT CPU)."""
+"""Graphs that training steps compile, and reports about them (PJRT CPU)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_the_first_two_steps_compile(stepping: Kernel) -> None:
 
 
 def test_several_processes_cut_each_step_in_two(stepping: Kernel) -> None:
-    """Gradients go through the host here: one graph ends with them, another begins with their averages."""
+    """Gradients go through the host here: one graph ends with the gradients, another begins with their averages."""
     counts, total = launch(stepping, "num_steps=4", num_processes=2).value
     assert counts[2:] == [0, 0]
     assert total == sum(counts) <= 4
@@ -160,7 +160,7 @@ notebook_launcher(fall_back, (nn.Linear(8, 4),), 1, dashboard="text")
 
 
 def test_compiling_is_shown(stepping: Kernel) -> None:
-    """The board says so while the first steps run, and training again after them."""
+    """The board shows it during the first steps, and training again after them."""
     cell = stepping.run(
         """
 from nblaunch import context
@@ -183,7 +183,7 @@ notebook_launcher(states, (nn.Linear(8, 4),), 1)
 
 
 def test_graphs_are_kept_in_a_folder_that_workers_share(stepping: Kernel) -> None:
-    """Written only: on the CPU, torch_xla 2.9 can't read executables back."""
+    """The test only writes: on the CPU, torch_xla 2.9 can't read executables back."""
     cell = stepping.run(
         """
 import tempfile

@@ -1,6 +1,6 @@
-"""The topology that TPU workers are given, against torch_xla's own functions, fed with made-up metadata.
+"""The topology of TPU workers, compared with torch_xla's own functions on simulated metadata.
 
-No TPU is needed and none is seen: ``configure_topology`` only reads metadata and sets variables.
+No TPU is needed: ``configure_topology`` only reads metadata and sets variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_xla._internal import tpu
 from nblaunch import env
 from nblaunch.host import tpu as tpu_host
 
-# kind -> chips, and what its metadata says of processes and chips per process.
+# kind -> chips, and the metadata's processes and chips per process
 HOSTS = {
     "v5litepod-8": (8, "1,1,1", "2,4,1"),
     "v6e-8": (8, "1,1,1", "2,4,1"),
@@ -45,7 +45,7 @@ SET_BY_TORCH_XLA = (
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Whatever is set in a test is gone after it."""
+    """Restore the environment after each test."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if "TPU" in name]:
             del os.environ[name]
@@ -64,7 +64,7 @@ def metadata(kind: str) -> mock._patch:
 
 
 def configured(kind: str, rank: int) -> dict[str, str | None]:
-    """The variables after torch_xla has completed what is there."""
+    """Return the variables after torch_xla has completed the environment."""
     with metadata(kind):
         tpu.configure_topology(rank, HOSTS[kind][0])
     return {name: os.environ.get(name) for name in SET_BY_TORCH_XLA}
@@ -82,7 +82,9 @@ def test_nothing_left_over_in_the_environment_gets_through(kind: str, left_over:
 
 
 def test_the_traps_are_there() -> None:
-    """Without our clearing, torch_xla 2.9 keeps what it finds. When this fails, the clearing may go."""
+    """Without nblaunch's clearing, torch_xla 2.9 keeps existing variables. If this test fails, the clearing can be
+    removed.
+    """
     os.environ["TPU_PROCESS_BOUNDS"] = "1,1,1"
     with mock.patch.object(tpu, "num_available_chips", return_value=8):
         assert tpu.num_local_processes() == 1, "one worker for eight chips"
@@ -92,6 +94,6 @@ def test_the_traps_are_there() -> None:
 
 
 def test_the_chips_that_torch_xla_knows_are_known() -> None:
-    newer = set() if torch_xla.__version__ >= "2.9" else {"0x0076"}  # v7x, which torch_xla 2.8 does not know
+    newer = set() if torch_xla.__version__ >= "2.9" else {"0x0076"}  # torch_xla 2.8 does not know v7x
     assert set(tpu_host._CHIPS) - newer == set(tpu._TPU_PCI_DEVICE_IDS)
     assert tpu._GOOGLE_PCI_VENDOR_ID == tpu_host._GOOGLE

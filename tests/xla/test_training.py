@@ -1,4 +1,4 @@
-"""Workers that train on XLA devices (PJRT CPU), against the same training in one plain process."""
+"""Workers that train on XLA devices (PJRT CPU), compared with the same training in one plain process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def digits(shared: Kernel) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def trained(digits: Kernel) -> Kernel:
-    """The module's kernel after a training on eight workers: ``results`` of all, and ``model`` with the weights."""
+    """Train on eight workers in the module's kernel, which then has all ``results``, and ``model`` with the weights."""
     digits.run(
         "model = build()\nresults = notebook_launcher(train, (model,), num_processes=8, return_all=True)",
         timeout_s=90,
@@ -110,7 +110,7 @@ same = max(difference(weights[0], other) for other in weights[1:])
 
 
 def test_weights_match_plain_pytorch(trained: Kernel) -> None:
-    """Run Accelerate in a process of its own: its backward() would change how this kernel's workers start."""
+    """Run Accelerate in a separate process, because its backward() would change how this kernel's workers start."""
     cell = trained.run(
         """
 plain = notebook_launcher(reference, num_processes=1, backend="cpu")
@@ -120,7 +120,7 @@ difference(plain, model.state_dict()), difference(plain, untrained)
         timeout_s=90,
     )
     error, distance = cell.value
-    # 44 steps of AdamW in float32, gradients summed in another order: the weights have moved by far more.
+    # 44 steps of AdamW in float32 with gradients summed in another order; the weights have changed by far more.
     assert error < 2e-3
     assert distance > 50 * error
 
@@ -136,7 +136,7 @@ difference(runs[0][4], runs[1][4]), is_initialised()
     assert cell.value == (0.0, False)
 
 
-# Enough to see that workers have their devices again.
+# Enough to check that workers can use their devices again.
 COMPUTES = (
     "notebook_launcher(lambda: torch.ones(2, device=Accelerator().device).sum().item(), num_processes=2)"
 )
@@ -181,7 +181,7 @@ notebook_launcher(endless, (build(),), num_processes=2)
 
 
 def test_loaders_with_processes_of_their_own(digits: Kernel) -> None:
-    """They are forked from a worker whose runtime is up: they read and collate, and never touch the device."""
+    """They are forked from a worker whose runtime is running: they read and collate, and never touch the device."""
     cell = digits.run(
         """
 def read(model):
@@ -202,7 +202,7 @@ notebook_launcher(read, (build(),), num_processes=2)
 
 
 def test_one_worker_still_runs(digits: Kernel) -> None:
-    """As on a host with one chip. Its last batch is completed, so that its shape is no new one."""
+    """A host with one chip does the same. The last batch is filled up, so that it has no new shape."""
     cell = digits.run("notebook_launcher(train, (build(), 1), num_processes=1)[:3]", timeout_s=60)
     assert cell.value == ("xla:0", 1, 360)
 

@@ -1,7 +1,7 @@
-"""Python at its start, on a Linux that lacks what macOS lacks: /proc, memory files, process descriptors, prctl.
+"""Makes Python on Linux lack what macOS lacks: /proc, memory files, process descriptors, prctl.
 
-Imported by every process of a test that has this folder on PYTHONPATH. What asks for the system's name when it is
-imported, and is no part of nblaunch, is imported before.
+Every process of a test with this folder on PYTHONPATH imports this module. It first imports other libraries that check
+the system's name at import.
 """
 
 import builtins
@@ -58,4 +58,4 @@ sys.platform = "darwin"
 
 from nblaunch.backends import base  # noqa: E402
 
-base.LOOPBACK = "lo"  # the interface of the machine that this is
+base.LOOPBACK = "lo"  # the interface of the real machine

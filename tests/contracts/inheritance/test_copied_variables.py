@@ -1,4 +1,4 @@
-"""Variables of which every rank has a copy that goes on by itself: a line says so."""
+"""Variables of which every rank has an independent copy: a line says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def launch(
 def test_every_rank_goes_on_with_a_copy_and_a_line_says_so(shared: Kernel, start_method: str) -> None:
     warnings = launch(shared, "def function(): return [next(counter) for _ in range(2)]", start_method)
     assert [line.partition(":")[2].partition(":")[0].strip() for line in warnings] == ["counter"]
-    first = shared.run("next(counter)").value  # the kernel's has not moved
+    first = shared.run("next(counter)").value  # the kernel's variable has not advanced
     assert shared.run("value").value == [[first, first + 1]] * 2
 
 

@@ -1,4 +1,4 @@
-"""The debugger of a front end, attached to the kernel as JupyterLab does it."""
+"""A front end's debugger, attached to the kernel as JupyterLab attaches it."""
 
 from __future__ import annotations
 

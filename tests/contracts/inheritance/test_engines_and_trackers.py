@@ -1,4 +1,4 @@
-"""Ray, Weights & Biases and optuna, of which this suite has stand-ins with the names that are used of them."""
+"""Ray, Weights & Biases and optuna, replaced by stubs with the names that nblaunch uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel has open: files, folders, pipes, memory maps, buffers of C."""
+"""Open objects of the kernel: files, folders, pipes, memory maps, C buffers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_each_rank_lists_the_rest_of_a_folder(kernel: Kernel, tmp_path: Path, st
         "import nblaunch, os\n"
         f"folder = {str(tmp_path / 'folder')!r}\n"
         "os.mkdir(folder)\n"
-        "for number in range(2000): open(f'{folder}/{number}', 'w').close()\n"  # more than is read ahead
+        # more than the system reads ahead
+        "for number in range(2000): open(f'{folder}/{number}', 'w').close()\n"
         "entries = os.scandir(folder)\n"
         "begun = {next(entries).name for _ in range(5)}\n"
         "def function(): return begun | {entry.name for entry in entries} == set(map(str, range(2000)))"
@@ -141,7 +142,7 @@ CLIENTS = {
     "requests": "import requests; client = requests.Session()\ndef ask(path): return client.get(root + path).text",
     "httpx": "import httpx; client = httpx.Client()\ndef ask(path): return client.get(root + path).text",
     "http.client": "client = http.client.HTTPConnection(root[7:])\n" + ASK,
-    # The address that the connection comes from makes it one to another machine.
+    # Its source address makes this a connection to another machine.
     "http.client, to another machine": "client = http.client.HTTPConnection(elsewhere, server.server_port,"
     " source_address=('127.0.0.1', 0))\n" + ASK,
 }
@@ -176,7 +177,7 @@ def test_a_connection_to_another_machine_is_the_first_ranks(kernel: Kernel) -> N
 
 
 class _Replies(socketserver.StreamRequestHandler):
-    """A service of the machine, such as a database: sends each line back."""
+    """A service of the machine, such as a database, that sends each line back."""
 
     def handle(self) -> None:
         for line in self.rfile:
@@ -193,7 +194,7 @@ class _TcpServer(socketserver.ThreadingTCPServer):
 
 @pytest.fixture(params=["tcp", "unix"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, int] | str]:
-    """Address of a service that runs in this process, so that the kernel has not started it."""
+    """Return the address of a service in this process, which the kernel has not started."""
     path = str(tmp_path / "service")
     is_local = request.param == "unix"
     server: socketserver.BaseServer = (
@@ -285,7 +286,8 @@ def test_a_log_handler_connects_again_in_each_rank(kernel: Kernel) -> None:
 def address_of_this_machine() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; source of the address: RFC 5737
+            # connecting a UDP socket sends nothing; source of the address: RFC 5737
+            probe.connect(("192.0.2.1", 9))
         except OSError:
             pytest.skip("needs a network")
         return str(probe.getsockname()[0])
@@ -370,7 +372,7 @@ def test_loader_processes_have_own_positions(kernel: Kernel, tmp_path: Path) -> 
         "    def __len__(self): return 4\n"
         "    def __getitem__(self, index): return [os.lseek(file.fileno(), 5, os.SEEK_SET) for file in self.files][0]\n"
         "def train():\n"
-        # As many as get the numbers of descriptors that were closed when the worker began.
+        # Enough to reuse the numbers of all descriptors that were closed when the worker began.
         f"    files = [open({str(tmp_path / 'data')!r}, 'rb', buffering=0) for _ in range(20)]\n"
         "    list(torch.utils.data.DataLoader(Records(files), num_workers=2, multiprocessing_context='fork'))\n"
         "    return [os.lseek(file.fileno(), 0, os.SEEK_CUR) for file in files]"

@@ -1,4 +1,4 @@
-"""Modules of the user's that imports would not find any more, or not in the same file."""
+"""The user's modules that imports would no longer find, or would find in another file."""
 
 from __future__ import annotations
 

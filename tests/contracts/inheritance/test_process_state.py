@@ -1,4 +1,6 @@
-"""State of the process itself: exit handlers, signals, folder, limits, C streams, environment, random generators."""
+"""State of the process itself: exit handlers, signals, working folder, limits, C streams, environment, random
+generators.
+"""
 
 from __future__ import annotations
 

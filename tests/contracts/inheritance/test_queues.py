@@ -1,4 +1,4 @@
-"""Queues, pipes and managers of ``multiprocessing`` that a cell has made."""
+"""Queues, pipes and managers of ``multiprocessing`` that a cell has created."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_many_small_values_arrive_though_the_function_raises(kernel: Kernel) -> 
         "    if os.environ['RANK'] == '0': raise ValueError('mine')"
     )
     assert launch(kernel, "fork", raises="ValueError").raised.value == "mine"
-    # Rank 1 may have been interrupted before it has put all.
+    # Rank 1 may have been interrupted before it put all values.
     assert kernel.run("sum(len(queue.get(timeout=20)) for _ in range(3000))").value == 300_000
 
 

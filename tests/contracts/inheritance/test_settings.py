@@ -1,4 +1,4 @@
-"""Settings that cells make hold in workers under every start method."""
+"""Settings from cells apply in workers under every start method."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_handler_that_cannot_be_sent_is_named(shared: Kernel) -> None:
         cell = shared.run("launch_logging('forkserver')")
     finally:
         shared.run("logging.root.removeHandler(elsewhere)")
-    assert cell.shown.count("can't be sent") == 2  # when it comes, and in the final table
+    assert cell.shown.count("can't be sent") == 2  # at once, and in the final table
     assert "handler <StreamHandler (NOTSET)> of the root logger" in cell.shown
 
 

@@ -1,4 +1,4 @@
-"""What lives in threads and processes of the kernel: pools, compiled code, loaders, listeners of logs, event loops."""
+"""State in the kernel's threads and processes: pools, compiled code, loaders, log listeners, event loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def launch(kernel: Kernel, function: str, start_method: str, raises: str | None = None) -> Cell:
-    """Launch a function of the kernel in two workers; the cell's value is the list of what they return."""
+    """Launch a function of the kernel in two workers; the cell's value is the list of their return values."""
     return kernel.run(
         f"nblaunch.notebook_launcher({function}, num_processes=2, start_method={start_method!r}, dashboard='none', "
         "return_all=True, on_hang='stop')",
@@ -32,7 +32,7 @@ def test_used_executor_runs_tasks_in_a_worker(kernel: Kernel, start_method: str)
         "def train(): return list(pool.map(abs, [-1, -2])), pool.submit(len, 'abc').result()"
     )
     assert launch(kernel, "train", start_method).result == "[([1, 2], 3), ([1, 2], 3)]"
-    assert kernel.run("train()").result == "([1, 2], 3)"  # the kernel's own threads still serve it
+    assert kernel.run("train()").result == "([1, 2], 3)"  # the kernel's threads still serve the pool
 
 
 @contract("thread pools")
@@ -85,7 +85,7 @@ def test_processes_of_joblib_are_started_in_a_worker(kernel: Kernel, start_metho
         "import os, joblib, nblaunch\n"
         "pool = joblib.Parallel(2)\n"
         "def use(parallel): return sum(parallel(joblib.delayed(abs)(-number) for number in range(5)))\n"
-        "pool.__enter__()\n"  # the pool keeps its processes from now on
+        "pool.__enter__()\n"  # the pool now keeps its processes
         "assert use(pool) == use(joblib.Parallel(2)) == 10\n"
         "def train(): return use(joblib.Parallel(2))\n"
         "def train_with_pool(): return use(pool)"
@@ -212,7 +212,7 @@ def test_records_reach_the_handlers_of_a_listener(kernel: Kernel, start_method: 
     )
     has_handler = start_method == "fork"
     assert launch(kernel, "train", start_method).result == ("[1, 1]" if has_handler else "[0, 0]")
-    # Where there is no handler, logging itself writes warnings to the rank's output.
+    # Without a handler, logging itself writes warnings to the rank's output.
     logs = kernel.run(
         "print([sum(f'record {n}' in nblaunch.last_job().logs(r) for n in range(10)) for r in (0, 1)])"
     )

@@ -1,4 +1,4 @@
-"""Files that the kernel keeps partly in memory: what a worker writes to them is refused, and nothing is damaged."""
+"""Files that the kernel keeps partly in memory: a worker's writes are refused, and nothing is damaged."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ WRITERS = {
         2,
     ),
 }  # fmt: skip
-"""How a cell opens a file and writes to it; what a rank writes; how the kernel completes the file and reads it; what it
-then holds."""
+"""Code of a cell that opens and writes a file; code of a rank that writes to it; code that completes and reads the
+file in the kernel; the expected contents.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,8 @@ def test_writes_of_a_rank_are_refused_and_the_kernel_completes_its_file(
     shared.run(f"path = {str(tmp_path / 'file')!r}\n{opens}\ndef function(): {writes}")
     error = shared.run(LAUNCH.format("fork"), raises="UnfinishedFileError").raised
     assert "which a cell has opened for writing" in error.value
-    assert str(tmp_path / "file") in error.value or name == "Arrow"  # whose writer keeps no name
+    # its writer does not store the file's name
+    assert str(tmp_path / "file") in error.value or name == "Arrow"
     last = completes.rpartition("; ")
     assert shared.run(f"{last[0]}\n{last[2]}").value == content
 

@@ -1,6 +1,6 @@
-"""A training script like any other: what it learns is written to the path that it is given.
+"""An ordinary training script, which writes its results to a given path.
 
-It is run by ``python``, by ``torchrun`` and through ``notebook_launcher``, unchanged.
+``python``, ``torchrun`` and ``notebook_launcher`` run it unchanged.
 """
 
 import sys
@@ -16,7 +16,7 @@ from nblaunch.utils import set_seed
 def main(path: str) -> dict[str, float]:
     accelerator = Accelerator(split_batches=True, gradient_accumulation_steps=2)
     set_seed(11)
-    # In double precision: no order of summation is to make a difference that one sees.
+    # In double precision, so that the order of summation makes no visible difference.
     inputs = torch.randn(52, 5, dtype=torch.float64)
     dataset = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).sin())
     module = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 1)).double()

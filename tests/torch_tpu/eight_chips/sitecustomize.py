@@ -1,6 +1,6 @@
-"""Makes every interpreter with this folder in PYTHONPATH take its machine for a v5e host with eight chips.
+"""Makes every interpreter with this folder in PYTHONPATH believe that it runs on a v5e host with eight chips.
 
-What counts chips is replaced, in nblaunch and in torch_tpu. libtpu is not: it looks for the chips and finds none.
+It replaces the functions of nblaunch and torch_tpu that count chips. libtpu is unchanged: it finds no chips.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 def _nblaunch(module: Any) -> None:
     module.chips = module.vfio_chips = lambda: Counter(v5e=8)
-    module.lock_holder = lambda: None  # others may use the TPU compiler on this machine
+    module.lock_holder = lambda: None  # other processes may use the TPU compiler on this machine
 
 
 def _torch_tpu(module: Any) -> None:
@@ -29,7 +29,7 @@ _CHANGES = {"nblaunch.host.tpu": _nblaunch, "torch_tpu._internal.utils.hardware"
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        change = _CHANGES.pop(fullname, None)  # so that the search below does not come here again
+        change = _CHANGES.pop(fullname, None)  # so that the search below does not call this finder again
         spec = importlib.util.find_spec(fullname) if change is not None else None
         if change is not None and spec is not None and spec.loader is not None:
             spec.loader.exec_module = _then(spec.loader.exec_module, change)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine behind ``prepare``, on real ranks: it trains as one process does, and a loop stays as it is."""
+"""DeepSpeed's engine behind ``prepare``, on real ranks: it trains like one process, with an unchanged loop."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallel
 from tests.training import ranks
 
 GLOBAL_BATCH = 8
-NUM_ROWS = 56  # seven batches: the last window of an epoch is cut short
+NUM_ROWS = 56  # seven batches, so the last window of an epoch is short
 STEPS = 2
-# Of losses, norms and weights, which move by up to 0.16: Adam makes much of rounding errors where a gradient is next to
-# nothing, and processors differ in those.
+# Tolerance for losses, norms and weights, which change by up to 0.16: Adam amplifies rounding errors of tiny gradients,
+# and these errors differ between processors.
 TOLERANCE = 1e-3
 MAX_NORM = 2.0
 
 
 def _module() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1))  # no multiple of the ranks
+    # not a multiple of the number of ranks
+    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 1))
 
 
 def _loader(world_size: int = 1) -> DataLoader:
@@ -49,7 +50,7 @@ def _loader(world_size: int = 1) -> DataLoader:
 
 
 def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, max_norm: float) -> list[Any]:
-    """The global loss of every micro-step, and the norms that clipping gave."""
+    """Return the global loss of every micro-step, and the norms from clipping."""
     results: list[Any] = []
     for x, y in loader:
         with accelerator.accumulate(model):
@@ -106,14 +107,14 @@ def _same(ours: SimpleNamespace, alone: SimpleNamespace, tolerance: float = TOLE
 
 @pytest.fixture(scope="module")
 def alone() -> SimpleNamespace:
-    """What one process, without DeepSpeed, makes of the same data."""
+    """Train on the same data in one process, without DeepSpeed."""
     context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
     return _train(None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server_with_deepspeed(rank_server: None) -> Iterator[None]:
-    """Ranks are forked from a process that has imported DeepSpeed, as from a notebook that has."""
+    """Fork ranks from a process that has imported DeepSpeed, like a notebook."""
     ranks.stop_server()
     with env.patched({"DS_ACCELERATOR": "cpu"}):
         ranks.start_server("deepspeed", __name__)
@@ -125,7 +126,8 @@ def server_with_deepspeed(rank_server: None) -> Iterator[None]:
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
 def test_training_equals_a_single_process(stage: int, world_size: int, alone: SimpleNamespace) -> None:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}  # else parts so small would stay whole
+    # shard small ones, too
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     main, *others = ranks.run(_train, world_size, DeepSpeedPlugin({"zero_optimization": zero}))
     _same(main, alone)
     assert main.losses[-1] < main.losses[0] / 2
@@ -161,7 +163,7 @@ def test_the_module_inside_the_engine_is_compiled(alone: SimpleNamespace) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "default"
-            )  # torch's compiler looks at what warns, and takes an error for its own
+            )  # torch's compiler traces warnings, and takes an error for its own
             return _train(DeepSpeedPlugin(zero_stage=2), compiler="eager")
 
     results = ranks.run(compiled, 2)[0]
@@ -189,7 +191,7 @@ def test_bf16_keeps_weights_in_16_bits_and_trains_alike(stage: int, alone: Simpl
 
 
 def _by_hand(plugin: DeepSpeedPlugin | None) -> dict[str, torch.Tensor]:
-    """A loop that takes its windows in its own way."""
+    """Train with a loop that defines its own windows."""
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model, optimizer, loader = _prepare(accelerator)
     for number, (x, y) in enumerate(loader):
@@ -223,7 +225,7 @@ def _divided_by_the_loop(options: dict[str, bool], divisor: int) -> tuple[dict[s
 
 
 def test_scale_wrt_gas_leaves_the_loss_undivided() -> None:
-    # As transformers' Trainer does.
+    # transformers' Trainer does the same.
     weights, num_steps = ranks.run(_divided_by_the_loop, 2, {"scale_wrt_gas": False}, 2)[0]
     expected, _ = ranks.run(_divided_by_the_loop, 2, {}, 1)[0]
     assert num_steps == 2
@@ -283,10 +285,9 @@ def test_a_configuration_file_describes_the_whole_training(tmp_path: Path) -> No
     assert results["batch"] == GLOBAL_BATCH * STEPS
     assert results["adam"] is torch.optim.AdamW  # nothing is compiled for the CPU
     assert results["decay"] == 0.01
-    # Seven micro-steps, four steps: the rate goes up with the engine's steps, not with the calls. It begins with the
-    # first of the four steps of its way.
+    # Seven micro-steps, four steps: the rate rises with the engine's steps, not with the calls, in four equal steps.
     assert results["rates"] == pytest.approx([0.02 * part / 4 for part in (0, 0, 0, 1, 1, 2, 3)])
-    # Clipping is the configuration's: the loop does not ask for it.
+    # The configuration clips; the loop does not.
     context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
     assert results["losses"][:STEPS] == pytest.approx(_train(None, epochs=1).losses[:STEPS], abs=TOLERANCE)
 
@@ -309,7 +310,7 @@ def test_a_schedule_of_torch_follows_the_steps() -> None:
             rates.append(optimizer.param_groups[0]["lr"])
         return rates
 
-    # A schedule is written for one process; two take it twice as fast, as without DeepSpeed.
+    # A schedule is written for one process; with two, it advances twice as fast, as without DeepSpeed.
     assert ranks.run(train, 2, DeepSpeedPlugin(zero_stage=2))[0] == ranks.run(train, 2, None)[0]
 
 
@@ -341,7 +342,7 @@ def _save(stage: int, precision: str, folder: str) -> tuple[list[Any], list[Any]
     _epoch(accelerator, *parts, MAX_NORM)
     accelerator.save_state(folder)
     further = _epoch(accelerator, *parts, MAX_NORM)
-    accelerator.load_state(folder)  # in the same process, whose engine has gone on
+    accelerator.load_state(folder)  # in the same process, whose engine has continued
     return further, _epoch(accelerator, *parts, MAX_NORM)
 
 
@@ -352,7 +353,7 @@ def _resume(stage: int, precision: str, folder: str) -> list[Any]:
         mixed_precision=precision,
     )
     parts = _prepare(accelerator)
-    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())  # as diffusers' scripts
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())  # like diffusers' scripts
     accelerator.load_state(folder)
     return _epoch(accelerator, *parts, MAX_NORM)
 
@@ -374,7 +375,7 @@ def test_training_goes_on_where_it_was_saved_on_any_number_of_ranks(
     assert [loss for loss, _ in resumed] == pytest.approx(
         [loss for loss, _ in further], abs=tolerance, rel=tolerance
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]  # what was converted for it is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]  # the converted checkpoint is gone
 
 
 def _save_whole(folder: str) -> None:
@@ -407,7 +408,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_misfit_weights_beside_an_engine_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
-    process: Any = None  # it is asked for engines only
+    process: Any = None  # only engines have optimizer states
     torch.save(nn.Linear(2, 1).state_dict(), path)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin does not fit .* size mismatch for weight"):
         checkpoint.load(tmp_path, [nn.Linear(1, 1)], process)
@@ -574,7 +575,8 @@ def test_precision_and_accumulation_of_the_configuration_hold() -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(config))
     assert accelerator.mixed_precision == "bf16"
     assert accelerator.gradient_accumulation_steps == 3
-    assert Accelerator().deepspeed_plugin is accelerator.deepspeed_plugin  # as a trainer's second one
+    # like a trainer's second Accelerator
+    assert Accelerator().deepspeed_plugin is accelerator.deepspeed_plugin
     with pytest.raises(ValueError, match=r"'teacher'.*'default'"):
         accelerator.state.get_deepspeed_plugin("teacher")
 
@@ -588,7 +590,7 @@ def test_prepare_needs_all_objects_of_an_engine() -> None:
     with pytest.raises(ValueError, match="2 models"):
         accelerator.prepare(module, _module(), optimizer)
     accelerator.free_memory()
-    model = accelerator.prepare(module)  # to be evaluated
+    model = accelerator.prepare(module)  # for evaluation
     assert model is module
     with pytest.raises(ValueError, match=r"backward .*prepared"):
         accelerator.backward(model(torch.ones(2, 8)).sum())
@@ -626,7 +628,7 @@ def test_unsupported_operations_of_an_engine_are_rejected() -> None:
             except ValueError as error:
                 results.append(str(error))
         accelerator.free_memory()
-        again, _ = accelerator.prepare(*_fresh())  # the engine before is gone
+        again, _ = accelerator.prepare(*_fresh())  # the earlier engine is gone
         return [*results, type(again).__name__]
 
     def _fresh() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed is given: "auto" values filled in from what was prepared, contradictions refused by their keys."""
+"""DeepSpeed's configuration: "auto" values are filled in from prepared objects, contradictions are refused by key."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_transformers_sees_the_configuration_while_the_plugin_lives() -> None:
 
 
 def test_later_changes_by_a_trainer_reach_the_engine() -> None:
-    """transformers knows the number of steps only when it trains, with the plugin made long before."""
+    """transformers knows the number of steps only when it trains, long after the plugin was created."""
     params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     given = HfDeepSpeedConfig({**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}})
     plugin = DeepSpeedPlugin(given)
@@ -154,7 +154,7 @@ def test_a_configuration_fills_in_fields() -> None:
     assert plugin.zero_stage == 1
     assert plugin.gradient_accumulation_steps == 4
     assert plugin.gradient_clipping == "auto"
-    assert DeepSpeedPlugin({"zero_optimization": {}}).zero_stage == 0  # as DeepSpeed takes it
+    assert DeepSpeedPlugin({"zero_optimization": {}}).zero_stage == 0  # the form that DeepSpeed accepts
 
 
 @pytest.mark.parametrize("kind", ["dict", "file", "home", "path", "text", "base64", "object"])
@@ -305,7 +305,7 @@ def test_optimizer_and_scheduler_of_the_configuration() -> None:
     optimizer = DummyOptim(MODEL.parameters(), lr=0.5, weight_decay=0.1, betas=(0.8, 0.9))
     scheduler = DummyScheduler(optimizer, total_num_steps=101, warmup_num_steps=10)
     config = _complete(described, optimizer=optimizer, scheduler=scheduler, world_size=2)
-    # eps is not given: it gets the optimizer's own default. On the CPU nothing is compiled.
+    # eps is not set, so it gets the optimizer's default. On the CPU, nothing is compiled.
     assert config["optimizer"]["params"] == {
         "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "torch_adam": True
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sharded training on real ranks: it equals that of one process, whatever the settings."""
+"""Sharded training on real ranks equals training in one process, whatever the settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Layers in a list, sizes that no number of ranks divides, and a buffer."""
+    """A model with layers in a list, sizes that no number of ranks divides, and a buffer."""
 
     def __init__(self, size: int = 17, num_blocks: int = 3) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def data() -> TensorDataset:
 def prepared(
     settings: dict[str, Any] | None, model: nn.Module, **accelerator_settings: Any
 ) -> tuple[Accelerator, Any, Any, Any]:
-    """An Accelerator and what it prepared; ``settings`` None: without a plugin."""
+    """Return an Accelerator and its prepared objects; ``settings`` None: without a plugin."""
     plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
     accelerator = Accelerator(fsdp_plugin=plugin, split_batches=True, **accelerator_settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -84,7 +84,7 @@ def prepared(
 def epoch(
     accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, norm: float = 0.5
 ) -> list[float]:
-    """One epoch with clipping; the mean loss of every step, and the norms of gradients before they were clipped."""
+    """Train for an epoch with clipping; return the mean loss of every step, and the gradient norms before clipping."""
     results = []
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -108,7 +108,7 @@ def _train(
 
 @functools.cache
 def expected(accumulation: int = 1, precision: str = "no") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What one process without sharding yields."""
+    """Return the results of one process without sharding."""
     found: tuple[list[float], dict[str, torch.Tensor]]
     (found,) = ranks.run(
         functools.partial(_train, gradient_accumulation_steps=accumulation, mixed_precision=precision),
@@ -119,8 +119,8 @@ def expected(accumulation: int = 1, precision: str = "no") -> tuple[list[float],
 
 
 def same(found: list[Any], accumulation: int = 1, precision: str = "no") -> None:
-    """Every rank yields what one process yields, and the main process has its weights."""
-    # Weights have moved by up to 0.4. Adam makes much of rounding errors where a gradient is next to nothing.
+    """Check that every rank has the results of one process, and the main process its weights."""
+    # Weights have changed by up to 0.4. Adam amplifies rounding errors of tiny gradients.
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if precision == "no" else {"rtol": 0.05, "atol": 0.05}
     results, weights = expected(accumulation, precision)
     for one, _ in found:
@@ -148,7 +148,7 @@ def _train_in_bf16(is_reference: bool) -> tuple[torch.dtype, list[list[float]]]:
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=False,
     )
-    if is_reference:  # it shards on GPUs only: what is asked of it here depends on no device
+    if is_reference:  # Accelerate shards only on GPUs; this test depends on no device
         warnings.simplefilter("ignore")
         kind = accelerate.utils.DistributedType.MULTI_XPU
         accelerate.PartialState(cpu=True)._shared_state["distributed_type"] = kind
@@ -188,7 +188,7 @@ def _evaluate_in_bf16() -> bool:
 
 
 def _step_beside_full_layers(is_optimizer_first: bool) -> tuple[bool, Any]:
-    """A step as by default on GPUs, in lists of parameters, where a layer is left out of the sharding."""
+    """Step with lists of parameters, as by default on GPUs, with one unsharded layer."""
     warnings.filterwarnings("ignore", "ignored_modules leaves")
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="exit"))
     model = network()
@@ -246,7 +246,7 @@ def test_a_compiled_model_trains_alike(is_regional: bool) -> None:
 
 def test_meta_weights_are_initialised_like_a_model_on_the_cpu() -> None:
     def train() -> tuple[list[float], dict[str, torch.Tensor]]:
-        torch.manual_seed(3)  # as the other ranks' seeds need not be
+        torch.manual_seed(3)  # the other ranks may have different seeds
         if Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).process_index > 0:
             torch.manual_seed(4)
         return _train({"param_init_fn": _make}, "meta")
@@ -279,7 +279,7 @@ def test_ranks_without_the_weights_of_rank_0_get_them(where: str) -> None:
 
 
 def _whole_tensors() -> dict[str, Any]:
-    """A model that only rank 0 has the weights of, with a layer that is not sharded, and a buffer of two names."""
+    """Prepare a model whose weights only rank 0 has, with an unsharded layer, and a buffer with two names."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -335,7 +335,7 @@ def test_every_rank_holds_its_part_alone() -> None:
 
 
 class Tied(nn.Module):
-    """The exit is the entry, turned round."""
+    """A model whose last layer has the transposed weight of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_tied_weights_stay_tied_whatever_the_units_would_be() -> None:
 
 
 class Views(nn.Module):
-    """Returns views, as linear layers do for sequences, and goes on in place with what its layers return."""
+    """A model that returns views, as linear layers do for sequences, and changes its layers' outputs in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,7 +496,7 @@ def test_a_unit_may_have_weights_of_several_dtypes(precision: str) -> None:
     (alone,) = ranks.run(_train_mixed, 1, None, "no")
     found = ranks.run(_train_mixed, 2, {}, precision)[0]
     assert found.keys() == alone.keys()
-    # Weights have moved by up to 0.2; Adam makes much of rounding errors of single ones.
+    # Weights have changed by up to 0.2; Adam amplifies rounding errors of single weights.
     assert max(float((found[name] - alone[name]).abs().mean()) for name in alone) < 0.02
 
 
@@ -656,7 +656,7 @@ def _backends_for(offload: bool) -> list[str | None]:
         asked.append(backend)
         return dist.group.WORLD
 
-    with pytest.MonkeyPatch.context() as patch:  # there is no NCCL on a CPU
+    with pytest.MonkeyPatch.context() as patch:  # the CPU has no NCCL
         accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=offload))
         patch.setattr(dist, "get_backend", lambda: "nccl")
         patch.setattr(dist, "new_group", new_group)

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: in shards and whole, over any number of ranks, never half written."""
+"""Checkpoints of sharded models: in shards or full, for any number of ranks, never half-written."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def _resume(kind: str | None, folder: str) -> list[float]:
 def test_training_continues_on_another_number_of_ranks(
     tmp_path: Path, kind: str, before: int, after: int
 ) -> None:
-    """On the same number: see the saves below that are cut short, and those of models that are not sharded."""
+    """Other tests use the same number: those of interrupted saves below, and those of unsharded models."""
     going_on = ranks.run(_save, before, kind, str(tmp_path / "state"))
     for resumed in ranks.run(_resume, after, kind, str(tmp_path / "state")):
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
 class _Partly(nn.Module):
-    """Two layers, of which the second is not used by every forward."""
+    """Two layers, the second of which some forwards don't use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Partly(nn.Module):
 
 
 class _PartlyTrained:
-    """A sharded model of which a step may leave a layer without gradients, and its checkpoints by either way."""
+    """A sharded model with a layer that a step may leave without gradients, and its two kinds of checkpoints."""
 
     def __init__(self, kind: str, one_by_one: bool) -> None:
         self.plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
@@ -103,7 +103,7 @@ class _PartlyTrained:
         self.one_by_one = one_by_one
 
     def step(self, uses_all: bool) -> None:
-        """Leave gradients where they are."""
+        """Step without clearing gradients."""
         self.optimizer.zero_grad()
         self.accelerator.backward(self.model(torch.ones(2, 6), uses_all).pow(2).sum())
         self.optimizer.step()
@@ -353,14 +353,14 @@ def _load_tied(folder: str) -> dict[str, Any]:
 
 def test_a_file_may_have_tied_weights_under_one_name(tmp_path: Path) -> None:
     weights = Tied().state_dict()
-    del weights["exit.weight"]  # as libraries do that know what is tied
+    del weights["exit.weight"]  # like libraries that know which weights are tied
     save_file(weights, tmp_path / "model.safetensors")
     found = ranks.run(_load_tied, 2, str(tmp_path))[0]
     torch.testing.assert_close(found, {**weights, "exit.weight": weights["entry.weight"]})
 
 
 def _parts_in(folder: str) -> list[Path]:
-    """Not what is beside them: what failed may be being removed by another rank."""
+    """Ignore other files, because another rank may be removing a failed save."""
     names = ("pytorch_model_fsdp_0", "optimizer_0")
     return [path for name in names for path in (Path(folder) / name).glob("*.distcp")]
 
@@ -435,7 +435,7 @@ def test_parts_of_another_model_are_reported(tmp_path: Path) -> None:
 
 @contextmanager
 def _blocked(seconds: float | None = None) -> Iterator[threading.Event]:
-    """Have torch write shards only once the event is set: by the block, at its end, or after so many seconds."""
+    """Make torch write shards only once the event is set: by the block, at its end, or after some seconds."""
     may_write, write = threading.Event(), FileSystemWriter.write_data
 
     def late(self: Any, *args: Any) -> Any:
@@ -599,7 +599,8 @@ def _return_while_saving(kind: str | None, folder: str) -> bool:
 
     Snapshot.write = late  # type: ignore[method-assign]
     accelerator.save_state(folder, asynchronous=True)
-    threading.Timer(0.2, may_write.set).start()  # which the process waits for at its end, as for the save
+    # the process waits for this thread at its end, as for the save
+    threading.Timer(0.2, may_write.set).start()
     return os.path.exists(folder)
 
 

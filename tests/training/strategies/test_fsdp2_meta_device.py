@@ -1,4 +1,4 @@
-"""Sharded models that are on the meta device on every rank: what makes their weights, and what nothing makes."""
+"""Sharded models that are on the meta device on every rank: initialising their weights, and uninitialised ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.training import ranks
 
 
 def _fill(weight: torch.Tensor) -> None:
-    """Write what depends on the shape alone, so that it is the same wherever and whenever."""
+    """Write values that depend only on the shape, so that they are the same everywhere."""
     with torch.no_grad():
         weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape))
 
 
 class Gpt(nn.Module):
-    """Makes its linear layers in a method for one module after the other, and leaves its norm as it was built."""
+    """A model that initialises linear layers in a method for single modules, and leaves its norm as constructed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Gpt(nn.Module):
 
 
 class PreTrainedModel(nn.Module):
-    """Has the name by which models of transformers are known."""
+    """A class with the name that identifies models of transformers."""
 
 
 class Pretrained(PreTrainedModel, Gpt):
-    """Writes to a layer again when it comes to the module that has it, as models of transformers do."""
+    """A model that writes to a layer again when it initialises the layer's parent, like models of transformers."""
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -54,7 +54,7 @@ class Pretrained(PreTrainedModel, Gpt):
 
 
 class Around(nn.Module):
-    """A model of transformers in a model of a user's own."""
+    """A model of transformers inside a user's model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Around(nn.Module):
 
 
 class Applied(Around):
-    """A model that makes the layers of the inner one anew, in a method that only layers can be passed to."""
+    """A model that initialises the inner model's layers again, in a method that accepts only layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Applied(Around):
 
 
 class Helped(nn.Module):
-    """Layers whose method of that name is for something else, and one parameter of two names."""
+    """Layers whose method of the same name has another purpose, and a parameter with two names."""
 
     class Layer(nn.Linear):
         def reset_parameters(self) -> None:
@@ -108,7 +108,7 @@ class Helped(nn.Module):
 
 
 class Nested(PreTrainedModel):
-    """A model of transformers in another one, which leaves the inner one alone."""
+    """A model of transformers inside another one, which does not initialise the inner one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Nested(PreTrainedModel):
 
 
 class Scaled(nn.Module):
-    """A layer with a parameter and buffers that only its constructor makes, as often in a user's own code."""
+    """A layer with a parameter and buffers that only its constructor initialises, as is common in users' code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Scaled(nn.Module):
 
 
 class Tied(nn.Module):
-    """A head that has the weight of the layer before, and nothing that would make it; norms with common statistics."""
+    """A head that shares the previous layer's weight and can't initialise it; norms with shared statistics."""
 
     class Head(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
@@ -201,11 +201,11 @@ def test_uninitialised_tensors_are_named_before_training(make: Callable[[nn.Modu
     for name in ("scale", "mask", "positions"):
         assert f"{name} (Scaled)" in text
     assert "linear.weight" not in text
-    assert ("linear.bias" in text) == (make is not None)  # of its own, the layer makes that
+    assert ("linear.bias" in text) == (make is not None)  # the layer initialises its own tensor
 
 
 def _allocate(module: nn.Module) -> None:
-    """Put memory there that is to be loaded into; what it holds may be NaN, and is here."""
+    """Allocate memory to load into; its contents may be NaN, and are NaN here."""
     module.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -249,7 +249,7 @@ def test_existing_values_of_a_module_are_kept() -> None:
 
 
 def _gpt2() -> nn.Module:
-    """Its attention has a mask of booleans, which is not saved, and its norms are of torch's."""
+    """Return a model whose attention has an unsaved mask of booleans, and whose norms are torch's."""
     import transformers
 
     return transformers.GPT2Model(
@@ -295,7 +295,7 @@ def test_unwritten_elements_are_detected(dtype: torch.dtype) -> None:
     tensor = unwritten(torch.empty(2, 3, dtype=dtype, device="meta"))
     assert is_unwritten(tensor)
     tensor[0] = torch.zeros((), dtype=dtype)
-    assert is_unwritten(tensor) == (dtype != torch.uint8)  # whose elements may all be of any value
+    assert is_unwritten(tensor) == (dtype != torch.uint8)  # its elements may have any value
     tensor[1] = torch.ones(()).to(dtype)
     assert not is_unwritten(tensor)
     assert not is_unwritten(unwritten(torch.empty(0, 3, dtype=dtype, device="meta")))

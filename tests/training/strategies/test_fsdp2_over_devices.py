@@ -1,4 +1,4 @@
-"""FSDP over the devices of one process: which dimension is cut, and what can't be asked for. XLA itself: tests/xla."""
+"""FSDP over the devices of one process: the sharded dimension, and unsupported settings. tests/xla tests XLA itself."""
 
 from __future__ import annotations
 

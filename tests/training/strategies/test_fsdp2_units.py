@@ -1,4 +1,4 @@
-"""Which modules are gathered as a unit, and what the options refuse."""
+"""Choosing the modules to gather as units, and rejected options."""
 
 from __future__ import annotations
 

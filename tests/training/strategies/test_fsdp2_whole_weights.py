@@ -1,4 +1,4 @@
-"""Weights that fully_shard refuses: without dimensions, or of another dtype than their unit; averages, optimizers."""
+"""Weights that fully_shard rejects: without dimensions, or with another dtype than their unit; averages, optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ROWS, STEPS, ACCUMULATED = 8, 3, 2
 
 
 class Scaled(nn.Module):
-    """A layer with numbers of its own, as CLIP's ``logit_scale``, in other dtypes than the layer's."""
+    """A layer with scalar parameters, like CLIP's ``logit_scale``, in other dtypes than its weights."""
 
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Scaled(nn.Module):
 
 
 class Inner(nn.Module):
-    """Weights of two dtypes, one below the other, and the first dtype again below."""
+    """Nested modules with weights of one dtype, another dtype, and the first dtype again."""
 
     def __init__(self, low: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _network(low: torch.dtype) -> nn.Module:
 
 
 def _train(low: torch.dtype, settings: dict[str, Any] | None, folder: str) -> dict[str, Any]:
-    """Train on this rank's rows of each batch; save in the middle, and return the weights after going on from there."""
+    """Train on this rank's rows of each batch, save in the middle, and return the weights after resuming from there."""
     plugin = None if settings is None else FullyShardedDataParallelPlugin(**settings)
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATED)
     module = _network(low)

@@ -1,4 +1,4 @@
-"""Ranks divided among sharded, replicated and tensor parallelism: training equals that of one process."""
+"""Ranks divided among sharded, replicated and tensor parallelism train like one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks to be cut, with layers between them that stay whole."""
+    """Blocks to shard, with unsharded layers between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _prepare(
 
 
 def _train(sizes: dict[str, int] | None, folder: str, **settings: Any) -> tuple[list[float], dict[str, Any]]:
-    """Two epochs, saved after the first; losses and norms, and the weights."""
+    """Train for two epochs, save after the first, and return losses, norms and weights."""
     accelerator, *rest = _prepare(sizes, **settings)
     losses = epoch(accelerator, *rest)
     if folder:
@@ -141,13 +141,13 @@ def test_training_saving_and_resuming_equal_one_process(
     second = expected[len(expected) // 2 :]
     for losses in ranks.run(_resume, num_ranks, sizes, folder, timeout_s=120):
         assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
-    if sizes is BOTH:  # shards of a mesh of two dimensions, on one of one
+    if sizes is BOTH:  # shards from a mesh with two dimensions, loaded on a mesh with one
         for losses in ranks.run(_resume, 2, {"dp_shard_size": 2}, folder):
             assert losses == pytest.approx(second, rel=1e-5, abs=1e-5)
 
 
 def test_tensor_parallel_ranks_go_on_with_a_checkpoint_of_one_process(tmp_path: Path) -> None:
-    """Whose optimizer steps parameters in lists, which torch can't where layers are sharded in part."""
+    """Its optimizer steps parameters in lists, which torch can't do with partly sharded layers."""
     folder = str(tmp_path / "state")
     ((expected, _),) = ranks.run(_train, 1, None, folder)
     for losses in ranks.run(_resume, 2, TENSOR, folder, timeout_s=120):
@@ -155,7 +155,7 @@ def test_tensor_parallel_ranks_go_on_with_a_checkpoint_of_one_process(tmp_path: 
 
 
 def _gather_over_gloo() -> list[bool]:
-    """Full tensors of shards, as ranks that share a GPU gather them: on the CPU, by the groups of their mesh."""
+    """Gather shards to full tensors like ranks that share a GPU: on the CPU, with the groups of their mesh."""
     Accelerator().wait_for_everyone()
     full, found = torch.arange(24.0).reshape(6, 4), []
     for sizes, places in (
@@ -208,7 +208,7 @@ def test_ranks_of_a_tensor_parallel_group_read_the_same(dispatches: bool) -> Non
     assert parts[2][1] == parts[3][1]
     for _, _, gathered, objects, _ in parts:
         assert gathered == objects == list(range(10))
-    # Samples that two ranks read are shown of the first, so that the sum over ranks is that of the data.
+    # If two ranks read the same samples, only the first reports them, so the sum over ranks is correct.
     assert [part[4] for part in parts] == [len(parts[0][1]), 0, len(parts[2][1]), 0]
 
 
@@ -248,7 +248,7 @@ def _load_cut(folder: str) -> tuple[bool, list[float]]:
     from transformers import AutoModelForCausalLM
 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
-    warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)  # as programs still do
+    warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)  # programs still do this
     model = AutoModelForCausalLM.from_pretrained(
         folder, tp_plan="auto", device_mesh=accelerator.torch_device_mesh["tp"], dtype=torch.float32
     )
@@ -292,7 +292,7 @@ def test_later_accelerators_shard_by_default() -> None:
 
 
 def test_a_model_that_transformers_has_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread that stays
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread that does not end
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -462,7 +462,7 @@ def test_a_lone_process_needs_no_mesh() -> None:
 
 
 def _cut_sequences(sizes: dict[str, int] | None) -> list[float]:
-    """Layers without attention, which needs a GPU: each token is computed by itself."""
+    """Shard sequences for layers without attention, which needs a GPU: each token is computed separately."""
     arguments.check_context_parallel = lambda *_: None  # type: ignore[assignment]  # as on a GPU
     accelerator = Accelerator(parallelism_config=None if sizes is None else ParallelismConfig(**sizes))
     model = _network()

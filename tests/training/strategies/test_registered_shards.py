@@ -1,4 +1,4 @@
-"""Registered objects in checkpoints: shards of all ranks, states that differ between ranks, other numbers of ranks."""
+"""Registered objects in checkpoints: shards, states that differ between ranks, other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _network() -> nn.Module:
 
 
 def _train(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], None], after: Any) -> None:
-    """Train on the same batch everywhere, so that averaged gradients are those of one process."""
+    """Train on the same batch everywhere, so that averaged gradients equal one process's."""
     inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -38,7 +38,7 @@ def _train(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], 
 
 
 class Average:
-    """An average of weights, in whichever form a library keeps it."""
+    """An average of weights, in any form that libraries use."""
 
     def __init__(self) -> None:
         self.num_updates = 0
@@ -47,7 +47,7 @@ class Average:
 
     def update(self, model: nn.Module) -> None:
         weights = [one.detach() for one in model.parameters()]
-        if not self.shadow:  # lazily: what loads it has none of it yet
+        if not self.shadow:  # lazily, so an object that loads the state does not have it yet
             self.shadow = [one.clone() for one in weights]
             self.nested["moments"] = [{"square": one.square()} for one in weights]
         for own, weight in zip(self.shadow, weights, strict=True):
@@ -64,7 +64,7 @@ class Average:
 
 
 def _full(state: Any) -> Any:
-    """Return a state with lists of numbers in place of tensors, all of these in full."""
+    """Return a state with full tensors, converted to lists of numbers."""
     whole = dtensor.gather(state, True)
 
     def listed(value: Any) -> Any:
@@ -89,7 +89,7 @@ def _sharded(folder: str, is_saving: bool, kind: str, has_averaged: bool) -> Any
     if not is_saving:
         accelerator.load_state(folder)
         before = _full(average.state_dict())
-        average.update(model)  # with the shards of this number of ranks
+        average.update(model)  # with shards for this number of ranks
     else:
         _train(model, optimizer, accelerator.backward, lambda one: (average.update(one), second.step()))
         accelerator.save_state(folder)
@@ -132,13 +132,13 @@ def test_any_number_of_ranks_loads_registered_shards(
     for states in ranks.run(_sharded, before, str(tmp_path), True, kind, False):
         _assert_alike(list(states), expected)
     for number in after:
-        # Saved by one rank, nothing was in shards: what is loaded has to have the average already.
+        # One rank saves no shards, so the loading object must already have the average.
         for states in ranks.run(_sharded, number, str(tmp_path), False, kind, before == 1):
             _assert_alike(list(states), expected)
 
 
 def _diffusers(folder: str) -> Any:
-    """Return the averages of one process, of sharded weights, and of what a load has put in the place of zeros."""
+    """Return the averages of one process, of sharded weights, and of an average that was loaded over zeros."""
     from diffusers.training_utils import EMAModel
 
     alone = _network()
@@ -168,7 +168,7 @@ def test_the_average_of_diffusers_is_whole(tmp_path: Path) -> None:
 
 
 class Holder:
-    """Holds a state."""
+    """An object with a state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -183,7 +183,9 @@ class Holder:
 
 
 def _per_rank(folder: str, per_rank: bool | None, is_saving: bool, kept: str) -> Any:
-    """Save or load a state of each rank's own; what sets and equal objects look like says nothing of a difference."""
+    """Save or load a separate state per rank; different orders of sets, and equal objects, must not count as a
+    difference.
+    """
     accelerator = Accelerator()
     rank = accelerator.process_index
     own = rank if kept == "own" else 7
@@ -218,7 +220,7 @@ def test_differing_states_stay_with_their_ranks(tmp_path: Path) -> None:
     assert ranks.run(_per_rank, 2, folder, None, True, "common")[0] == [
         first,
         second,
-    ]  # the other one has gone
+    ]  # the other rank has left
     assert ranks.run(_per_rank, 3, folder, None, False, "common") == [(7, [7.0, 7.0])] * 3
     assert ranks.run(_per_rank, 2, folder, True, True, "common")[0] == [first, own, second]
 

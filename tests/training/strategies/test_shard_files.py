@@ -1,4 +1,4 @@
-"""Files of shards: they are read without running code of their writer."""
+"""Reading files of shards does not run their writer's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nblaunch.training.trusted_types import trusted_types, trusting
 
 
 class _MakesFolder:
-    """Makes a folder where it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class Schedule:
 
 
 class Scheduled(torch.optim.SGD):
-    """An optimizer of the user's own, whose groups hold objects."""
+    """A user's optimizer whose groups contain objects."""
 
 
 def test_classes_of_the_optimizers_module_are_trusted(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_classes_of_the_optimizers_module_are_trusted(tmp_path: Path) -> None:
 
 
 class _Called:
-    """Is pickled as a call of ``function``."""
+    """An object that is pickled as a call of ``function``."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self._call = function, args
@@ -115,7 +115,7 @@ def test_metadata_can_not_change_a_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module_name", ["numpy.core.multiarray", "numpy._core.multiarray"])
 def test_numbers_of_either_numpy_are_read(module_name: str, tmp_path: Path) -> None:
-    """Their names differ between NumPy 1 and 2."""
+    """The names of NumPy's types differ between NumPy 1 and 2."""
     path = tmp_path / "state.bin"
     torch.save(numpy.float64(0.5), path)
     own_name = numpy.float64(0.5).__reduce__()[0].__module__
