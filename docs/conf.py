@@ -1,7 +1,7 @@
-"""The documentation's site, by Sphinx: pages in Markdown, the notebooks with their stored outputs, and the reference.
+"""Sphinx's configuration for the documentation: Markdown pages, the notebooks with their stored outputs, the reference.
 
-``make docs`` builds it: ``python -m sphinx -c docs . docs/_build/html``. Nothing is
-downloaded: styles and the index of the search are part of the site, which works from a folder without a server.
+``make docs`` builds it with ``python -m sphinx -c docs . docs/_build/html``. The site needs no downloads and no server:
+it contains its styles and its search index.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ extensions = [
     "sphinx_copybutton",
     "from_source",
 ]
-# The root of the sources is the repository's, so that links between pages, notebooks and other files of the repository
-# are the same on the site and where its files are looked at.
+# The source folder is the repository's root, so that links between pages, notebooks and other files work both on the
+# site and in the repository.
 root_doc = "docs/index"
 include_patterns = [
     "docs/**",
@@ -37,15 +37,15 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "docs/_*", "nblaunch", "artifacts", "binder", "build", "dist"]
 
-# Pages in Markdown. A link to a heading or a file that is not there is a warning, and warnings fail the build.
+# Markdown pages. A link to a heading or a file that does not exist is a warning, and warnings fail the build.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
-# What the notebooks show without a script; the state of live widgets is not stored in them.
+# Outputs that need no script: the notebooks do not store the state of live widgets.
 nb_mime_priority_overrides = [("html", "text/html", 0), ("html", "text/plain", 50)]
 nb_merge_streams = True
 
-# The reference is made of docstrings. Types stand in the signatures alone.
+# The reference is generated from docstrings. Types appear only in signatures.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

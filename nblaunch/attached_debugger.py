@@ -18,7 +18,7 @@ from typing import Any
 
 _PATCHED = ("os", "subprocess", "_posixsubprocess")
 _is_noted = False
-_ORIGINAL = "original_"  # pydevd keeps what it replaces under the name with this prefix
+_ORIGINAL = "original_"  # pydevd keeps each function that it replaces under its name with this prefix
 
 
 def is_attached() -> bool:
@@ -31,7 +31,7 @@ def is_attached() -> bool:
 def untraced() -> Iterator[None]:
     """Stop debuggers from tracing this thread within the block."""
     tracer = sys.gettrace()
-    if not _is_of_debugger(tracer):
+    if not _is_debugger_trace(tracer):
         yield
         return
     set_trace = _settrace()
@@ -78,9 +78,9 @@ def note() -> str | None:
 
 def leave() -> None:
     """Drop the debugger in a forked process, so that it traces nothing and does not follow new processes."""
-    if _is_of_debugger(sys.gettrace()):
+    if _is_debugger_trace(sys.gettrace()):
         _settrace()(None)
-    if _is_of_debugger(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
+    if _is_debugger_trace(threading._trace_hook):  # type: ignore[attr-defined]  # gettrace() of Python 3.10
         threading.settrace(None)
     if sys.version_info >= (3, 12):
         monitoring: Any = sys.monitoring
@@ -98,21 +98,21 @@ def leave() -> None:
             getattr(module, undo)()
 
 
-def _is_of_debugger(tracer: Any) -> bool:
-    """Return whether a trace function belongs to a debugger, and not to a tool such as coverage."""
+def _is_debugger_trace(tracer: Any) -> bool:
+    """Return whether a trace function belongs to a debugger rather than to a tool such as coverage."""
     if tracer is None:
         return False
     pdb: Any = sys.modules.get("bdb")
     if pdb is not None and isinstance(getattr(tracer, "__self__", None), pdb.Bdb):
         return True
-    # pydevd's are functions, partials and objects of its own classes.
+    # pydevd's trace functions are functions, partials and objects of its own classes.
     function = getattr(tracer, "func", tracer)
     module = getattr(function, "__module__", None) or type(function).__module__
     return str(module).startswith(("pydevd", "_pydevd"))
 
 
 def _settrace() -> Callable[[Any], object]:
-    """Return ``sys.settrace``, which pydevd replaces by a function that warns."""
+    """Return the original ``sys.settrace``, which pydevd replaces with a function that warns."""
     holder = getattr(sys.modules.get("pydevd_tracing"), "TracingFunctionHolder", None)
     return getattr(holder, "_original_tracing", None) or sys.settrace
 

@@ -18,16 +18,16 @@ from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.locks import WorkerLocks
 
-if TYPE_CHECKING:  # a process without a launcher needs none
+if TYPE_CHECKING:  # a process without a launcher does not need these modules
     from nblaunch.wire.worker_commands import CommandConnection
 
 
 def _discard(event: Event) -> None:
-    """Drop an event: there is no launcher."""
+    """Discard an event, because no launcher receives it."""
 
 
 def _do_nothing() -> None:
-    """Do nothing: there are no losses."""
+    """Do nothing, because the process has not recorded any losses."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ProcessContext:
         backend: device family.
         slot: the slot of this process on the progress board.
         emit: sends an event to the launcher; blocks while the pipe is full.
-        locks: shared by the workers of this machine.
+        locks: locks that the workers of this machine share.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, such as
             ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 = none.
@@ -51,12 +51,12 @@ class ProcessContext:
             comes from the environment.
         is_watched: whether another process reads the slot and events; False if the context comes from the environment.
         num_commands: number of session commands that this process has started.
-        reports: what this process writes to the board (``training/board_reports.py``); None before its first use;
-            opaque here.
-        training: the ``SharedState`` of ``nblaunch.training`` in this process, None before its first use; opaque here.
+        reports: the reports that this process writes to the board (``progress/reports.py``); None before their first
+            use; opaque here.
+        training: the ``SharedState`` of ``nblaunch.training`` in this process; None before its first use; opaque here.
         was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
             ``training``.
-        compares_shapes: whether collectives compare shapes across ranks; None = as launched.
+        compares_shapes: whether collectives compare shapes across ranks; None = the setting of the launch.
         flush_losses: writes the last losses and the device memory to the board. They are delayed, because reading them
             waits for the device. Set with ``reports``, and called when the function has returned.
         forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.

@@ -106,7 +106,7 @@ def answer_prompt(debugger: DebugClient, interrupt: Callable[[], None]) -> None:
     rank = debugger.next_prompt()
     if rank is None or (prompt := debugger.prompts.get(rank)) is None:
         return
-    with interrupts_as_requests(_raise_interrupt):  # the launcher counts them otherwise
+    with interrupts_as_requests(_raise_interrupt):  # otherwise the launcher would count the interrupts
         try:
             debugger.send_line(rank, _ask(rank, prompt))
         except KeyboardInterrupt:
@@ -121,7 +121,7 @@ def can_type() -> bool:
 
 
 def takes_breakpoints(background: bool) -> bool:
-    """Return whether ``breakpoint()`` in a worker can open pdb: a user types, and the main thread asks.
+    """Return whether ``breakpoint()`` in a worker can open pdb: a user can type, and the main thread can ask.
 
     A cell that waits for its job asks the user; for a background job, :func:`debug` asks.
     """
@@ -129,7 +129,7 @@ def takes_breakpoints(background: bool) -> bool:
 
 
 def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
-    """Report a breakpoint once, although the loop of the job calls this again and again."""
+    """Report a breakpoint once, although the loop of the job calls this function repeatedly."""
     prompt = debugger.prompts.get(rank)  # debug() in the main thread may answer it right now
     if prompt is not None and prompt.stop is not None and prompt.stop not in debugger.announced_stops:
         debugger.announced_stops.add(prompt.stop)

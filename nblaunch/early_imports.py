@@ -1,12 +1,12 @@
-"""Imports that workers will need, made in the kernel before it forks them: while it is idle, or in the launch.
+"""Imports that workers will need. The kernel makes them before it forks, while it is idle or during the launch.
 
     plan("sympy", "torch._dynamo")      as nblaunch.training.prepare does when it is imported
     finish()                            before each fork
 
-torch imports its compiler at the first step of an optimizer, which takes more than a second. Each worker of each launch
-would do it again. The cell that imports nblaunch does not wait for it: the kernel imports between cells, in its main
-thread, one module at a time. No other thread imports, so other imports never see half a module, and no fork finds a
-lock taken.
+torch imports its compiler at the first step of an optimizer, which takes more than a second. Without this module, each
+worker of each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel
+makes them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see
+half a module, and no import lock is taken when the kernel forks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from nblaunch.user_code import ipython_shell
 
 _IDLE_S = 0.1
-"""Seconds after the running cell in which the kernel sends its reply and may begin the next cell."""
+"""Seconds to wait after the running cell, in which the kernel sends its reply and may begin the next cell."""
 
 _planned: list[str] = []
 _lock = threading.RLock()
@@ -41,9 +41,9 @@ def plan(*modules: str) -> None:
 
 
 def finish() -> None:
-    """Import what is planned and not imported yet; wait if another thread does.
+    """Import the planned modules that are not imported yet; wait for another thread that imports one of them.
 
-    A module that can't be imported is left to the code that needs it, whose error then says why.
+    Ignore a module that can't be imported: the code that needs it raises the error.
     """
     with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they would appear in a cell that does not import the module
@@ -53,19 +53,19 @@ def finish() -> None:
 
 def _import(module: str) -> None:
     try:
-        # Also if it is in sys.modules: a thread of the user's may be importing it, and this waits for the thread.
+        # Even if it is in sys.modules: a user's thread may be importing it, and this call waits for that thread.
         importlib.import_module(module)
     except Exception:
         return
 
 
 def _wait_for_reply(loop: Any) -> None:
-    """Begin when the loop is free again: the first callback may come before the cell's reply."""
+    """Begin once the loop is free again: the first callback may run before the cell's reply."""
     loop.call_later(_IDLE_S, _import_next, loop)
 
 
 def _import_next(loop: Any) -> None:
-    """Import one module, so that a cell that is sent meanwhile need not wait for all of them."""
+    """Import one module, so that a cell that is sent in the meantime does not wait for all of them."""
     with _lock, _interrupts_deferred(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if _planned:
@@ -76,7 +76,7 @@ def _import_next(loop: Any) -> None:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt of a cell that awaits after the block: it would leave half a module."""
+    """Deliver an interrupt only after the block, because it would leave a half-imported module."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

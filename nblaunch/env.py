@@ -20,7 +20,7 @@ class VariableType:
 
     Args:
         convert: returns the value; raises ValueError if the text is invalid.
-        valid: description of valid texts, which ends a sentence.
+        valid: description of valid texts, as the end of a sentence.
     """
 
     convert: Callable[[str], Any]
@@ -59,7 +59,7 @@ def _as_one_of(text: str, choices: Sequence[str]) -> str:
     return text
 
 
-def _as_left_out(text: str) -> frozenset[str]:
+def _as_skipped_checks(text: str) -> frozenset[str]:
     names = frozenset(text.lower().replace(",", " ").split())
     if not (names <= {"on", "off"} or all(name.startswith("-") for name in names)):
         raise ValueError(text)
@@ -71,7 +71,7 @@ def _one_of(*choices: str) -> VariableType:
 
 
 _TEXT = VariableType(str, "a text")
-_LEFT_OUT = VariableType(_as_left_out, "on, off, or names with a minus, as in -replicas_differ")
+_SKIPPED_CHECKS = VariableType(_as_skipped_checks, "on, off, or names with a minus, as in -replicas_differ")
 _FLAG = VariableType(as_flag, "true or false (or 1, 0, yes, no, on, off)")
 _COUNT = VariableType(partial(_as_whole, least=1), "a whole number of at least 1")
 _NUMBER = VariableType(partial(_as_whole, least=0), "a whole number of at least 0")
@@ -91,7 +91,7 @@ TABLE = {
         Variable("NBLAUNCH_NUM_PROCESSES", _COUNT, 0, "default number of workers; unset: one per device"),
         Variable("NBLAUNCH_KEEP_JOBS", _NUMBER, 20, "number of jobs whose logs are kept"),
         Variable("NBLAUNCH_LOG_LIMIT_MB", _COUNT, 256, "largest log of a rank in MB; older output is dropped"),
-        Variable("NBLAUNCH_CHECKS", _LEFT_OUT, frozenset(), "off: no checks of training loops; -NAME: skip this check"),
+        Variable("NBLAUNCH_CHECKS", _SKIPPED_CHECKS, frozenset(), "off: no checks of training loops; -NAME: skip it"),
         Variable("NBLAUNCH_CONFIG_FILE", _TEXT, "", "settings of nblaunch launch; default: in ~/.config"),
         Variable("NBLAUNCH_GPUS_BY_LOCAL_RANK", _FLAG, False, "set in workers: the GPUs from which ranks choose"),
         Variable("RAY_ADDRESS", _TEXT, "", "address of a Ray cluster, for engine='ray'"),
@@ -102,7 +102,7 @@ TABLE = {
         Variable("SSH_CONNECTION", _TEXT, "", "set by sshd: how this machine was reached, for engine='ssh'"),
         Variable("TERM", _TEXT, "", 'kind of terminal; "dumb" turns colours off'),
         Variable("NO_COLOR", _TEXT, "", "any value turns colours off"),
-        Variable("FORCE_COLOR", _TEXT, "", "any value turns colours on, also outside of terminals"),
+        Variable("FORCE_COLOR", _TEXT, "", "any value turns colours on, even outside a terminal"),
         Variable("XDG_CONFIG_HOME", _TEXT, "", "folder of configuration files; default: ~/.config"),
         Variable("XDG_STATE_HOME", _TEXT, "", "folder of detached jobs, in nblaunch/jobs; default: ~/.local/state"),
         Variable("OMP_NUM_THREADS", _LEVELS, 0, "CPU threads of a worker; default: usable cores / workers"),
@@ -130,13 +130,16 @@ TABLE = {
         Variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT, 1, "micro-steps per step if the script sets none"),
         Variable("ACCELERATE_DEBUG_MODE", _FLAG, False, "compare shapes across ranks in every collective"),
         Variable("ACCELERATE_LOG_LEVEL", _LOG_LEVEL, "", "level of get_logger if the script sets none"),
-        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks by the next variables"),
+        Variable("ACCELERATE_USE_PARALLELISM_CONFIG", _FLAG, False, "divide the ranks as set by the next variables"),
         *(
             Variable(f"PARALLELISM_CONFIG_{name}_SIZE", _COUNT, 1, f"{name.lower()}_size of the ParallelismConfig")
             for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
         ),
         Variable(
-            "PARALLELISM_CONFIG_CP_COMM_STRATEGY", _one_of("allgather", "alltoall"), "allgather", "as its name says"
+            "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+            _one_of("allgather", "alltoall"),
+            "allgather",
+            "how ranks exchange keys and values",
         ),
         Variable("ACCELERATE_DYNAMO_BACKEND", _TEXT, "no", "compile models with this backend of torch.compile"),
         Variable("ACCELERATE_DYNAMO_MODE", _DYNAMO_MODE, "", "mode of torch.compile"),

@@ -10,7 +10,7 @@
     ├── CollectiveMismatch    ranks called different collectives where all must call the same
     ├── JobHung               no rank made progress, and ``on_hang="stop"`` is set
     ├── JobLost               the process of a detached job was killed, or its machine restarted
-    ├── ResultError           the return value can't be pickled; ``partial`` is what can
+    ├── ResultError           the return value can't be pickled; ``partial`` has the parts that can
     ├── JobCancelled          the job was stopped by ``job.cancel()`` (``job.interrupt()`` gives KeyboardInterrupt)
     ├── CheckpointError       a checkpoint can't be written, is damaged, or does not fit
     └── DistributedOperationException   ranks called a collective with tensors of different shapes
@@ -34,7 +34,7 @@ _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 class NblaunchError(Exception):
     """Base of all exceptions defined here.
 
-    Each can be constructed from only its message, so that Python can pickle it with its attributes.
+    Each can be constructed from its message alone, so that Python can pickle it with its attributes.
     """
 
 
@@ -88,7 +88,7 @@ class JobHung(NblaunchError, RuntimeError):
 
     Args:
         message: what happened.
-        ranks: ranks for which the others wait; empty if unknown.
+        ranks: ranks that the others wait for; empty if unknown.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:

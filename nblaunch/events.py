@@ -92,7 +92,7 @@ class FrameInfo:
     """One frame of a worker's traceback.
 
     Args:
-        filename: of the code.
+        filename: file of the code.
         lineno: current line.
         name: name of the function.
         line: source text of the line, including lines of notebook cells.
@@ -115,7 +115,7 @@ class ExceptionInfo:
     Args:
         type_name: qualified name of the class.
         message: ``str(exception)``.
-        frames: of the traceback, outermost first, without frames of the launcher.
+        frames: frames of the traceback, outermost first, without frames of the launcher.
         text: the whole traceback as Python prints it, with causes and contexts, without frames of the launcher.
         cause: ``__cause__`` or ``__context__``; None if there is none.
         parts: exceptions of an exception group.
@@ -165,7 +165,7 @@ class Metric(Event):
 
     Args:
         step: as passed to ``log``: a finite number, or the text of anything else.
-        values: by name.
+        values: the values by name.
         epoch: number of the current or last epoch, from 1; 0 before the first.
     """
 
@@ -180,8 +180,8 @@ class EpochEnded(Event):
 
     Args:
         epoch: its number, from 1.
-        loss: mean of the rank's losses since the last such event; None = no losses.
-        duration_s: of the loop.
+        loss: mean of the rank's losses since its last ``EpochEnded``; None = no losses.
+        duration_s: duration of the loop.
     """
 
     epoch: int = 0
@@ -223,7 +223,7 @@ class Fact(Event):
 
 @dataclass(frozen=True)
 class Observation(Event):
-    """An observation of a check of the training loop on a rank (``nblaunch/training/checks``).
+    """An observation that a check of the training loop made on a rank (``nblaunch/training/checks``).
 
     Args:
         check: name of the check.
@@ -369,7 +369,7 @@ class AttemptStarted(Event):
         function_name: name of the user's function.
         num_processes: number of workers.
         backend: device family.
-        start_method: of the workers.
+        start_method: start method of the workers.
         reason: reason for the start method.
         fallback: why the usual start method was not possible, as a sentence; empty if it was possible.
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
@@ -419,7 +419,7 @@ class Hint(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """A rank makes no progress, and its position.
+    """A rank that makes no progress, with its position.
 
     Emitted after half of ``hang_timeout_s`` for ranks that wait in a collective, and after all of it for others.
 
@@ -427,7 +427,7 @@ class Stalled(Event):
         where: its line, such as ``cell 5, line 14``.
         waiting_in: the collective that it waits in, such as ``all_reduce``; empty = none.
         for_s: seconds since its last progress.
-        is_certain: whether it certainly waits or hangs; False if it may be working without steps.
+        is_certain: whether the rank certainly waits or hangs; False if it may be working without taking steps.
     """
 
     where: str = ""
@@ -476,9 +476,9 @@ class JobEnded(Event):
         outcome: ``"done"``, ``"failed"``, ``"interrupted"`` or ``"cancelled"``.
         failed_rank: the rank that failed first; None = no failure.
         message: one line about the failure.
-        advice: what explains the failure, and what to do.
+        advice: explanation of the failure, and what to do.
         is_early: whether the job was stopped early on request.
-        has_hung: whether the job was stopped for a hang or for different collectives; the errors of ranks then
+        has_hung: whether the job was stopped because of a hang or mismatched collectives; the errors of ranks then
             explain nothing.
     """
 

@@ -1,4 +1,4 @@
-"""Format sizes, counts, ranks, durations, rates, losses and columns alike in messages, notes and dashboards."""
+"""Format sizes, counts, ranks, durations, rates, losses and columns the same way in messages, notes and dashboards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_size(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or float(match[1]) <= 0:
         raise ValueError(
-            f"{size!r} is not a size; valid are a positive number of bytes and texts such as '5GB', '200MiB'"
+            f"{size!r} is not a size; pass a positive number of bytes, or text such as '5GB' or '200MiB'"
         )
     base, exponent = 1024 if match[3] else 1000, "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     return max(1, int(float(match[1]) * base**exponent))

@@ -1,11 +1,11 @@
 """The files of nblaunch itself, which ``pip install -U`` may replace while this process runs the old ones.
 
-Most modules are imported when they are first needed. After such an update a process would import modules of the new
-version beside old ones, and send messages of the old version to new interpreters. Therefore:
+Most modules are imported when they are first needed. After such an update, a process would import modules of the new
+version next to old ones, and send messages of the old version to new interpreters. Therefore:
 
-* :func:`check_import` is asked before each import of a module of nblaunch, :func:`check_new_process` before each start
-  of a fresh interpreter. They refuse what would mix two versions.
-* The process of a detached job must continue after any later installation: :func:`keep_modules`.
+* :func:`check_import` runs before each import of a module of nblaunch, and :func:`check_new_process` before each start
+  of a fresh interpreter. They raise an error instead of mixing two versions.
+* The process of a detached job must survive any later installation, so it calls :func:`keep_modules`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_new_process() -> None:
 
 
 def keep_modules() -> None:
-    """Let this process and processes forked from it import modules as their files are now, whatever replaces them.
+    """Let this process and its forks import modules from their current files, even if these are replaced later.
 
     It reads all source files, which takes some milliseconds, and keeps them in memory: about 3 MB.
     """
@@ -127,7 +127,7 @@ class _KeptLoader(SourceFileLoader):
         self._source = source
 
     def path_stats(self, path: Any) -> Any:
-        raise OSError("the bytecode beside the file may be of another version")
+        raise OSError("the bytecode next to the file may belong to another version")
 
     def get_data(self, path: Any) -> bytes:
         return self._source

@@ -26,6 +26,6 @@ def is_shown(note: Note) -> bool:
     level = _LEVELS[note.kind]
     if not _notes.isEnabledFor(level):
         return False
-    if note.text:  # a note without text withdraws another
+    if note.text:  # a note without text withdraws an earlier note
         _notes.log(level, "%s", note.text, extra={"rank": note.rank})
     return True

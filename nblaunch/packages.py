@@ -49,7 +49,7 @@ def version(package: str) -> str | None:
 
 
 def torch_mismatch(package: str) -> str | None:
-    """Return a sentence that ``package`` needs another torch; None if it fits or nothing is known."""
+    """Return a sentence if ``package`` needs a different torch; None if torch fits or the requirement is unknown."""
     import importlib.metadata
 
     torch, installed = version("torch"), version(package)
@@ -99,8 +99,8 @@ def observe_when_imported(name: str, change: Change) -> None:
         except Exception as error:
             library = name.partition(".")[0]
             warnings.warn(
-                f"nblaunch does not fit the installed release of {library} ({type(error).__name__}: {error}). "
-                f"{library} runs unchanged; what nblaunch adds to it is off",
+                f"nblaunch does not support the installed release of {library} ({type(error).__name__}: {error}). "
+                f"{library} runs unchanged, without nblaunch's additions",
                 stacklevel=2,
             )
 
@@ -110,8 +110,8 @@ def observe_when_imported(name: str, change: Change) -> None:
 def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Function]:
     """Return a decorator that gives the name and signature of ``original`` to its replacement in a worker.
 
-    ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads writes to memory that a
-    worker shares with the kernel, so that every hook would copy several pages more.
+    ``functools.wraps`` also copies documentation and annotations. Each attribute that it reads changes a reference
+    count in memory that a worker shares with the kernel, so every hook would copy several more pages.
     """
     names = ("__module__", "__name__", "__qualname__")
 

@@ -38,8 +38,8 @@ class Converter(ABC):
         """Return an argument of a Python call in the form of the setting.
 
         Raises:
-            TypeError: it has another type. The message ends a sentence.
-            ValueError: it is invalid. The message ends a sentence.
+            TypeError: ``value`` has a wrong type. The message ends a sentence.
+            ValueError: ``value`` is invalid. The message ends a sentence.
         """
         return self.convert(value)
 
@@ -62,7 +62,7 @@ class Whole(Converter):
         try:
             if isinstance(value, bool):
                 raise TypeError
-            return self._bounded(operator.index(value))  # of NumPy's integers, too
+            return self._bounded(operator.index(value))  # accepts NumPy's integers
         except TypeError:
             raise TypeError(f"must be a whole number, but is a {type(value).__name__}") from None
 
@@ -115,14 +115,14 @@ class Number(Converter):
         return self._bounded(value)
 
     def _bounded(self, number: float) -> float:
-        if not number >= self.least:  # also refuses NaN
+        if not number >= self.least:  # also rejects NaN
             raise ValueError(f"must be at least {self.least:g}")
         return number
 
 
 @dataclass(frozen=True)
 class Flag(Converter):
-    """True or false; accepts yes, no, on, off, 1 and 0 as well."""
+    """True or false; also accepts yes, no, on, off, 1 and 0."""
 
     metavar = "true|false"
 
@@ -174,7 +174,7 @@ class Choice(Converter):
     def accept(self, value: Any) -> str:
         match = [choice for choice in self.choices if isinstance(value, str) and choice == value.lower()]
         if not match:
-            raise ValueError(f"is unknown; valid are {', '.join(map(repr, self.choices))}")
+            raise ValueError(f"is unknown; valid values are {', '.join(map(repr, self.choices))}")
         return match[0]
 
 
@@ -270,7 +270,7 @@ class Names(Converter):
 
 @dataclass(frozen=True)
 class Amounts(Pairs):
-    """Names with a positive number each: ``{"CPU": 8, "GPU": 2}``."""
+    """Names, each with a positive number: ``{"CPU": 8, "GPU": 2}``."""
 
     def accept(self, value: Any) -> Mapping[str, Any]:
         for name, amount in super().accept(value).items():
@@ -300,7 +300,7 @@ class Setting:
 
 
 def _as_value(value: Any) -> Any:
-    """Return the number or flag that a text holds; any other value as it is."""
+    """Return the number or flag that a text contains; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     number = _number(value)

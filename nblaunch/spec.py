@@ -66,7 +66,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
     """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; port None if there is none.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text does not have one of these forms.
     """
     match = _ENDPOINT.fullmatch(endpoint.strip())
     port = int(match["port"]) if match and match["port"] else None
@@ -100,7 +100,9 @@ class RendezvousSettings(Pairs):
         conf = super().accept(value)
         for name, content in conf.items():
             if name not in RDZV_SETTINGS:
-                raise ValueError(f"has the unknown setting {name!r}; valid are {_listed(RDZV_SETTINGS)}")
+                raise ValueError(
+                    f"has the unknown setting {name!r}; valid settings are {_listed(RDZV_SETTINGS)}"
+                )
             is_number = isinstance(content, (int, float)) and not isinstance(content, bool)
             if name not in ("is_host", "rank") and not (is_number and content > 0):
                 raise ValueError(f"has {name!r}: {content!r}, but it must be a positive number")
@@ -108,7 +110,7 @@ class RendezvousSettings(Pairs):
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, also within a :func:`functools.partial`; for other objects, return their repr or
+    """Return the name of a function, even within a :func:`functools.partial`; for other objects, return their repr or
     class."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -159,7 +161,7 @@ def _check_runs_when_called(function: Any) -> None:
         )
 
 
-_OF_FIELD = object()
+_FIELD_DEFAULT = object()
 """The default of the field."""
 
 
@@ -183,7 +185,7 @@ class Use:
     meaning: str = ""
     group: str = ""
     option: str = ""
-    option_default: Any = _OF_FIELD
+    option_default: Any = _FIELD_DEFAULT
     is_of_start: bool = True
     needs_workers: bool = False
     not_detached: str = ""
@@ -206,7 +208,7 @@ class LaunchSpec:
             (GPUs; usable cores on a CPU-only machine).
         hosts: host names for ``ssh``, for ``engine="ssh"``.
         resources_per_node: resources of each machine, such as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
-        runtime_env: environment of the nodes, in Ray's form, for ``engine="ray"``.
+        runtime_env: environment of the nodes, in Ray's format, for ``engine="ray"``.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
         num_nodes: number of machines: ``2``, or ``"1:2"``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
@@ -330,7 +332,7 @@ class LaunchSpec:
     on_hang: str = _set(
         "report",
         Choice(get_args(HangPolicy)),
-        "report a hang, or stop the job as well",
+        "report a hang, or also stop the job",
         group="running",
         needs_workers=True,
     )
@@ -417,7 +419,7 @@ class LaunchSpec:
 
     @property
     def is_on_nodes(self) -> bool:
-        """Whether an engine starts the ranks, on several machines maybe, from this one process."""
+        """Whether an engine starts the ranks from this one process, possibly on several machines."""
         return self.engine in get_args(NodeEngineName)
 
     @property
@@ -449,7 +451,7 @@ def options() -> dict[str, Setting]:
         spec_field.name: Setting(
             name=use.option or spec_field.name,
             converter=use.converter or Text("NAME"),
-            default=spec_field.default if use.option_default is _OF_FIELD else use.option_default,
+            default=spec_field.default if use.option_default is _FIELD_DEFAULT else use.option_default,
             meaning=use.meaning,
             group=use.group,
         )
@@ -466,7 +468,7 @@ def wants_spmd(strategy: Any) -> bool:
     """
     if strategy not in get_args(LaunchStrategy):
         raise ValueError(
-            f"strategy={strategy!r} is unknown; valid are {_listed(get_args(LaunchStrategy))}. Strategies for "
+            f"strategy={strategy!r} is unknown; valid values are {_listed(get_args(LaunchStrategy))}. Strategies for "
             "models are arguments of the Accelerator: fsdp_plugin=..., deepspeed_plugin=..., strategy=plugin"
         )
     return bool(strategy == "spmd")
@@ -476,7 +478,7 @@ def check_flag(name: str, value: Any) -> None:
     """Check that an argument is a boolean.
 
     Raises:
-        TypeError: it is not.
+        TypeError: ``value`` is not a boolean.
     """
     _accepted(name, value, Flag())
 
@@ -497,7 +499,7 @@ def _accept_values(spec: LaunchSpec) -> None:
 
 
 _MOST = 4096
-"""Limit far above any machine: a larger number is a mistake, and so many processes would use up the memory."""
+"""A limit far above any machine's needs: a larger number is a mistake, and would exhaust the memory."""
 
 
 def _check_fit(spec: LaunchSpec) -> None:
@@ -525,7 +527,7 @@ def _check_nodes(spec: LaunchSpec) -> None:
         return
     if spec.rdzv_backend == "static" and spec.min_nodes != spec.max_nodes:
         raise ValueError(
-            f"num_nodes={spec.num_nodes!r} does not fix the number of machines, which needs rdzv_backend='c10d'"
+            f"num_nodes={spec.num_nodes!r} is a range of machines, which needs rdzv_backend='c10d'"
         )
     if not spec.is_elastic and (spec.rdzv_endpoint or spec.rdzv_conf or spec.rdzv_timeout_s is not None):
         raise ValueError(
@@ -544,18 +546,20 @@ _NOT_ON_NODES = (
     *("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"),
     "post_mortem",
 )
-"""Settings of launches that meet others, and of one machine, which engines of several machines can't honour."""
+"""Settings for launches that meet others at a rendezvous, or for a single machine. Engines for several machines can't
+honour them.
+"""
 
 
 def _check_engine(spec: LaunchSpec) -> None:
-    """Refuse settings that the engine can't honour, rather than ignore them."""
+    """Reject settings that the engine can't honour, instead of ignoring them."""
     for spec_field, use in uses():
         value = getattr(spec, spec_field.name)
         if value == spec_field.default:
             continue
         if use.engines and spec.engine not in use.engines:
             raise ValueError(
-                f"{spec_field.name}={value!r} is for engine={' or '.join(map(repr, use.engines))}, and this launch "
+                f"{spec_field.name}={value!r} is for engine={' or '.join(map(repr, use.engines))}, but this launch "
                 f"has engine={spec.engine!r}"
             )
         if spec_field.name in _NOT_ON_NODES and spec.is_on_nodes:
@@ -565,18 +569,18 @@ def _check_engine(spec: LaunchSpec) -> None:
             )
     if spec.engine == "ssh" and len(spec.hosts) < spec.min_nodes:
         raise ValueError(
-            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, as ssh names them: "
-            f"hosts=['host1', 'host2'], and hosts={list(spec.hosts)!r}"
+            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, by the names that ssh uses, such as "
+            f"hosts=['host1', 'host2'], but hosts={list(spec.hosts)!r}"
         )
     if spec.is_on_nodes and spec.num_processes is not None and spec.num_processes % spec.max_nodes:
         raise ValueError(
-            f"num_processes={spec.num_processes} is the number of ranks of all nodes together, and must be a multiple "
-            f"of the {spec.max_nodes} of num_nodes={spec.num_nodes!r}"
+            f"num_processes={spec.num_processes} is the total number of ranks on all nodes, and must be a multiple of "
+            f"{spec.max_nodes}, because num_nodes={spec.num_nodes!r}"
         )
 
 
 def _check_detached(spec: LaunchSpec) -> None:
-    """Refuse what a detached job can't have."""
+    """Reject settings that a detached job can't have."""
     reasons = [
         use.not_detached for spec_field, use in uses() if use.not_detached and getattr(spec, spec_field.name)
     ]

@@ -76,7 +76,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:
-        """Read the variables of ``torchrun`` or this launcher; a single process if none are set.
+        """Read the variables of ``torchrun`` or this launcher; assume a single process if none are set.
 
         Raises:
             ValueError: a variable is not a whole number, or a rank is out of range.

@@ -44,7 +44,7 @@ def is_standard_file(filename: str) -> bool:
 
 
 def cell_name(filename: str) -> str:
-    """Return ``Cell In[5]`` for the file name of a compiled notebook cell; other names unchanged."""
+    """Return ``Cell In[5]`` for the file name of a compiled notebook cell; return other names unchanged."""
     shell = ipython_shell()
     compiler: Any = getattr(shell, "compile", None)
     if hasattr(compiler, "format_code_name"):
@@ -77,9 +77,9 @@ def ipython_shell() -> Any:
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first frame outside nblaunch on, where the user's function begins.
+    """Return the traceback from the first frame outside nblaunch, where the user's function begins.
 
-    Later frames of nblaunch stay, because the function may call it.
+    Later frames of nblaunch stay, because the function may call nblaunch.
     """
     while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
@@ -87,7 +87,7 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
 
 
 def line_of(tb: TracebackType) -> int:
-    """Return the line of a traceback entry, or the first line of its function if Python knows none.
+    """Return the line of a traceback entry, or the first line of its function if Python has none.
 
     An interrupt may arrive at an instruction that belongs to no line, such as the jump of a ``while True: pass``.
     """
@@ -95,7 +95,7 @@ def line_of(tb: TracebackType) -> int:
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the closure variables and globals that the function's code names.
+    """Yield name and value of the closure variables and globals that the function's code refers to.
 
     Code of nested functions and comprehensions is included.
     """

@@ -1,8 +1,8 @@
-"""Directives that write parts of the reference from the package itself, so that none can be forgotten.
+"""Directives that generate parts of the reference from the package, so that they are always complete.
 
 .. public-names:: nblaunch.utils    an entry for each public name of a module
-.. command-help:: launch            what ``nblaunch launch --help`` prints
-.. environment-variables::          the table of the variables that are read
+.. command-help:: launch            the output of ``nblaunch launch --help``
+.. environment-variables::          the table of environment variables that nblaunch reads
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nblaunch.compat import names
 
 
 def public_names(module: str) -> list[str]:
-    """Return the public names of a module that has them in the table of Accelerate's modules, or in ``__all__``."""
+    """Return the public names of a module, from the table of Accelerate's modules or from ``__all__``."""
     if module in names.HOMES:
         return sorted(names.HOMES[module])
     return sorted(importlib.import_module(module).__all__)
 
 
 class PublicNames(SphinxDirective):
-    """An entry for each public name of a module; of one that ``nblaunch`` has as well, a reference to that."""
+    """An entry for each public name of a module; a name that ``nblaunch`` also has becomes a reference to it."""
 
     required_arguments = 1
 
@@ -58,14 +58,14 @@ def entry(module: str, name: str) -> Iterator[str]:
 
 
 def kind_of(value: Any) -> str:
-    """Return which of autodoc's directives describes a value."""
+    """Return the name of the autodoc directive that describes a value."""
     if inspect.isclass(value):
         return "exception" if issubclass(value, BaseException) else "class"
     return "function" if callable(value) else "data"
 
 
 class CommandHelp(SphinxDirective):
-    """What a command prints with ``--help``."""
+    """The output of a command's ``--help``."""
 
     required_arguments = 1
 
@@ -85,7 +85,7 @@ class EnvironmentVariables(SphinxDirective):
 
 
 def help_of(command: str) -> str:
-    """Return what ``nblaunch <command> --help`` prints, 100 columns wide."""
+    """Return the output of ``nblaunch <command> --help``, 100 columns wide."""
     shown = io.StringIO()
     with env.patched({"COLUMNS": "100"}), redirect_stdout(shown), suppress(SystemExit):
         cli.main([command, "--help"])

@@ -98,7 +98,7 @@ def choose(name: str) -> Backend:
     if name == "auto":
         return max(families.values(), key=lambda backend: backend.affinity())
     if name not in list(families):  # a list, because the name need not be hashable
-        raise ValueError(f"backend={name!r} is unknown; valid are {', '.join(map(repr, names()))}")
+        raise ValueError(f"backend={name!r} is unknown; valid values are {', '.join(map(repr, names()))}")
     if families[name].affinity() > 0:
         return families[name]
     # torch calls AMD's GPUs "cuda", and so do scripts and configuration files.

@@ -115,7 +115,7 @@ class TorchTpuBackend(Backend):
         if num_processes in meshes:
             return None
         valid = ", ".join(str(count) for count in meshes if count <= self.device_count())
-        return f"no mesh has this number of {', '.join(tpu.vfio_chips())} chips: valid are {valid or 'none'}"
+        return f"no mesh has this number of {', '.join(tpu.vfio_chips())} chips: valid values are {valid or 'none'}"
 
     def _meshes(self) -> Mapping[int, str]:
         kinds = [kind for kind in tpu.vfio_chips() if kind in MESHES]

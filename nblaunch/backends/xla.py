@@ -97,7 +97,7 @@ class XlaBackend(Backend):
                 "TPU host and that the container has its devices, or set PJRT_DEVICE=CPU to run the same code on the "
                 "CPU"
             )
-        return f"PJRT_DEVICE={xla_runtime.kind()} is not supported; valid are TPU and CPU"
+        return f"PJRT_DEVICE={xla_runtime.kind()} is not supported; valid values are TPU and CPU"
 
     def overlooked(self) -> str | None:
         chips = xla_runtime.num_chips()
@@ -145,7 +145,7 @@ class XlaBackend(Backend):
                 f"the mesh of {count} such chips is unknown ({', '.join(kinds)}): valid is 1. With "
                 "strategy='spmd', one process drives all chips"
             )
-        return f"a TPU host runs one worker, or one per chip: valid are 1 and {count}"
+        return f"a TPU host runs one worker, or one per chip: valid values are 1 and {count}"
 
     def fork_hazard(self) -> str | None:
         if first_use.is_xla_initialised():  # on a TPU, launch_refusal has already refused

@@ -58,7 +58,7 @@ def named_value(option: str, text: str, words: Mapping[str, Any] | None = None) 
         words: words in lower case -> the values that they stand for, in addition to Python's literals.
 
     Raises:
-        UsageError: ``text`` has another form.
+        UsageError: ``text`` does not have this form.
     """
     name, separator, value = text.partition("=")
     if not separator or not name.isidentifier():
@@ -85,7 +85,7 @@ COMMANDS = {
     "run-notebook": ("run_notebook:set_up", "execute a notebook and show its progress"),
     "completion": ("completion:set_up", "print a script that completes commands in a shell"),
 }
-"""Command -> the function that sets up its parser, and its line of the help, in the order of the help."""
+"""Command -> the function that sets up its parser, and its line in the help. The help has the same order."""
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it

@@ -173,7 +173,7 @@ def _memory() -> dict[str, str]:
     shm = f"{formatting.size(facts.shm_used)} used of {formatting.size(facts.shm_size)}"
     return {
         "host": f"{_size(facts.available)} available of {_size(facts.limit)}",
-        "/dev/shm": shm if facts.shm_size else "there is none",
+        "/dev/shm": shm if facts.shm_size else "does not exist",
     }
 
 
@@ -203,7 +203,7 @@ def _config() -> tuple[dict[str, str], list[str]]:
 
 
 def _variables() -> dict[str, str]:
-    """Return variables of nblaunch with values, and the names of other variables that affect processes."""
+    """Return nblaunch's variables with their values, and the names of other variables that affect processes."""
     environ = env.snapshot()
     affecting = (
         "RANK",
@@ -250,7 +250,7 @@ def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
         yield line
     if facts.oom_kills:
         killed = formatting.count(facts.oom_kills, "process")
-        yield f"the system killed {killed} because memory ran out since this container started"
+        yield f"since this container started, the system has killed {killed} because memory ran out"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = _FILES_PER_PROCESS * (plan.num_processes if plan else 1)
     if 0 <= files < needed:

@@ -65,7 +65,7 @@ def parse_count(option: str, text: str) -> int:
     """Return a number written as ``7e9``, ``7B``, ``350M`` or ``125_000_000``.
 
     Raises:
-        UsageError: the text is not such a number.
+        UsageError: the text is not a number in one of these forms.
     """
     match = _AMOUNT.fullmatch(text.strip().upper().replace("E", "e"))
     amount = float(match[1].replace("_", "")) * _MULTIPLES[match[2]] if match else 0.0
@@ -81,16 +81,16 @@ def measure(model: nn.Module) -> ModelSize:
     """Count parameters and buffers of a model; count shared ones once."""
     # Imported here, because it imports torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
-    left = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    total, blocks = sum(left.values()), []
+    remaining = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    total, blocks = sum(remaining.values()), []
     for _, unit in units.choose(model):  # innermost first
-        blocks.append(sum(left.pop(id(parameter), 0) for parameter in unit.parameters()))
+        blocks.append(sum(remaining.pop(id(parameter), 0) for parameter in unit.parameters()))
     return ModelSize(
         parameters=total,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         buffers=sum(buffer.numel() for buffer in model.buffers()),
         block=max(blocks, default=0),
-        root=sum(left.values()),
+        root=sum(remaining.values()),
     )
 
 
@@ -156,7 +156,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
     named = (getattr(config, "auto_map", None) or {}) if trusts else {}
     wanted = (config.architectures or [""])[0]
     own_models = [kind for kind in named if kind.startswith("AutoModel")]
-    # The class that the configuration names, or else the first with a head.
+    # Prefer the class that the configuration names, then any class with a head.
     own_models.sort(key=lambda kind: (str(named[kind]).rpartition(".")[2] != wanted, kind == "AutoModel"))
     architecture = getattr(transformers, wanted, None)
     if architecture is not None and not own_models:

@@ -44,7 +44,7 @@ _LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows options with underscores only; the parser accepts hyphens, too."""
+    """Shows options with underscores only; the parser also accepts hyphens."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=120)
@@ -116,7 +116,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
 
 
 def explain_unknown(options: Iterable[str]) -> str:
-    """Return one line about unknown options: a typing error, or a feature that nblaunch does not have."""
+    """Return one line about unknown options: a misspelling, or a feature that nblaunch does not have."""
     valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan", "timeline"}
     sentences = []
     for option in options:
@@ -247,7 +247,7 @@ def _check_script(script: str | None, is_module: bool) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Raise UsageError if a module's package is neither here nor installed; this imports nothing."""
+    """Raise UsageError if a module's package is neither in the working folder nor installed; import nothing."""
     outermost, *_ = name.split(".")
     before = sys.path[:]
     sys.path.insert(0, os.getcwd())

@@ -17,12 +17,12 @@ default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N
 process and the device's runtime are not counted: they depend on batch, code and driver.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
-and figure 1, for the three stages; DeepSpeed's configuration manual for the sizes of its buffers
-(``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's manual of
-DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, and is not the default), of
-``fully_shard`` (the unit that computes, the one that is prefetched, and the root are gathered) and of
-``torch.optim.Adam`` (``foreach`` needs about as much as the parameters). ``tests/cli/test_estimate.py`` (single, ddp,
-fsdp2) and ``tests/xla/test_estimate.py`` compare it with real training on CPU cores.
+and figure 1, for the three stages; DeepSpeed's configuration reference for the sizes of its buffers
+(``reduce_bucket_size`` 5e8, ``stage3_max_live_parameters`` 1e9, in elements); PyTorch's documentation for
+DistributedDataParallel (``gradient_as_bucket_view`` saves the memory of all gradients, and is not the default),
+``fully_shard`` (gathers the root, the unit that computes, and the next unit) and ``torch.optim.Adam`` (``foreach``
+needs about as much memory as the parameters). ``tests/cli/test_estimate.py`` (single, ddp, fsdp2) and
+``tests/xla/test_estimate.py`` compare the estimates with real training on CPU cores.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ that does not stop ──kill──>      workers end with their kernel
         <──output, updates──      output of cells; the table of processes as text
 
 On a terminal the table is redrawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
-written from time to time, and again after its cell has ended.
+written at intervals, and again when its cell has ended.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Screen:
 
     Args:
         stream: terminal or file.
-        is_live: draw the table in place; None = if the stream is a terminal.
+        is_live: draw the table in place; None = only if the stream is a terminal.
         clock: returns monotonic seconds.
     """
 

@@ -1,4 +1,4 @@
-"""The questions of ``nblaunch config``; earlier answers decide which ones it asks.
+"""The questions of ``nblaunch config``; which of them it asks depends on earlier answers.
 
 Each answer is a line of input, typed or piped: the number or first word of a choice, or a value.
 
@@ -57,7 +57,7 @@ class Asker:
         return int(self.enter(f"{question}\n{lines}", numbers[default], convert))
 
     def enter(self, question: str, default: str, convert: Convert) -> Any:
-        """Ask for a typed value; an empty answer means ``default``, and is invalid if there is no default."""
+        """Ask for a typed value. An empty answer selects ``default``; without a default, it is an error."""
         refusal = ""
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", flush=True)
@@ -104,7 +104,7 @@ class Machine:
         return cls(usable, backends.choose("auto").name)
 
     def count(self, backend: str) -> int:
-        """Return the number of a backend's devices, or 1 if there are none, because the file may be for another
+        """Return the number of a backend's devices, or 1 if this machine has none, because the file may be for another
         machine.
         """
         return max(1, self.num_devices.get(backend, 1))
@@ -222,7 +222,7 @@ def _has_own_memory(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    """Return a condition: the stage or a later one is sharded, and the devices are not CPUs, so state can be moved."""
+    """Return a test of the answers: at least this ZeRO stage is chosen, and state can be offloaded from the devices."""
     return lambda answers: (
         _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )
@@ -305,7 +305,7 @@ QUESTIONS = (
              (("TRANSFORMER_BASED_WRAP", "transformer blocks"), ("SIZE_BASED_WRAP", "size: parts with many parameters"),
               ("NO_WRAP", "none: the whole model as one unit"))),
     Question("has_classes", "Which classes are blocks?", _wraps_by("TRANSFORMER_BASED_WRAP"), False,
-             ((False, "automatic (as defined by a transformers model)"), (True, "named by me"))),
+             ((False, "automatic (as defined by a transformers model)"), (True, "named (you enter the names)"))),
     Question("fsdp_transformer_layer_cls_to_wrap", "Names of the classes, separated by commas?",
              lambda a: a.get("has_classes") is True, None),
     Question("fsdp_min_num_params", "Minimum number of parameters?", _wraps_by("SIZE_BASED_WRAP"), 100_000_000),
@@ -317,7 +317,7 @@ QUESTIONS = (
              (("SHARDED_STATE_DICT", "sharded (one shard per process; fast)"),
               ("FULL_STATE_DICT", "full (one file)"))),
     Question("has_file", "How do you want to set up DeepSpeed?", lambda a: a.get("strategy") == "deepspeed", False,
-             ((False, "asked here"), (True, "file: with a DeepSpeed JSON file"))),
+             ((False, "here (answer a few questions)"), (True, "file (a DeepSpeed JSON file)"))),
     Question("deepspeed_config_file", "Path of the file?", lambda a: a.get("has_file") is True, None),
     Question("zero_stage", "What should be sharded (ZeRO stage)?", _has_own_deepspeed, 2,
              ((0, "0 (nothing)"), (1, "1 (optimizer states)"), (2, "2 (gradients too)"),
@@ -333,8 +333,9 @@ QUESTIONS = (
     Question("gradient_clipping", "Maximum gradient norm? (0: no clipping)", _has_own_deepspeed, 1.0),
     Question("gradient_accumulation_steps", "Micro-batches per optimizer step?", lambda a: True, 1),
     Question("dynamo_backend", "Compile models (torch.compile)?", lambda a: True, "no", _compilers),
-    Question("dynamo_mode", "What should compilation optimise?", lambda a: a["dynamo_backend"] == "inductor", "default",
+    Question("dynamo_mode", "What should compilation optimise for?",
+             lambda a: a["dynamo_backend"] == "inductor", "default",
              (("default", "default"), ("reduce-overhead", "reduce-overhead (small batches)"),
               ("max-autotune", "max-autotune (slow to compile, fast to run)"))),
 )  # fmt: skip
-"""Questions in order. ``where``, ``has_classes`` and ``has_file`` only decide about other questions."""
+"""Questions in order. ``where``, ``has_classes`` and ``has_file`` only decide which other questions are asked."""

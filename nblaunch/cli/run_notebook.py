@@ -28,7 +28,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Execute a notebook from top to bottom in a fresh kernel, and show the output of its cells and the "
         "progress of every process. If a cell fails, show its error and exit with code 1. Ctrl-C or SIGTERM (as "
-        "from `timeout 1h nblaunch run-notebook ...`) interrupts the running cell; a second one kills the kernel."
+        "from `timeout 1h nblaunch run-notebook ...`) interrupts the running cell; a second signal kills the kernel."
     )
     parser.set_defaults(run=run)
     parser.add_argument("notebook", type=Path, help="an .ipynb file")
@@ -84,7 +84,7 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
     except kernelspec.NoSuchKernel as error:
         kernels = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
         raise UsageError(
-            f"there is no kernel {error.name!r} here; installed: {kernels}. --kernel chooses one"
+            f"no kernel named {error.name!r} is installed, only {kernels}; choose one with --kernel"
         ) from None
     return 0, "done"
 
@@ -146,7 +146,7 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     """Add a cell that assigns ``values`` after the cell tagged ``parameters``, with papermill's tags.
 
     Raises:
-        UsageError: there is no such cell, or it does not assign one of the names.
+        UsageError: no cell has this tag, or the cell does not assign one of the names.
     """
     if not values:
         return

@@ -1,6 +1,6 @@
 """The job of ``nblaunch launch``: output, signals, failures and exit code in a terminal.
 
-    SIGINT             interrupt: ``finally`` blocks run; the second one kills
+    SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
     exit code          0; 1 if the script raised; the code of the rank that ended by itself; 128 + N after signal
                        N; 2 if nothing was started
@@ -111,8 +111,7 @@ def launch_script(
         runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
     except LaunchError as refusal:
         raise UsageError(_in_one_line(refusal)) from None
-    # An interrupt after the end of the work, or one that the script handled on every rank, does not change the exit
-    # code.
+    # An interrupt after the script has ended, or one that it handled on every rank, does not change the exit code.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow
@@ -163,7 +162,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
     Args:
         spec: the launch.
-        checks_port: check whether the port of the rendezvous is free, too.
+        checks_port: also check whether the port of the rendezvous is free.
 
     Raises:
         UsageError: the launch is not possible.
@@ -196,7 +195,7 @@ class _Failures(Dashboard):
             self._failed_rank = event.failed_rank
 
     def report(self, error: BaseException) -> None:
-        """Print the root cause to stderr: the traceback, then notes about its place and the other ranks."""
+        """Print the root cause to stderr: the traceback, then notes about its location and the other ranks."""
         root = self._failed.get(self._failed_rank)
         if root is not None and not isinstance(error, (WorkerDied, JobHung, CollectiveMismatch)):
             text = f"rank {root.rank} failed:\n{root.info.text.rstrip()}"

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = arguments.only or jobs.supported(plan.backend)
     unknown = [name for name in chosen if name not in jobs.CHECKS]
     if unknown:
-        raise UsageError(f"--only {unknown[0]}: valid are {', '.join(jobs.CHECKS)}")
+        raise UsageError(f"--only {unknown[0]}: valid checks are {', '.join(jobs.CHECKS)}")
     print(
         f"{formatting.count(plan.num_processes, 'process')} on {plan.backend.name} ({plan.backend.dist_backend}), "
         f"started by {plan.start_method}: {plan.reason}",

@@ -1,8 +1,8 @@
 """The checks of ``nblaunch test``: each launches a job on this machine's devices and checks the results.
 
 A check returns a sentence about its success, or raises :class:`CheckFailed` with the evidence. Each check has its own
-job, so that one that hangs or breaks a device does not affect the others. The workers' functions are written as a user
-would write them; most return a list of wrong results on their rank, as sentences.
+job, so that a check that hangs or breaks a device does not affect the others. The workers' functions are written as a
+user would write them; most return a list of wrong results on their rank, as sentences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUM_FEATURES = 12
 
 
 class CheckFailed(Exception):
-    """A wrong result: expected and actual values, and the ranks."""
+    """A wrong result; the message has the expected and actual values, and the ranks."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def _collectives() -> list[str]:
         ),
     }
     wrong = [
-        f"{name} gave {got.tolist()}, expected {[float(number) for number in expected]}"
-        for name, (got, expected) in checks.items()
-        if got.tolist() != expected
+        f"{name} gave {actual.tolist()}, expected {[float(number) for number in expected]}"
+        for name, (actual, expected) in checks.items()
+        if actual.tolist() != expected
     ]
     objects = accelerator.gather_object([f"rank {rank}"])
     if objects != [f"rank {other}" for other in range(count)]:
@@ -283,11 +283,11 @@ def _train(accelerator: Accelerator, model: nn.Module, data: TensorDataset) -> n
 
 
 def _differences(
-    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], tolerance: float, what: str
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], tolerance: float, what: str
 ) -> list[str]:
-    """Return a sentence for each tensor of ``got`` whose difference, relative to its maximum, is over ``tolerance``."""
+    """Return a sentence for each tensor in ``actual`` whose relative difference exceeds ``tolerance``."""
     wrong = []
-    for name, weights in got.items():
+    for name, weights in actual.items():
         wanted = expected[name].detach().cpu()
         difference = float((wanted - weights.detach().cpu()).abs().max())
         allowed = tolerance * max(1e-3, float(wanted.abs().max()))

@@ -5,7 +5,7 @@
 
 Keys are the names in :data:`SETTINGS`; keys of a strategy may be in their own mapping (``fsdp_config:``). Files written
 by ``accelerate config`` have the same format and need no conversion. Values are read as plain text, because YAML 1.1
-would read ``no`` as a flag and ``1:4`` as a number to the base 60.
+would read ``no`` as a flag and ``1:4`` as a number in base 60.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
 }
 
 _NOT_SET = (("num_processes", "-1"), ("deepspeed_config_file", "none"))
-"""What ``accelerate config`` writes for a setting without a choice."""
+"""Values that ``accelerate config`` writes for settings that the user did not choose."""
 
 _MAX_UNKNOWN = 5
 """Largest number of unknown keys in a message."""
@@ -114,7 +114,7 @@ def _describe_yaml_error(error: Exception) -> str:
 
 
 def _is_null(value: Any) -> bool:
-    # "none" is not among them, because it is a value of some settings.
+    # "none" does not count as null, because it is a valid value of some settings.
     return isinstance(value, str) and value.lower() in ("", "~", "null")
 
 
@@ -139,7 +139,7 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate keys of ``accelerate config`` into settings; unknown keys are returned as they are.
+    """Translate keys of ``accelerate config`` into settings; return unknown keys unchanged.
 
     Source: accelerate 0.20, 1.0 and 1.15, ``commands/config/config_args.py`` (``ClusterConfig``) and the keys of its
     questionnaire in ``commands/config/cluster.py``.
@@ -190,10 +190,10 @@ def _translated_device(raw: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     kind = raw.get("distributed_type", "")
     if not _is_null(kind):
-        if kind not in list(_DISTRIBUTED_TYPES):  # a list: the value may be one, too
+        if kind not in list(_DISTRIBUTED_TYPES):  # the value may be a list, which a dict can't look up
             valid = ", ".join(_DISTRIBUTED_TYPES)
             raise ConfigError(
-                f"distributed_type: {named(kind)} is not available in nblaunch; valid are {valid}"
+                f"distributed_type: {named(kind)} is not available in nblaunch; valid values are {valid}"
             )
         settings |= _DISTRIBUTED_TYPES[kind]
         if kind == "NO":
@@ -244,7 +244,7 @@ def render(values: Mapping[str, Any]) -> str:
 
 
 def render_json(values: Mapping[str, Any]) -> str:
-    """Return settings as JSON in the order of the table; the YAML reader accepts JSON, too."""
+    """Return settings as JSON in the order of the table; the YAML reader also accepts JSON."""
     content: dict[str, Any] = {}
     for name in (name for name in SETTINGS if name in values):
         group = SETTINGS[name].group

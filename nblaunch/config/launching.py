@@ -36,7 +36,7 @@ _OTHER_NAMES = {
 """Setting -> argument of a plugin, if it differs from the setting's name without the group's prefix."""
 
 _WITHOUT_ARGUMENT = ("fp8_backend", "fsdp_version")
-"""Settings of plugins that have only one value."""
+"""Settings that are not passed to a plugin, because each has a single valid value."""
 
 
 def resolved_settings(config_file: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Resolved:

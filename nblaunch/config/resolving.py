@@ -62,7 +62,7 @@ class Resolved:
         return self.values[name]
 
     def is_set(self, name: str) -> bool:
-        """Return whether the setting's value comes from any source but the table's default."""
+        """Return whether the setting's value comes from a source other than the table's default."""
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def convert(name: str, value: Any, label: str = "") -> Any:
     """Convert ``value`` to the type of the setting ``name``; messages call it ``label``.
 
     Raises:
-        ConfigError: the value is invalid, or there is no such setting.
+        ConfigError: the value is invalid, or the setting is unknown.
     """
     label = label or name
     if name not in SETTINGS:
@@ -129,9 +129,9 @@ def resolve(layers: Sequence[Layer]) -> Resolved:
 
 
 def _check_needs(resolved: Resolved, order: Mapping[str, int]) -> None:
-    """Reject settings that another setting makes ineffective, unless a higher layer set that other one.
+    """Reject settings that another setting makes ineffective, unless a higher layer sets that other setting.
 
-    A file may have been written for another strategy or device than the command line's.
+    A file may have been written for a different strategy or device than the command line selects.
     """
     for name, setting in SETTINGS.items():
         needs = _NEEDS.get(name) or _NEEDS.get(setting.group)

@@ -133,8 +133,8 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("zero_stage", Whole(0, 3), None, "1 shards optimizer states, 2 also gradients, 3 also parameters"),
         ("offload_optimizer_device", Choice(OFFLOAD_DEVICES), None, "where to store optimizer states"),
         ("offload_param_device", Choice(OFFLOAD_DEVICES), None, "where to store parameters (stage 3)"),
-        ("offload_optimizer_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
-        ("offload_param_nvme_path", Text("FOLDER"), None, "where on the disk, for nvme"),
+        ("offload_optimizer_nvme_path", Text("FOLDER"), None, "folder on the disk, for nvme"),
+        ("offload_param_nvme_path", Text("FOLDER"), None, "folder on the disk, for nvme"),
         ("gradient_clipping", Number(0.0), None, "maximum norm of the gradients"),
         ("zero3_save_16bit_model", Flag(), None, "stage 3: save 16-bit weights in one file"),
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
@@ -165,7 +165,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "parallelism_config_cp_comm_strategy",
             Choice(("allgather", "alltoall")),
             None,
-            "how they exchange keys and values",
+            "how these processes exchange keys and values",
         ),
         (
             "parallelism_config_sp_size",
@@ -205,13 +205,13 @@ SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
 """Groups that are mappings in files."""
 
 _ON_EVERY_MACHINE = "run `nblaunch launch` on every machine, with --num_machines and --machine_rank"
-_OF_HOSTS = tuple(
+_HOST_SETTINGS = tuple(
     f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
 )
-_OF_FSDP_1 = (
+_FSDP_1_SETTINGS = (
     "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states",
 )  # fmt: skip
-_OF_SEQUENCES = tuple(
+_SEQUENCE_SETTINGS = tuple(
     f"parallelism_config_sp_{name}"
     for name in ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
 )
@@ -219,24 +219,24 @@ _OF_SEQUENCES = tuple(
 UNUSED: dict[str, int | None] = {
     **dict.fromkeys(("same_network", "no_tpu_cluster", "quiet", "enable_cpu_affinity"), 0),
     **dict.fromkeys(("tee", "role", "main_training_function", "monitor_interval"), 1),
-    **dict.fromkeys(_OF_SEQUENCES, 1),
+    **dict.fromkeys(_SEQUENCE_SETTINGS, 1),
     # FSDP2 always prefetches and keeps the original parameters, and ranks compare their weights.
-    **dict.fromkeys(_OF_FSDP_1, 1),
+    **dict.fromkeys(_FSDP_1_SETTINGS, 1),
     "zero3_init_flag": 1,
     # PyTorch now includes the features of Intel's extension; nblaunch runs on every machine.
-    **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_OF_HOSTS), None),
+    **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_HOST_SETTINGS), None),
 }
-"""Accelerate's names of settings without effect -> how many values the option takes; None: only in files."""
+"""Accelerate's settings that have no effect -> number of values that the option takes; None: only in files."""
 
 _REFUSED = {
     "no_python": "nblaunch launches only Python scripts and modules",
     **dict.fromkeys(("use_megatron_lm", "megatron_lm_"), "Megatron-LM is not available in nblaunch"),
     "fp8_": "it belongs to Transformer Engine or MS-AMP; nblaunch trains in fp8 with torchao, --fp8_backend AO",
-    **dict.fromkeys(("mpirun_", "tpu_", "vm", "env", *_OF_HOSTS), _ON_EVERY_MACHINE),
+    **dict.fromkeys(("mpirun_", "tpu_", "vm", "env", *_HOST_SETTINGS), _ON_EVERY_MACHINE),
     **dict.fromkeys(("command", "commands", "command_file"), _ON_EVERY_MACHINE),
     "aws_": "launching on Amazon SageMaker is not available in nblaunch",
 }
-"""Accelerate's names, or prefixes that end in _, of features that nblaunch does not have -> the reason."""
+"""Accelerate's settings, or prefixes that end in _, for features that nblaunch does not have -> the reason."""
 
 
 def refusal(name: str) -> str | None:

@@ -138,7 +138,7 @@ def open_live(stream: TextIO | None = None) -> LiveTable | None:
 
 
 def connect(dashboards: Sequence[Dashboard], job: ShownJob) -> None:
-    """Connect dashboards with their job: their buttons make requests to it, and it can be shown in other cells.
+    """Connect dashboards to their job: their buttons make requests to it, and it can be shown in other cells.
 
     Args:
         dashboards: from :func:`choose`.
@@ -150,12 +150,12 @@ def connect(dashboards: Sequence[Dashboard], job: ShownJob) -> None:
 
 
 def show_again(dashboards: Sequence[Dashboard]) -> bool:
-    """Show the job of ``dashboards`` in the running cell as well; return False if there is nothing to show."""
+    """Also show the job of ``dashboards`` in the running cell; return False if there is nothing to show."""
     return any(dashboard.show_again() for dashboard in dashboards)
 
 
 def close_refused(dashboards: Sequence[Dashboard], error: BaseException) -> None:
-    """Show that a launch was refused for ``error``: no job will report an end to these dashboards."""
+    """Show that ``error`` prevented the launch, because no job will report its end to these dashboards."""
     message = f"{type(error).__name__}: {error}"
     for dashboard in dashboards:
         dashboard.on_event(JobEnded(-1, time.time(), outcome="failed", message=message))

@@ -28,7 +28,7 @@ RATE_BYTES_S = 17_500.0
 
 
 def uptime() -> float:
-    """Return seconds on a clock that never jumps and that runs in a suspended machine, like the times of events."""
+    """Return seconds on a clock that never jumps and runs while the machine is suspended, like the times of events."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -49,7 +49,7 @@ class Controls(Protocol):
 
 
 class ShownJob(Controls, Protocol):
-    """A job that dashboards can be connected with."""
+    """A job that dashboards can be connected to."""
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
         """Let ``show_again()`` show the job in the running cell; it returns False if it can't."""
@@ -59,8 +59,8 @@ class Dashboard(abc.ABC):
     """A listener that shows a job.
 
     The launcher calls it from one thread at a time: ``on_event(AttemptStarted)``, then events of workers as they arrive
-    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. If an error of this process
-    ends a session's command, ``close`` comes without ``JobEnded``.
+    and ``on_readings`` about ten times a second, ``on_event(JobEnded)``, then ``close``. If an error in this process
+    ends a session's command, the launcher calls ``close`` without a ``JobEnded``.
 
     Methods with an empty body are optional. ``control`` and ``show_again`` are for dashboards with buttons, or with an
     output that several cells can show; they are called from the thread of a cell.
@@ -77,7 +77,7 @@ class Dashboard(abc.ABC):
         """Show the final state of the job. Calls after the first do nothing."""
 
     def control(self, controls: Controls) -> None:
-        """Connect buttons with the job; only a background job has buttons."""
+        """Connect buttons to the job; only a background job has buttons."""
 
     def show_again(self) -> bool:
         """Also show the job in the running cell; return False if there is nothing to show."""
@@ -181,14 +181,14 @@ class Pace:
 
 
 _LOOK_S_PER_RANK = 0.001
-"""Seconds between two foldings of readings for each rank: at most ten a second, and two with 512 ranks."""
+"""Seconds per rank between two folds of readings: at most ten folds a second, and two with 512 ranks."""
 
 _EVENTS_PER_RANK = 16
-"""Number of events for each rank that wait to be folded together."""
+"""Number of waiting events per rank at which they are folded together."""
 
 
 _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
-"""Events after which the board no longer shows the ranks' earlier progress: their last readings must count."""
+"""Events after which the board no longer shows the ranks' earlier progress, so waiting readings are folded first."""
 
 
 class _Unread(NamedTuple):
@@ -202,7 +202,7 @@ class _Unread(NamedTuple):
 class ViewingDashboard(Dashboard):
     """A dashboard that keeps the view of a job; subclasses draw it.
 
-    It folds events together, and with many ranks not every reading: older readings say nothing that the last one lacks.
+    It folds several events together. With many ranks, it skips readings, because a later one contains all they say.
 
     Args:
         pace: times of updates.
@@ -247,7 +247,7 @@ class ViewingDashboard(Dashboard):
         self._draw_last(_as_cancelled(self._view))
 
     def _catch_up(self) -> None:
-        """Fold what has arrived, in its order."""
+        """Fold the waiting events and readings in order of arrival."""
         events, unread = self._events, self._unread
         self._events, self._unread = [], None
         num_before = len(events) if unread is None else unread.num_events
@@ -262,7 +262,7 @@ class ViewingDashboard(Dashboard):
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:
-        """Show the outcome of the job; ``view`` may be of a job that never started."""
+        """Show the outcome of the job; it may never have started."""
 
 
 def _as_cancelled(view: JobView) -> JobView:

@@ -30,10 +30,10 @@ Point = tuple[float, float]
 LINE_COLOUR = "#3b82d6"
 """Colour of the curve in front."""
 
-# Widths in pixels: the cell of a laptop has room for three charts, or for a wide and another one, side by side.
+# Widths in pixels: a cell on a laptop has room for three charts, or for a wide and a normal one, side by side.
 _WIDTH, _WIDE = 256, 526
 LIVE_HEIGHT = 150
-"""Height of a chart while the job runs, in pixels, without its texts."""
+"""Height of a chart while the job runs, in pixels, without its text."""
 _HEIGHT = 196
 _LEFT, _TOP = 46, 6  # edges of the curves, in pixels
 _RIGHT_GAP, _BOTTOM_GAP = 6, 18
@@ -48,7 +48,7 @@ _LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a l
 def charts(view: JobView) -> list[str]:
     """Return charts of the losses and of logged metrics, to be placed side by side.
 
-    The losses are twice as wide as others. All are higher at the end.
+    The chart of the losses is twice as wide as the others. All charts are higher when the job has ended.
 
     A metric that has not changed, such as a constant learning rate, has no chart.
     """
@@ -185,7 +185,7 @@ def _tick_texts(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Axes:
-    """The axes of a chart: from values to pixels."""
+    """The axes of a chart, which convert values to pixels."""
 
     low_x: float
     high_x: float
@@ -198,7 +198,7 @@ class _Axes:
 
     @classmethod
     def around(cls, lines: Sequence[Sequence[Point]], size: tuple[int, int]) -> _Axes:
-        """Return axes for all points of some lines, in a picture of this width and height."""
+        """Return axes for all points of ``lines``, in a picture of this width and height."""
         xs = [x for line in lines for x, _ in line]
         ys = [y for line in lines for _, y in line]
         is_log = min(ys) > 0 and max(ys) / min(ys) >= _LOG_RATIO

@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 def failures(view: JobView) -> tuple[Failure, ...]:
-    """Return the failures: the root cause first, equal ones of several ranks once, consequences in one line."""
+    """Return the failures: the root cause first, equal failures of several ranks once, consequences in one line."""
     failed = [rank for rank in view.ranks if rank.failure]
     causes = [rank for rank in failed if not rank.is_consequence]
     others = [rank for rank in failed if rank.is_consequence]

@@ -32,8 +32,8 @@ _PAUSE_S = 2.0  # rates continue after a shorter pause between epochs
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed.
 
-    The view of a finished job does not change: its ranks keep the numbers of their training, not the board's last
-    ones.
+    The view of a finished job does not change: its ranks keep the numbers of their training instead of the board's
+    last numbers.
     """
     if view.is_over:
         return view
@@ -49,7 +49,7 @@ def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) 
 def _has_moved_on(before: Sequence[RankView], ranks: Sequence[RankView]) -> bool:
     """Return whether a rank has taken a step while no rank is known to be stuck.
 
-    Other changes do not count, because ranks that were interrupted in a hang change, too.
+    Other changes do not count, because ranks that were interrupted in a hang also change.
     """
     has_stepped = any(
         old.stepped_s and new.stepped_s > old.stepped_s for old, new in zip(before, ranks, strict=True)
@@ -101,7 +101,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
 
 
 def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
-    """Return seconds, steps and samples of the training; the time since the last reading counts unless it evaluated."""
+    """Return seconds, steps and samples of the training, with the time since the last reading unless it evaluates."""
     last = rank.reading
     if (
         is_evaluating
@@ -131,7 +131,7 @@ def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
 
 
 def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str, Any]:
-    """Return the fields about the length of an epoch that change."""
+    """Return the changed fields that describe the length of an epoch."""
     if not reading.epoch:
         return {}
     # A second training has its own loop. After a single batch is looked at, the board returns to the previous loop.
@@ -183,10 +183,10 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGIN
 def fold(view: JobView, *arrived: Event) -> JobView:
     """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing.
 
-    Cheap where ranks print a lot: of output that arrives together, only the last of each rank is read.
+    Cheap even if ranks print a lot: it reads only the last line that arrives from each rank.
     """
-    for are_of_ranks, group in groupby(arrived, lambda event: type(event) in _OF_RANKS):
-        view = (_fold_ranks if are_of_ranks else _fold_others)(view, group)
+    for are_rank_events, group in groupby(arrived, lambda event: type(event) in _RANK_EVENTS):
+        view = (_fold_ranks if are_rank_events else _fold_others)(view, group)
     return view
 
 
@@ -206,7 +206,7 @@ def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
 
 
 class _Printed(NamedTuple):
-    """What a rank has printed, all its :class:`events.LogLines` together; ranks may print millions of lines."""
+    """A summary of a rank's :class:`events.LogLines`, because ranks may print millions of lines."""
 
     rank: int
     time_s: float
@@ -215,7 +215,7 @@ class _Printed(NamedTuple):
 
 
 def _merged(group: Iterable[Event]) -> list[Event | _Printed]:
-    """Return events of ranks with at most one about what a rank has printed, and without redrawn bars."""
+    """Return the events in order, with one summary of each rank's printed lines, and without redrawn bars."""
     kept: list[Event | _Printed] = []
     printed: dict[int, list[events.LogLines]] = {}
     redrawn: set[int] = set()
@@ -282,7 +282,7 @@ def _with_training_numbers(rank: RankView) -> RankView:
 
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
-    """Return a rank in its final state by the outcome of the job: ranks that the launcher stopped did not fail."""
+    """Return a rank in its final state, given the outcome of the job: ranks that the launcher stopped did not fail."""
     if view.outcome == "failed" and rank.rank == view.end.failed_rank:
         message = _first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message
@@ -385,7 +385,7 @@ def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
 
 
 def _position(step: object, curve: Curve) -> float:
-    """Return the x of a point logged with ``step``; after all others if ``step`` is not a number."""
+    """Return the x coordinate of a point logged with ``step``; after all others if ``step`` is not a number."""
     if isinstance(step, (int, float)) and abs(step) < LARGEST_DRAWN:
         return float(step)
     return float(curve.num_seen)
@@ -496,4 +496,4 @@ _RANK_FOLDS: dict[type, Callable[[Sequence[RankView], RankView, Any], RankView]]
     events.Exited: _exited,
 }
 
-_OF_RANKS = {*_RANK_FOLDS, events.LogLines}  # LogLines are folded together, as _Printed
+_RANK_EVENTS = {*_RANK_FOLDS, events.LogLines}  # LogLines are folded together, as _Printed

@@ -49,11 +49,11 @@ class FoldedLines:
         if self._num_others <= num_last:
             return None, others
         folded, last = others[:-num_last], others[-num_last:]
-        about = formatting.count(self._num_others - num_last, "more line")
+        summary = formatting.count(self._num_others - num_last, "more line")
         logs = f"; complete logs: {log_dir}" if log_dir else ""
         text = escape("".join(folded))
         shown = (
             f'<details style="font-family:system-ui,sans-serif;font-size:13px"><summary style="cursor:pointer">'
-            f'show all: {about}</summary><pre style="{_FOLDED}">{text}</pre></details>'
+            f'show all: {summary}</summary><pre style="{_FOLDED}">{text}</pre></details>'
         )
-        return {"text/html": shown, "text/plain": f"... {about} not shown{logs}"}, last
+        return {"text/html": shown, "text/plain": f"... {summary} not shown{logs}"}, last

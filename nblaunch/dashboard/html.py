@@ -1,7 +1,7 @@
 """HTML of a job: one fragment without scripts, style sheets or resources to load. Charts are SVG (``charts.py``).
 
 All text from workers is escaped. Styles are inline, because GitHub and untrusted notebooks remove style sheets. If a
-front end removes inline styles and SVG, too, a plain table with numbers and captions remains. Colours of text are
+front end also removes inline styles and SVG, a plain table with numbers and captions remains. Colours of text are
 inherited and tints are half-transparent greys, so the HTML is legible in light and dark themes. Colours only repeat
 what the text next to them says.
 
@@ -67,7 +67,7 @@ class Markup:
     is_inline: bool = True
 
     def of(self, name: str, more: str = "") -> str:
-        """Return the attributes of an element with the style ``name`` and the properties ``more``; a space first."""
+        """Return the attributes of an element with the style ``name`` and the properties ``more``, after a space."""
         if self.is_inline:
             return f' style="{_STYLES[name]}{";" if more else ""}{more}"'
         named = "" if name in _USUAL else f' class="{_CLASS}{name}"'
@@ -115,7 +115,7 @@ def render_html(
         view: the job.
         tail: the last lines of output, shown with the notes; None if another output shows them.
         table: table of this view, if the caller has it.
-        is_last_known: the reader sees this when the running job may be over; adds charts and the time.
+        is_last_known: whether the job may have ended when the user sees this; adds charts and the time.
     """
     table = table or tabulate(view)
     parts = [title(view, table), cards(table, is_over=view.is_over), figures(table)]
@@ -137,7 +137,7 @@ def render_html(
 
 
 def runs(table: Table) -> str:
-    """Return one line with the runs of trackers, with links to those that have an address; empty without any."""
+    """Return one line with the runs of trackers, as links if they have an address; empty if there are no runs."""
     shown = ", ".join(f"{escape(tracker)} {_link(location)}" for tracker, location in table.runs)
     return f'<div style="font-size:12px"><span style="{MUTED}">runs:</span> {shown}</div>' if shown else ""
 
@@ -151,7 +151,7 @@ def _link(location: str) -> str:
 def last_known(view: JobView) -> str:
     """Return a sentence with the time at which a view was up to date."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now_s)) if view.now_s else "its start"
-    return f"last known at {at}; a job that has ended replaces this by its result"
+    return f"last known at {at}; a job that has ended replaces this with its result"
 
 
 def title(view: JobView, table: Table) -> str:
@@ -176,7 +176,7 @@ _NEXT = "The traceback follows. post_mortem=True keeps the ranks where they are,
 
 
 def cards(table: Table, *, is_over: bool) -> str:
-    """Return the failures: a card for each cause, a line for its consequences; empty without any."""
+    """Return the failures: a card for each cause, a line for its consequences; empty if there are none."""
     return "".join(
         _consequence(failure) if failure.is_secondary else _card(failure, is_last=is_over)
         for failure in table.failures
@@ -205,7 +205,7 @@ _FIGURE_TEXTS = (f"{MUTED};font-size:12px", "font-size:17px;font-weight:600", f"
 
 
 def figures(table: Table) -> str:
-    """Return the figures of a job that has ended, side by side: names, values, notes; empty without any."""
+    """Return the figures of a job that has ended, side by side: names, values, notes; empty if there are none."""
     rows = (
         "".join(
             '<tr style="border:0;background:none">'
@@ -258,7 +258,7 @@ def _notice(notice: Notice) -> str:
 
 
 def epochs(table: EpochTable) -> str:
-    """Return the table of epochs; empty without any."""
+    """Return the table of epochs; empty if there are none."""
     if not table.columns:
         return ""
     right = INLINE.of("right")
@@ -284,7 +284,7 @@ def line(text: str) -> str:
 
 
 def _tail(tail: Tail, *, is_live: bool) -> str:
-    """Return lines of output; while the job runs, in a frame of constant height at its end."""
+    """Return lines of output; while the job runs, in a frame of constant height that shows the last ones."""
     lines = "\n".join(f"[{rank}] {line}" for rank, line in tail)
     style = "margin:4px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit"
     frame = ";height:153px;overflow:auto;display:flex;flex-direction:column-reverse" if is_live else ""
@@ -294,7 +294,7 @@ def _tail(tail: Tail, *, is_live: bool) -> str:
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-# Columns have the width of their usual texts from the start, in digits, so that numbers do not move others.
+# Columns have the width of their usual texts from the start, in digits, so that growing numbers do not move columns.
 _WIDTHS = {
     "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip

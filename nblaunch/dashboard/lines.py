@@ -65,7 +65,7 @@ class LastLines:
         return not self._all
 
     def of_all(self) -> list[tuple[int, str]]:
-        """Return ``(rank, line)`` of all ranks, oldest first by the clocks of the workers."""
+        """Return ``(rank, line)`` of all ranks, oldest first, ordered by the workers' clocks."""
         return [(rank, single_line(line)) for _, _, rank, line in sorted(self._all)]
 
     def of_rank(self, rank: int) -> list[str]:
@@ -121,7 +121,7 @@ class MergedLines:
         self._next_index[rank] = index + 1
 
     def joined(self) -> list[tuple[list[int], str]]:
-        """Return ``(ranks, line)``, oldest first; with one rank, or at least :data:`MIN_RANKS`."""
+        """Return ``(ranks, line)``, oldest first; each line has one rank, or at least :data:`MIN_RANKS`."""
         joined: list[tuple[list[int], str]] = []
         for line in self._lines:
             if len(line.ranks) >= MIN_RANKS:
@@ -136,7 +136,7 @@ _LINE_LENGTH = 4000  # characters
 # Limit for displays such as figures, of all ranks; each rank has its share even if others have used it up. VS Code
 # shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes two, and the last may be an error.
 _NUM_DISPLAYS = 120
-_TAIL_LINES_OF_ALL = 320  # about so many last lines; of each rank at least one
+_TAIL_LINES_OF_ALL = 320  # approximate limit for the last lines of all ranks; each rank has at least one
 
 Publish = Callable[[Displayed], None]
 
@@ -145,7 +145,7 @@ _IN_TABLE = ("hang", "slow")  # kinds of notes that a table shows
 
 
 class _NoteLine(str):
-    """A note, which is not folded: no rank printed it, and no log contains it."""
+    """A note. It is never folded, because no log contains it."""
 
 
 @final
@@ -160,7 +160,7 @@ class LinesPrinter(Dashboard):
         publish: shows a display of a worker; default: print its text.
         shortens: omit lines of ranks that print a lot, and cut lines of more than 4,000 characters.
         first_s: seconds before the first write, so that the table of the job appears above its output.
-        defers_lines: print all lines at the end, because the widgets or the table show the last ones meanwhile;
+        defers_lines: print all lines at the end, because the widgets or the table show the last lines until then;
             displays are shown at once.
         omits_hangs: omit reports of hangs and of slow steps, because a table shows them.
         merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.

@@ -34,7 +34,7 @@ class Notice:
 
     Args:
         kind: ``"slow"``, ``"stalled"`` or ``"loss"``.
-        ranks: the ranks concerned.
+        ranks: the affected ranks.
         text: one sentence.
         lines: details, a line each.
     """
@@ -61,7 +61,7 @@ class Standstill:
 
 
 def notices(view: JobView) -> tuple[Notice, ...]:
-    """Return the notices of the moment, the most urgent first."""
+    """Return the current notices, the most urgent first."""
     stalled = _stalled(view)
     slow = [] if stalled else _explained(view, _slow_ranks(view) or _slow_in_step(view))
     return (*stalled, *_non_finite_losses(view), *slow)
@@ -131,7 +131,7 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _slower_for_long(
     view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of a step by rank, and how many times slower each slow rank is, by one of the claims.
+    """Return the seconds of a step by rank, and how many times slower the slow ranks are, for the first true claim.
 
     Args:
         view: view of the job.
@@ -234,7 +234,7 @@ _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 
 
 def _stalled(view: JobView) -> list[Notice]:
-    """Find ranks that have not changed for long; waiting ranks only if no other rank has stalled."""
+    """Find ranks that have not changed for a long time; waiting ranks count only if no other rank has stalled."""
     if view.is_over:
         # If a hang stopped the job, the exception has the positions. A job that is done has overcome the hang, unless
         # ranks were killed while they sent their weights.
@@ -263,9 +263,9 @@ def _stalled(view: JobView) -> list[Notice]:
 
 
 def standstill(view: JobView) -> Standstill | None:
-    """Return a sentence that says where a job stands still; None while a rank makes progress.
+    """Return a sentence that says where a job is stuck; None while a rank makes progress.
 
-    A rank that waits in a collective for a working rank is reported as well, although not yet as a standstill.
+    It also reports a rank that waits in a collective for a working rank, although not yet as a standstill.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]
@@ -277,8 +277,8 @@ def standstill(view: JobView) -> Standstill | None:
         return None
     is_certain = bool(waiting) and len(still) == len(others)
     for_s = whole_duration(view.now_s - max(_still_since(rank) for rank in (*waiting, *still)))
-    about = f"{'stuck' if is_certain else 'waiting' if waiting else 'no progress'} for {for_s}"
-    text = f"{about}: {_whereabouts(waiting, others)}".removesuffix(": ")
+    status = f"{'stuck' if is_certain else 'waiting' if waiting else 'no progress'} for {for_s}"
+    text = f"{status}: {_whereabouts(waiting, others)}".removesuffix(": ")
     return Standstill(text, is_certain, "" if waiting and not is_certain else _next_step(others))
 
 
@@ -312,7 +312,7 @@ def _next_step(others: Sequence[RankView]) -> str:
     look = ""
     if places and places[0].stall is not None:
         look = f"Look at what rank {places[0].rank} does in {places[0].stall.where}. "
-    return f"{look}Interrupt the cell to end the job; on_hang='stop' ends such jobs by itself."
+    return f"{look}Interrupt the cell to end the job; on_hang='stop' ends such jobs automatically."
 
 
 _NUM_PLACES = 3
@@ -323,7 +323,7 @@ def _is_waiting(rank: RankView) -> bool:
 
 
 def is_stalled(view: JobView, rank: RankView) -> bool:
-    """Return whether a rank has made no progress for long, by the launcher or by the clock."""
+    """Return whether a rank has made no progress for a long time, according to the launcher or the clock."""
     if rank.state.is_final:
         return False
     if rank.stall is not None and rank.stall.is_certain:
@@ -353,13 +353,13 @@ def settled_state(view: JobView, rank: RankView) -> WorkerState:
     return rank.phase if is_brief else rank.state
 
 
-# --- rates of the moment ---------------------------------------------------------------------------------------------
+# --- current rates ---------------------------------------------------------------------------------------------------
 
-_KEPT_S, _KEPT_STEPS = 4.0, 6  # how long a measured rate holds, in seconds and in steps
+_KEPT_S, _KEPT_STEPS = 4.0, 6  # how long a measured rate is shown, in seconds and in steps
 
 
 def as_of_now(view: JobView) -> JobView:
-    """Return the view with the rates of this moment: 0 if a rank has stopped taking steps."""
+    """Return the view with current rates: 0 if a rank has stopped taking steps."""
     if not any(_has_stopped(view, rank) for rank in view.ranks):
         return view
     return replace(

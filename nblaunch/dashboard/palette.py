@@ -19,7 +19,7 @@ INK_PERCENT = 55
 """Share of the named colour in coloured text."""
 
 MUTED = "opacity:.7"
-"""Style of less important text. Not for text inside such text, which would become too faint."""
+"""Style of less important text. Don't nest it: the inner text would be too faint."""
 
 
 class Look(NamedTuple):
@@ -85,5 +85,5 @@ def paint(text: str, style: str) -> str:
 
 
 def unpainted(text: str, style: str) -> str:
-    """Return ``text`` as it is."""
+    """Return ``text`` unchanged."""
     return text

@@ -21,7 +21,7 @@ Rates = tuple[float | None, float | None, float | None]
 
 _MAX_SPACING_S = 0.5
 _NUM_SPACES = 20  # between the points of a full window
-_MIN_STEPS = 3  # that a rate is measured over, even if they take longer than the window
+_MIN_STEPS = 3  # for a rate, even if these steps take longer than the window
 _WARM_UP_STEPS = 2
 _MIN_INTERVALS = 4  # fewer can't distinguish a pause from uneven steps
 

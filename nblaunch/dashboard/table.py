@@ -37,7 +37,7 @@ MAX_ALL_IN_ROWS = 16
 """Largest number of ranks that all have their own row."""
 
 MAX_DIFFERING_ROWS = 12
-"""Largest number of rows for ranks that differ; further ones are collapsed as well."""
+"""Largest number of rows for ranks that differ; further ranks are collapsed, too."""
 
 HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""
@@ -64,7 +64,7 @@ class Row:
         detail: the worker's progress bar as text, the call in which it waits, its last line or its exit status.
         is_marked: the rank differs from the others.
         is_secondary: it failed because another rank failed.
-        is_stuck: others wait for it, or all ranks stand still.
+        is_stuck: others wait for it, or all ranks are stuck.
     """
 
     rank: int | None
@@ -85,7 +85,7 @@ def rows_of(
     """Return the rows of a job.
 
     Args:
-        view: the job, with the rates of the moment (``notices.as_of_now``).
+        view: the job, with current rates (``notices.as_of_now``).
         notices: notices of the job.
         left_s: seconds until its end (``JobView.left_s``, which takes long with many ranks).
 
@@ -206,7 +206,7 @@ def _steps(rank: RankView) -> str:
 
 
 def full_length(steps: str) -> int:
-    """Return the characters of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
+    """Return the length of ``steps`` at the end of the loop: ``7/1,000`` will be ``1,000/1,000``."""
     _, slash, total = steps.partition("/")
     return 2 * len(total) + 1 if slash else len(steps)
 
@@ -224,11 +224,11 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _device(rank: RankView) -> str:
-    taken = _size(rank.device_peak_bytes)
-    if taken and rank.device_limit_bytes:
-        taken = f"{taken} of {formatting.size(rank.device_limit_bytes)}"
+    memory = _size(rank.device_peak_bytes)
+    if memory and rank.device_limit_bytes:
+        memory = f"{memory} of {formatting.size(rank.device_limit_bytes)}"
     is_shown = rank.device_use is not None and not rank.state.is_final
-    return ", ".join(part for part in (taken, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
+    return ", ".join(part for part in (memory, f"{rank.device_use:.0%} busy" if is_shown else "") if part)
 
 
 def _fraction(rank: RankView) -> float | None:
@@ -311,7 +311,7 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
 
 
 def furthest_behind(view: JobView) -> RankView:
-    """Return the rank with the fewest steps among those that run, or among all if none runs."""
+    """Return the rank with the fewest steps among the running ranks, or among all ranks if none runs."""
     live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
     return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
 
@@ -377,7 +377,7 @@ class Table:
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
-        standstill: where the job stands still; None while it makes progress.
+        standstill: where the job is stuck; None while it makes progress.
         setting: number of processes, backend, start method.
         fallback: reason for an unusual start method; empty if it is usual.
         failures: root cause first.

@@ -1,7 +1,7 @@
 """The dashboard for scripts and terminals: progress, and a table at the end.
 
 On a terminal, progress is a table that rich redraws in place. Elsewhere, and on a dumb terminal, whose cursor can't
-move up, a line is written from time to time. Only terminals get colours.
+move up, a line is written at intervals. Only terminals get colours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nblaunch.dashboard.view import JobView
 if TYPE_CHECKING:
     from rich.live import Live
 
-_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the first drawing, and between two
+_FIRST_LIVE_S, _LIVE_S = 0.5, 0.2  # seconds before the table is first drawn, and between redraws
 _FIRST_LINE_S = 2.0  # before the first line; a short job only writes its last table
 
 _DEFAULT_SIZE = (80, 24)
@@ -37,7 +37,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 def moves_cursor(stream: Any) -> bool:
-    """Return whether rich takes a stream for a terminal that understands escape sequences."""
+    """Return whether rich considers a stream a terminal that understands escape sequences."""
     return is_terminal(stream) and env.read("TERM").lower() not in ("dumb", "unknown")
 
 

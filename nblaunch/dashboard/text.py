@@ -41,7 +41,7 @@ Tail = Sequence[tuple[int, str]]
 """``(rank, line)`` of the last lines of output."""
 
 Paint = Callable[[str, str], str]
-"""Returns a text in a colour: :func:`nblaunch.dashboard.palette.paint`, or a function that changes nothing."""
+"""Returns text in a colour: :func:`nblaunch.dashboard.palette.paint`, or a function that changes nothing."""
 
 
 def render_text(

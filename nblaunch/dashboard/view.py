@@ -175,12 +175,12 @@ class RankView:
         exit_status: status of the process; None while it runs.
         exited_s: when it ended; infinite while it runs.
         failure: the failure in one line: type and message; empty if there is none.
-        failed_at: the line of the user's code that failed, ``line 9: loss = model(batch)``; empty where unknown.
+        failed_at: the line of the user's code that failed, ``line 9: loss = model(batch)``; empty if unknown.
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
         changed_s: time of the last change of any part of the reading, or of the last output; 0.0 before.
-        stall: what the launcher knows of a rank without progress; None if it moves.
+        stall: the launcher's report that the rank makes no progress; None while it makes progress.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
         first_epoch: the first epoch of the training that a reading showed; 0 before.
@@ -260,12 +260,12 @@ class RankView:
 
     @property
     def step(self) -> int:
-        """The batches of the current loop that are done."""
+        """The number of batches of the current loop that are done."""
         return self.reading.step
 
     @property
     def total(self) -> int:
-        """The batches of the current loop; -1 if unknown."""
+        """The number of batches of the current loop; -1 if unknown."""
         return self.reading.total
 
     @property
@@ -301,10 +301,10 @@ class RankView:
 
     @property
     def expected_total(self) -> int:
-        """The batches of the current loop; a stream is expected to have as many as in the last epoch. -1 if unknown."""
+        """The expected batches of the current loop; for a stream, as many as in the last epoch. -1 if unknown."""
         step, _, epoch = self.reading.trained
         is_stream = self.total < 0 and not self.is_evaluating and step > 0 and self.epoch > 0
-        # After its own last batch, the epoch is the trained one.
+        # After the last batch of an epoch, `trained` describes this epoch instead of the previous one.
         is_like_last = epoch == self.epoch - 1 or (epoch == self.epoch and step == self.step)
         return step if is_stream and is_like_last else self.total
 
@@ -399,7 +399,7 @@ class JobView:
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.
-        hang: the last report about ranks without progress, one line per rank; empty once they have gone on.
+        hang: the last report about ranks without progress, one line per rank; empty once they have continued.
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by (number of the training from 0, number of the epoch).

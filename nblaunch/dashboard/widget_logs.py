@@ -23,7 +23,7 @@ _LINE_LENGTH = 200
 _SEEN_BYTES, _UNSEEN_BYTES = 3_500, 2_500  # of one tab; each new line sends the whole tab
 _LOG_LINE_PX, _NUM_LINES = 17, 9  # the pane shows a whole number of lines, so that none is cut
 _HEIGHT = f"{_LOG_LINE_PX * _NUM_LINES}px"
-# Seconds between updates of the selected tab; the other tabs wait that long times the number of ranks.
+# Seconds between updates of the selected tab; for the other tabs, seconds multiplied by the number of ranks.
 _SEEN_S, _UNSEEN_S = 0.9, 1.0
 _PRE = (
     "margin:0;padding:0 2px;background:none;border:0;color:inherit;white-space:pre-wrap;overflow-wrap:anywhere;"
@@ -57,16 +57,16 @@ class LogPane:
         self.widget: Any
         self._pages: Any = None
         self._width = len(str(num_ranks - 1))
-        beside = widgets.Layout(flex="1 1 440px", min_width="0", margin="4px 0 0 0")
+        pane_layout = widgets.Layout(flex="1 1 440px", min_width="0", margin="4px 0 0 0")
         num_panes = num_ranks + 1 if 1 < num_ranks <= MAX_TABS else 1
         self._panes = [widgets.HTML(_NOTHING, layout=layout) for _ in range(num_panes)]
         if num_ranks == 1:
-            self.widget = widgets.VBox(self._panes, layout=beside)
+            self.widget = widgets.VBox(self._panes, layout=pane_layout)
         elif num_ranks <= MAX_TABS:
-            self.widget = self._pages = self._tabs(beside)
+            self.widget = self._pages = self._tabs(pane_layout)
         else:
             hint = widgets.HTML('<span style="opacity:.7">job.logs(rank) has the output of one rank</span>')
-            self.widget = widgets.VBox([hint, *self._panes], layout=beside)
+            self.widget = widgets.VBox([hint, *self._panes], layout=pane_layout)
 
     def show(self) -> None:
         """Update the tabs; the throttle's next flushes send them."""

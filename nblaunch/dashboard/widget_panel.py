@@ -84,7 +84,7 @@ class Buttons:
         return [self._shown, self._hidden]
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons with a job, which makes them visible."""
+        """Connect the buttons to a job, which makes them visible."""
         self._controls = controls
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ MAX_KEPT = 100
 """Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 30.0)
-"""Seconds between the closing of a panel and another sending of its state."""
+"""Seconds after the closing of a panel at which its state is sent again."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
@@ -229,7 +229,7 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # Front ends write an error there if a page is reloaded when the kernel has died: JupyterLab writes "model
+        # Front ends write an error there if a page is reloaded after the kernel has died: JupyterLab writes "model
         # not found", and the classic notebook writes three sentences.
         self._hiding_errors = (
             f"<style>:is(.jp-OutputArea, .output):has(.{self._lasting}) "
@@ -270,7 +270,7 @@ class Panel:
         }
 
     def connect(self, controls: Controls) -> None:
-        """Connect the buttons with a background job; their line has the same height while they are hidden."""
+        """Connect the buttons to a background job; their line has the same height while they are hidden."""
         self._top.layout.min_height = _BUTTON_HEIGHT
         self._buttons.connect(controls)
 
@@ -362,7 +362,7 @@ class Panel:
 
 
 def _send_again_later(root: Any) -> None:
-    """Send again what a closed panel shows, for a page that was loading when the job ended.
+    """Send the content of a closed panel again, for a page that was loading when the job ended.
 
     Such a page has already requested the states of all widgets. It drops messages to a widget that it has not yet
     created, and does not report when it has created all.

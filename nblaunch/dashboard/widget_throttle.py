@@ -69,7 +69,7 @@ class Throttle:
 
         Args:
             widget: a widget of ipywidgets.
-            every_s: seconds between updates; if the budget is short, the intervals of all widgets grow by one factor.
+            every_s: seconds between updates; if the budget is short, all widgets' intervals grow by the same factor.
             is_urgent: send it at the next flush, regardless of the budget.
             **values: trait -> value.
         """

@@ -54,8 +54,8 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
         dashboard: as in :func:`notebook_launcher`.
 
     Raises:
-        LookupError: there is no such job; it is damaged, runs on another machine, or was launched by another version of
-            nblaunch.
+        LookupError: there is no such job, or it is damaged, runs on another machine, or was launched by another version
+            of nblaunch.
         PermissionError: the folder of the job can be changed by other users.
     """
     __tracebackhide__ = True

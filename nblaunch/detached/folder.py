@@ -51,7 +51,7 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True)
 class Launch:
-    """The facts that a process needs to attach, besides the record.
+    """The facts that a process needs to attach, in addition to the record.
 
     Args:
         spec: settings of the launch, without the function and its arguments.
@@ -294,11 +294,11 @@ class JobFolder(LogFolder):
 
     def of_another_version(self, head: Head, reason: str) -> Unusable:
         """Return the error about a job of another version, with the commands that still work."""
-        its, ours = head.launcher, sys.modules["nblaunch"].__version__
+        launcher, own_version = head.launcher, sys.modules["nblaunch"].__version__
         text = (
-            f"{self.id} was launched by {its}, and nblaunch {ours} can't read its files ({reason}). Attach to it with "
-            f"{its}. Here, `nblaunch logs {self.id}` prints its output, and `nblaunch stop {self.id}` ends it. Its "
-            f"files are in {self.path}"
+            f"{self.id} was launched by {launcher}, and nblaunch {own_version} can't read its files ({reason}). Attach "
+            f"to it with {launcher}. Here, `nblaunch logs {self.id}` prints its output, and `nblaunch stop {self.id}` "
+            f"ends it. Its files are in {self.path}"
         )
         return Unusable("other version", reason, text, head)
 
@@ -321,7 +321,7 @@ class JobFolder(LogFolder):
         """Replace the file for this type of value.
 
         Raises:
-            OSError: the disk is full, for example; the file is as it was.
+            OSError: the disk is full, for example; the file is unchanged.
         """
         name = _NAMES[type(value)]
         sealed = signing.seal(pickle.dumps(value), self.key(name))
@@ -333,7 +333,7 @@ class JobFolder(LogFolder):
         """Replace the file of the result or the weights.
 
         Raises:
-            OSError: the disk is full, for example; the file is as it was.
+            OSError: the disk is full, for example; the file is unchanged.
             Exception: any error of pickling.
         """
         key = self.key(name)

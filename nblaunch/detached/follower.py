@@ -224,7 +224,7 @@ class JobFollower(Job):
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:
-            if self._has_seen_end:  # the last event, which follows the end at once, can't be read
+            if self._has_seen_end:  # the last event, which is written right after the end, can't be read
                 return False
             self._has_seen_end = True
         is_gone = not self._reader.has_all_files()
@@ -244,7 +244,7 @@ class JobFollower(Job):
         return True
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
-        """Return past events, with the time since the start of attempts, up to now or to the job's end."""
+        """Return past events; set how long ago attempts started, counted from now or from the job's end."""
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
@@ -339,14 +339,14 @@ class JobFollower(Job):
 
 
 class _Newcomer:
-    """Listeners that were added after the beginning."""
+    """Listeners that were added after the follower started."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.listeners = listeners
         self.has_joined = Latch()
 
     def emit(self, event: Event) -> None:
-        """Send an event of the past."""
+        """Send a past event."""
         for listener in self.listeners:
             listener.on_event(event)
 

@@ -1,7 +1,7 @@
 """The process of a detached job: :func:`start` starts it, and it runs :func:`main`.
 
 It is a clean process, like a forkserver: it loads the call, forks the workers like a kernel, and watches them to their
-end. Once the job's folder exists, nothing connects it with the process that launched it. A :class:`Recorder`, a
+end. Once the job's folder exists, nothing connects it to the process that launched it. A :class:`Recorder`, a
 listener of the job, writes all events into that folder.
 """
 
@@ -89,7 +89,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     home = open_home()
     if home.why_temporary:
         warn(
-            f"detached jobs are kept in {home.path}, since {home.why_temporary}. A restart of this machine may "
+            f"detached jobs are stored in {home.path}, because {home.why_temporary}. A restart of this machine may "
             "remove their results. Set XDG_STATE_HOME or NBLAUNCH_LOG_DIR to a permanent folder"
         )
     name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
@@ -170,8 +170,8 @@ class _DetachedJob:
             if not why:
                 raise
             raise LaunchError(
-                f"its files in {self._log.path} can't be made: {why}. Make room there, or choose another folder with "
-                "XDG_STATE_HOME or NBLAUNCH_LOG_DIR"
+                f"its files in {self._log.path} can't be created: {why}. Free some space, or choose another folder "
+                "with XDG_STATE_HOME or NBLAUNCH_LOG_DIR"
             ) from error
 
     def _publish(self) -> None:

@@ -31,7 +31,7 @@ _PATIENCE_S = 1.0
 _MAX_ASKED = 32
 """Number of job processes that are asked at the same time."""
 
-OTHER_LAYOUT = "its events have other fields"
+OTHER_LAYOUT = "its events have different fields"
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,15 @@ def find(job_id: str | None) -> JobFolder:
     all_jobs = jobs()
     if job_id is None:
         usable = [job for job in all_jobs if job.can_attach]
-        chosen, begun = (usable or all_jobs)[-1:], all_jobs
+        chosen, matching = (usable or all_jobs)[-1:], all_jobs
     else:
-        begun = [job for job in all_jobs if job.id.startswith(job_id)]
-        chosen = [job for job in begun if job.id == job_id] or begun
+        matching = [job for job in all_jobs if job.id.startswith(job_id)]
+        chosen = [job for job in matching if job.id == job_id] or matching
     if len(chosen) == 1:
         return JobFolder(chosen[0].log_dir)
-    listed = ", ".join(job.id for job in begun or all_jobs) or "none"
-    problem = f"{job_id!r} is a prefix of several jobs" if begun else f"there is no job {job_id or 'at all'}"
+    listed = ", ".join(job.id for job in matching or all_jobs) or "none"
+    missing = f"there is no job {job_id}" if job_id else "there are no jobs"
+    problem = f"{job_id!r} is a prefix of several jobs" if matching else missing
     places = " and ".join(map(str, present_homes()))
     raise LookupError(
         f"{problem}; in {places}: {listed}. Jobs are listed if they were launched with detach=True"
@@ -143,9 +144,9 @@ def find(job_id: str | None) -> JobFolder:
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
-    """Ask a job process about itself; return None if none answers.
+    """Ask a job process about itself; return None if it does not answer.
 
-    It restores removed files of its folder before it answers.
+    The process restores removed files of its folder before it answers.
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
@@ -193,7 +194,7 @@ def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
         state = folder.process_state(record)  # read first: once the process has ended, its last files exist
         return _line_of(folder, record, state, folder.load_end()), record
     except Unusable as error:
-        status, reason = _of_unreadable(folder, error)
+        status, reason = _status_of_unreadable(folder, error)
         return _unusable_line(folder, status, reason), record
     except LookupError:
         return None, None  # not a job's folder
@@ -203,7 +204,7 @@ def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
         return _unusable_line(folder, "damaged", str(error)), record
 
 
-def _of_unreadable(folder: JobFolder, error: Unusable) -> tuple[str, str]:
+def _status_of_unreadable(folder: JobFolder, error: Unusable) -> tuple[str, str]:
     """Return the status of a job whose record can't be read, and its problem."""
     if error.status != "other version":
         return error.status, error.reason
@@ -256,11 +257,11 @@ def _summary(path: Path, record: Record, status: str, until_s: float, problem: s
 
 
 def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[JobSummary]:
-    """Return the lines of jobs that run although their folders were removed. They restore them when asked.
+    """Return the lines of jobs that run although their folders were removed. The jobs restore them when asked.
 
     Args:
         homes: folders of jobs.
-        listed: addresses of jobs whose folders are there.
+        listed: addresses of jobs whose folders exist.
     """
     lines = []
     for answer in _answers(listed):
@@ -293,7 +294,7 @@ class _Answer:
         address: address at which it replied.
         folder: folder of the job.
         problem: why removed files can't be restored; empty = all files exist.
-        record: of the job; None = of another version.
+        record: record of the job; None = it is from another version.
     """
 
     address: str
@@ -303,13 +304,13 @@ class _Answer:
 
 
 def _answers(skipped: Collection[str] = ()) -> list[_Answer]:
-    """Ask all job processes of this user about themselves, but those at the ``skipped`` addresses."""
+    """Ask all job processes of this user about themselves, except those at the ``skipped`` addresses."""
     addresses = [address for address in served_addresses() if address not in skipped]
     return [answer for answer in _at_once(_answer_at, addresses) if answer is not None]
 
 
 def _answer_at(address: str) -> _Answer | None:
-    """Return what the job process at an address replies; None if it does not."""
+    """Return the reply of the job process at an address; None if it does not reply."""
     text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
     try:
         plain = json.loads(text)
@@ -322,7 +323,7 @@ def _answer_at(address: str) -> _Answer | None:
 
 
 def endpoint_of(folder: JobFolder) -> Endpoint:
-    """Return where the process of a job takes requests, even if its record is damaged or its folder was removed."""
+    """Return the endpoint of a job's process, even if the record is damaged or the folder was removed."""
     try:
         return Endpoint(folder.path, folder.load_record().address)
     except Unusable as error:

@@ -65,13 +65,13 @@ class Record:
     Args:
         format: :data:`FORMAT`.
         version: version of nblaunch that launched the job.
-        layout: layout of the pickles beside the record.
+        layout: layout of the pickles next to the record.
         id: short name of the job.
         function_name: name of the user's function.
         num_processes: number of ranks.
         backend: name of the device family.
         process: the process that runs the job.
-        address: additional address for requests, besides the socket in its folder (``requests.py``).
+        address: address for requests, in addition to the socket in its folder (``requests.py``).
         started_s: ``time.time()`` of the launch.
     """
 

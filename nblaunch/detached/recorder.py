@@ -287,7 +287,7 @@ class Recorder:
     def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
         """Write files of the outcome; return why that failed, by name.
 
-        A file may be removed while the next one is written, which can take long on a full disk: it is written again.
+        A file may be removed while the next one is written, which can take long on a full disk; write it again then.
         """
         unsaved: dict[str, str] = {}
         while missing := [name for name in parts if name not in unsaved and not self._is_there(name)]:
@@ -299,7 +299,7 @@ class Recorder:
     def _is_there(self, name: str) -> bool:
         try:
             return self._folder.modified(name) is not None
-        except OSError:  # the folder is gone too, or others can change it; a write says so
+        except OSError:  # the folder is gone too, or others can change it; the next write reports this
             return False
 
     def _save(self, saving: _Saving, part: _Part) -> str:
@@ -360,7 +360,7 @@ class _Saving:
     """Decides whether to give up unwritten data, on a request that came after the end of the job.
 
     Args:
-        endings: number of requests to end the job before its end.
+        endings: number of requests to end the job that arrived before its end.
     """
 
     def __init__(self, endings: int) -> None:

@@ -1,7 +1,7 @@
-"""Requests to a detached job: a line of text on a Unix socket, and a text as the reply.
+"""Requests to a detached job: a line of text on a Unix socket, and text as the reply.
 
     kernel, script, shell ── "stop" ──> socket in the folder (mode 0700)  ──┐  user of the other
-                                    └─> socket by a name of its own (Linux) ┴─ end checked ── job process
+                                    └─> socket with its own name (Linux)    ┴─ end checked ── job process
 
 The second socket does not depend on the folder, so a job whose folder was removed can still be found. Data from a
 socket is never unpickled.
@@ -27,7 +27,7 @@ from nblaunch.host import descriptors, files, proc
 from nblaunch.launcher.requests import JobRequests
 
 TAKEN = "ok"
-"""The reply to a request to end the job. It is the same in all versions of nblaunch, as these requests are."""
+"""The reply to a request to end the job. Like these requests, it is the same in all versions of nblaunch."""
 
 _SOCKET_NAME = "socket"
 _CREDENTIALS = struct.Struct("3i")
@@ -44,12 +44,12 @@ _HAS_NAMES = sys.platform == "linux"
 
 
 def new_address() -> str:
-    """Return a name for the second socket of a job; empty if the system has no such names."""
+    """Return a name for the second socket of a job; empty if the system does not support such names."""
     return f"nblaunch-{os.getuid()}-{secrets.token_hex(8)}" if _HAS_NAMES else ""
 
 
 def served_addresses() -> list[str]:
-    """Return the names of the second sockets of all processes of this user's jobs that can be reached from here."""
+    """Return the names of the second sockets of this user's job processes that this process can reach."""
     beginning = f"@nblaunch-{os.getuid()}-"
     names = (line.rpartition(" ")[2] for line in proc.read("/proc/net/unix").splitlines())
     return sorted({name[1:] for name in names if name.startswith(beginning)})
@@ -90,7 +90,7 @@ class Endpoint:
 
     @contextmanager
     def connected(self) -> Iterator[socket.socket]:
-        """Connect with the job process.
+        """Connect to the job process.
 
         Raises:
             OSError: no job process serves requests, or another user owns it.
@@ -190,7 +190,7 @@ class RequestServer:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            # Sockets that are added later are polled from the next round on.
+            # Sockets that are added later are polled in the next round.
             for fd, _ in self._poller.poll(_LOOK_S * 1000):
                 if self._closed.is_set():
                     return

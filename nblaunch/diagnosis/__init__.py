@@ -5,7 +5,7 @@ While a job runs, the launcher calls ``hang.HangDetector`` a few times a second 
 facts.
 
 hang.py                 whether the job hangs, and which rank waits for which
-disagreements.py        calls that must be equal on all ranks and are not; which ranks are at fault
+disagreements.py        calls that must be equal on all ranks but are not; which ranks are at fault
 standstill.py           ranks that wait although their calls agree: which rank is missing, alone, or past the loop
 source_blocks.py        loops and conditions around a line of user code
 collective_failures.py  failures that differing calls or a standstill explain

@@ -11,7 +11,7 @@ from nblaunch.diagnosis.root_cause import RootCause, own_failures
 from nblaunch.diagnosis.standstill import Standing, explain_standstill
 from nblaunch.errors import DistributedOperationException
 
-_OF_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
+_COLLECTIVE_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
 """Files that raise an exception when a collective fails."""
 
 _PASSED = re.compile(r"^  rank (\d+): (.*)$", re.MULTILINE)
@@ -26,16 +26,16 @@ def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanatio
         root: its root cause, judged only by signals and exceptions.
     """
     if report.disagreement is not None:
-        has_own = any(not _is_of_collective(cause) for cause in own_failures(report))
+        has_own = any(not _may_come_from_collective(cause) for cause in own_failures(report))
         return None if has_own else report.disagreement
-    if root is None or not _is_of_collective(root):
+    if root is None or not _may_come_from_collective(root):
         return None
     readings = {reading.rank: reading.step for reading in report.last_readings}
     return explain_standstill(Standing(report.calls, report.returned.keys(), steps=readings))
 
 
 def explain_refusal(report: AttemptReport, root: RootCause) -> Explanation | None:
-    """Return which ranks passed different values to a collective that nblaunch refused; None for other failures."""
+    """Return which ranks passed different values to a collective that nblaunch rejected; None for other failures."""
     if root.failed is None or not root.failed.info.type_name.endswith(DistributedOperationException.__name__):
         return None
     passed = {int(rank): text for rank, text in _PASSED.findall(root.failed.info.message)}
@@ -54,7 +54,7 @@ def explain_refusal(report: AttemptReport, root: RootCause) -> Explanation | Non
     return Explanation("; ".join(f"{formatting.ranks(ranks)} {text}" for text, ranks in sides), faulty)
 
 
-def _is_of_collective(cause: RootCause) -> bool:
+def _may_come_from_collective(cause: RootCause) -> bool:
     """Return whether a collective may have caused a failure: an error, an abort, a return while others wait."""
     if cause.left_early:
         return True
@@ -63,4 +63,4 @@ def _is_of_collective(cause: RootCause) -> bool:
     if cause.failed.is_consequence:
         return True
     frames = cause.failed.info.frames
-    return bool(frames) and any(part in frames[-1].filename for part in _OF_COLLECTIVES)
+    return bool(frames) and any(part in frames[-1].filename for part in _COLLECTIVE_FILES)

@@ -2,7 +2,7 @@
 
 A forked worker has none of the kernel's threads. It waits forever for a task of a pool that a cell started, or for a
 thread that fills a queue. Threads of one worker can also wait for each other. The detector needs no list of libraries:
-``host/waits.py`` reads from the system that nothing outside the process can end these waits.
+``host/waits.py`` asks the system whether anything outside the process can end these waits.
 
     DeadlockDetector  processes -> observe() -> ranks that certainly, or probably, wait forever
     is_confirmed      a probable rank and its stack -> whether it waits forever
@@ -47,7 +47,7 @@ class DeadlockDetector:
         self._reported: dict[int, str] = {}
 
     def observe(self, now_s: float, pids: Mapping[int, int]) -> dict[int, bool]:
-        """Check the running ranks, twice a second at most.
+        """Check the running ranks, at most twice a second.
 
         Args:
             now_s: ``time.monotonic()``.
@@ -101,7 +101,7 @@ def explain(positions: Mapping[int, Position]) -> list[str]:
 
 
 def advice(start_method: str) -> str:
-    """Return the advice for ranks that wait forever, by the start method of the workers."""
+    """Return the advice for ranks that wait forever; it depends on the start method of the workers."""
     return _FORKED if start_method == "fork" else _FRESH
 
 

@@ -43,7 +43,7 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """The headline, the details and the advice, one a line."""
+        """The headline, the details and the advice, one per line."""
         return "\n".join([self.headline, *self.lines, *([self.advice] if self.advice else [])])
 
 
@@ -83,21 +83,21 @@ def find_disagreement(calls: Mapping[int, RankCalls]) -> Disagreement | None:
 
 
 def completed(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Disagreement:
-    """Return the difference with the calls of all ranks for which they can be known.
+    """Return the disagreement with the calls of all ranks whose call is known or can be inferred.
 
     Args:
-        disagreement: the difference.
-        calls: rank -> its calls, read together with the difference or later.
+        disagreement: the disagreement.
+        calls: rank -> its calls, read together with the disagreement or later.
     """
     by_group = _steps_by_group(calls) if disagreement.of_rates else _by_group(calls)
     return _completed(disagreement, by_group.get(disagreement.group, {}))
 
 
 def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Call]]) -> Disagreement:
-    """Add ranks that have come later, and ranks whose call is no longer recorded.
+    """Add ranks that reached the call later, and ranks whose call is no longer recorded.
 
-    Ranks with equal chains have agreed up to there, so a rank has made the same call as the ranks with which it has
-    agreed since.
+    Ranks with equal chains have made equal calls so far. A rank has therefore made the same call as the ranks with
+    which it shares a later chain.
     """
     number = disagreement.number
     missing = {rank: by_rank[rank] for rank in by_rank.keys() - disagreement.calls.keys()}
@@ -130,16 +130,16 @@ def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
     }
     for rank, (splits, call) in sorted(last.items()):
         group = call.site.group or Group()
-        for place_of_peer, peer in enumerate(group.ranks):
-            theirs = last.get(peer)
-            if theirs is None or theirs[1].site.group != group or theirs[1].number != call.number:
+        for peer_index, peer in enumerate(group.ranks):
+            peer_call = last.get(peer)
+            if peer_call is None or peer_call[1].site.group != group or peer_call[1].number != call.number:
                 continue
-            sent, expected = splits.sent[place_of_peer], theirs[0].received[group.ranks.index(rank)]
+            sent, expected = splits.sent[peer_index], peer_call[0].received[group.ranks.index(rank)]
             if sent != expected:
                 name = described(call).partition(" ")[0]
                 return Explanation(
                     f"collective {call.number}: {name}: rank {rank} sends {formatting.count(sent, 'row')} to rank "
-                    f"{peer} ({place(call)}), which expects {expected} ({place(theirs[1])})",
+                    f"{peer} ({place(call)}), which expects {expected} ({place(peer_call[1])})",
                     advice=_SPLITS,
                 )
     return None
@@ -282,16 +282,16 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
     for ranks, calls in sides:
         if any(condition_of(call) for call in calls):
             continue
-        for others, theirs in sides:
-            loops = {loop_around(call.site.filename, call.site.line) for call in theirs}
+        for others, other_calls in sides:
+            loops = {loop_around(call.site.filename, call.site.line) for call in other_calls}
             loop = loops.pop() if len(loops) == 1 else None
-            if ranks is others or loop is None or any(condition_of(call) for call in theirs):
+            if ranks is others or loop is None or any(condition_of(call) for call in other_calls):
                 continue
             if not any(loop.contains(call.site.filename, call.site.line) for call in calls):
-                taken = num_batches(ranks, calls_of, steps)
-                after = f" after {formatting.count(taken, 'batch')}" if taken is not None else ""
-                left = f"{formatting.ranks(ranks)} left the loop of line {loop.first}{after}"
-                lines.append(f"{left}, in which {formatting.ranks(others)} still wait.")
+                num_taken = num_batches(ranks, calls_of, steps)
+                after = f" after {formatting.count(num_taken, 'batch')}" if num_taken is not None else ""
+                text = f"{formatting.ranks(ranks)} left the loop of line {loop.first}{after}"
+                lines.append(f"{text}, in which {formatting.ranks(others)} still wait.")
     return lines
 
 
@@ -300,51 +300,51 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
 
 def _side_text(ranks: Sequence[int], calls: Sequence[Call], disagreement: Disagreement, sides: Sides) -> str:
     if disagreement.of_rates:
-        what = f"learning rate {calls[0].value:g}"
+        call_text = f"learning rate {calls[0].value:g}"
     else:
-        every = [call for _, side_calls in sides for call in side_calls]
-        is_same_kind = len({call.site.kind for call in every}) == 1
-        what = described(
+        all_calls = [call for _, side_calls in sides for call in side_calls]
+        is_same_kind = len({call.site.kind for call in all_calls}) == 1
+        call_text = described(
             calls[0],
-            with_reduction=is_same_kind and len({call.site.reduction for call in every}) > 1,
-            with_root=is_same_kind and len({call.site.root for call in every}) > 1,
+            with_reduction=is_same_kind and len({call.site.reduction for call in all_calls}) > 1,
+            with_root=is_same_kind and len({call.site.root for call in all_calls}) > 1,
         )
     condition = "" if _faulty(sides) and ranks is not sides[0][0] else condition_of(calls[0])
-    under = f" under `{condition}`" if condition else ""
-    return f"{formatting.ranks(ranks)} {what}{under} ({places(calls)})"
+    condition_text = f" under `{condition}`" if condition else ""
+    return f"{formatting.ranks(ranks)} {call_text}{condition_text} ({places(calls)})"
 
 
 def described(call: Call, *, with_reduction: bool = False, with_root: bool = False) -> str:
     """Return a call as text: ``all_reduce float32[4]``, ``gather (all_gather uint8[8])``."""
     site = call.site
-    form = f" {_form(call)}" if site.dtype else ""
+    details = f" {_form(call)}" if site.dtype else ""
     if with_reduction and site.reduction:
-        form += f" {site.reduction}"
+        details += f" {site.reduction}"
     if with_root and site.root >= 0:
-        form += f" {'peer' if site.kind in ('send', 'recv') else 'root'} {site.root}"
+        details += f" {'peer' if site.kind in ('send', 'recv') else 'root'} {site.root}"
     if site.detail:
-        form += f" ({site.detail})"
+        details += f" ({site.detail})"
     if not site.name or site.name == site.kind or site.name.startswith(f"{site.kind}_"):
         is_object = site.name.endswith(("_object", "_object_list"))
-        return f"{site.name or site.kind}{'' if is_object and not with_root else form}"
-    return f"{site.name} ({site.kind}{form})"
+        return f"{site.name or site.kind}{'' if is_object and not with_root else details}"
+    return f"{site.name} ({site.kind}{details})"
 
 
 def _form(call: Call) -> str:
     if call.site.kind == "DistributedDataParallel":
         return call.site.dtype
-    more = ", ..." if call.site.num_dimensions > len(call.shape) else ""
-    many = f"{call.site.num_tensors} x " if call.site.num_tensors > 1 else ""
-    return f"{many}{call.site.dtype}[{', '.join(map(str, call.shape))}{more}]"
+    ellipsis = ", ..." if call.site.num_dimensions > len(call.shape) else ""
+    count = f"{call.site.num_tensors} x " if call.site.num_tensors > 1 else ""
+    return f"{count}{call.site.dtype}[{', '.join(map(str, call.shape))}{ellipsis}]"
 
 
 def places(calls: Iterable[Call]) -> str:
-    """Return where calls stand, each place once: ``cell 5, line 9``."""
+    """Return the places of calls, each once: ``cell 5, line 9``."""
     return formatting.first(list(dict.fromkeys(place(call) for call in calls)), _MAX_PLACES, " and ")
 
 
 def place(call: Call) -> str:
-    """Return where a call stands: ``cell 5, line 9``, ``train.py, line 18``."""
+    """Return the place of a call: ``cell 5, line 9``, ``train.py, line 18``."""
     name = _CELL.sub(r"cell \1", cell_name(call.site.filename)).rpartition("/")[2]
     return f"{name}, line {call.site.line}" if name else "an unknown line"
 

@@ -4,8 +4,8 @@ Traceback objects can't be pickled, so a worker sends the file, line and functio
 compiles functions that raise at these lines, so that pdb, ``traceback`` and IPython show the worker's frames with the
 cell's source.
 
-IPython shows at most three frames: the user's and the innermost library frame, but none of nblaunch's. For a worker's
-exception it adds the notes; for an exception of the launcher it shows only the line of the cell that called it.
+IPython shows the user's frames and the innermost library frame, but none of nblaunch's. Below a worker's exception, it
+shows the notes. For an exception of the launcher, it shows only the line of the cell that called the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FITS = ((5, _MAX_LINES), (3, _MAX_LINES), (2, _MAX_LINES), (2, 12), (2, 8), (2,
 def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
     """Return the worker's exception for the kernel to raise, with the worker's frames in its traceback.
 
-    Causes, and exceptions in a group, get their frames, too.
+    Causes, and exceptions in a group, also get their frames.
 
     Args:
         failed: report of the worker.
@@ -88,8 +88,8 @@ def _from_text(info: ExceptionInfo) -> BaseException | None:
 def _with_text(error: BaseException, message: str) -> BaseException:
     """Return ``error``, with ``message`` as its text if ``str(error)`` raises or is too long.
 
-    ipykernel calls ``str``, fails if ``str`` raises, and writes the whole text into the notebook. A subclass with
-    another ``__str__`` replaces the class; ``args`` stay unchanged.
+    ipykernel calls ``str``, fails if ``str`` raises, and writes the whole text into the notebook. A subclass with a
+    different ``__str__`` replaces the class; ``args`` stay unchanged.
     """
     try:
         is_good = len(str(error)) <= MAX_CHARACTERS
@@ -276,7 +276,7 @@ class RemoteRendering:
         return _fitting(shell, self._shown, tb, (*_earlier(self.info), *self.notes))
 
     def _shown(self, max_lines: int) -> BaseException:
-        """Return the exception to display, with at most ``max_lines`` lines of its message and its cause's."""
+        """Return the exception to display, with at most ``max_lines`` lines of its message and of its cause's."""
         cause = self.info.cause
         if cause is None:
             return _stand_in(self.info.type_name, self.info.message, max_lines)
@@ -318,12 +318,12 @@ def _fitting(
 
 
 def _outside_package(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch's."""
+    """Return the entries outside nblaunch."""
     return [entry for entry in _entries(tb) if not _is_own(entry)]
 
 
 def _outside_launcher(tb: TracebackType | None) -> list[TracebackType]:
-    """Return the entries without nblaunch and the libraries that it called; the user's code below it stays."""
+    """Return the entries without nblaunch and the libraries that it called; keep user code that nblaunch called."""
     kept = []
     is_inside = False
     for entry in _entries(tb):

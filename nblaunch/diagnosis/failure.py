@@ -235,7 +235,7 @@ def _mismatched(
     error = CollectiveMismatch("\n".join([f"{mismatch.text}", *how, *notes]), ranks=mismatch.ranks)
     if root is not None and root.failed is not None:
         error.__cause__ = rebuild(root.failed)
-    return _of_ranks(error, mismatch.ranks, mismatch.headline)
+    return _failure_of_ranks(error, mismatch.ranks, mismatch.headline)
 
 
 def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
@@ -244,10 +244,10 @@ def _hung(report: AttemptReport, hang: Hang, folder: Path) -> Failure:
     lines += [hang.advice] if hang.advice else []
     lines += [*report.unkillable.values(), f"complete logs: {folder}"]
     advice = (hang.advice,) if hang.advice else ()
-    return _of_ranks(JobHung("\n".join(lines), ranks=hang.ranks), hang.ranks, hang.headline, advice)
+    return _failure_of_ranks(JobHung("\n".join(lines), ranks=hang.ranks), hang.ranks, hang.headline, advice)
 
 
-def _of_ranks(
+def _failure_of_ranks(
     error: BaseException, ranks: Sequence[int], headline: str, advice: tuple[str, ...] = ()
 ) -> Failure:
     """Return the failure of several ranks; ``headline`` is a sentence that begins with them."""

@@ -4,7 +4,7 @@ A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a queue with a size h
 ``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another rank, or
 another process or thread of the kernel, might. The hang is therefore not certain, and a note names the line.
 
-    FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel has, too
+    FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel also has
     is_confirmed       a rank's stack -> whether the rank is putting a value
     explain            what to do
 """
@@ -39,7 +39,7 @@ class FullQueueDetector:
         self._reported: dict[int, str] = {}
 
     def observe(self, now_s: float, pids: Mapping[int, int]) -> set[int]:
-        """Check the running ranks, twice a second at most; return those that wait for an object of this process.
+        """Check the running ranks, at most twice a second; return those that wait for an object of this process.
 
         Args:
             now_s: ``time.monotonic()``.

@@ -30,7 +30,7 @@ _IDLE_SHARE = 0.02
 """Fraction of one core below which a thread is idle; polling threads use less."""
 
 _IDLE_S = 0.05
-"""Processor seconds below which a thread is idle, for short timeouts: the system counts in 0.01 s."""
+"""Processor seconds below which a thread is idle, for short timeouts: the system counts in units of 0.01 s."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class HangDetector:
 
         Args:
             now_s: ``time.monotonic()``.
-            progress: of all ranks of the job, including other machines.
+            progress: progress of all ranks of the job, including those on other machines.
             running: ranks of this machine whose function runs, or that still send states.
         """
         for rank, shown in progress.items():
@@ -154,7 +154,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return rank -> seconds without progress, for running ranks that have been still long enough to be checked."""
+        """Return rank -> seconds without progress, for running ranks that are due for a check."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 
@@ -211,7 +211,7 @@ class HangDetector:
         return [self._ranks[rank] for rank in self._running if rank in self._ranks]
 
     def _is_hung(self, rank: int, state: _Rank) -> bool:
-        """Return whether a rank without progress certainly hangs and does not work without steps."""
+        """Return whether a rank without progress certainly hangs, rather than working without taking steps."""
         if state.has_moved or state.position.is_long_work:
             return False
         if state.progress.has_stepped:

@@ -55,7 +55,7 @@ class RemoteFailures:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang for which the launcher stopped the job.
+    """A hang that made the launcher stop the job.
 
     Args:
         ranks: ranks that the others wait for, if known.
@@ -96,7 +96,8 @@ class AttemptReport:
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
-        interrupted: the user interrupted the job before a rank failed or all delivered, and not all returned later.
+        interrupted: the user interrupted the job before any rank failed and before all ranks had delivered, and not all
+            ranks returned afterwards.
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
@@ -105,7 +106,7 @@ class AttemptReport:
         host_memory: rank -> last sample with its peak, for ranks of this node.
         kept: ranks that keep running for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.
-        hang: the hang because of which the job was stopped; None otherwise.
+        hang: the hang that made the launcher stop the job; None otherwise.
         remote: failures of ranks on other nodes.
         places: rank -> label of its node, if an engine has started it; empty on one machine.
         evidence: rank -> evidence from its own node about its death or failure, if an engine has started it.

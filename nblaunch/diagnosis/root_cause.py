@@ -108,9 +108,7 @@ def what_happened(cause: RootCause, report: AttemptReport) -> str:
     """Return how a rank ended, as the end of a sentence: ``was killed by SIGSEGV``."""
     if cause.left_early:
         left = (
-            "left by sys.exit(0)"
-            if report.returned[cause.rank].left_by_exit
-            else "returned from the function"
+            "called sys.exit(0)" if report.returned[cause.rank].left_by_exit else "returned from the function"
         )
         waiting = formatting.ranks(report.failed)
         return f"{left} while {waiting} still needed it in a collective operation"
@@ -135,7 +133,7 @@ def early_leavers(report: AttemptReport) -> str:
     if len(leavers) in (0, len(report.returned)):
         return ""
     nothing = "its value is" if len(leavers) == 1 else "their values are"
-    return f"{formatting.ranks(leavers)} left by sys.exit(0) before the function returned; {nothing} None"
+    return f"{formatting.ranks(leavers)} called sys.exit(0) before the function returned; {nothing} None"
 
 
 def what_it_means(cause: RootCause) -> str:

@@ -22,13 +22,13 @@ _GATHER_OF_WRITES_S = 5.0
 """The same, for a file that several ranks write."""
 
 OF_NODE = frozenset({"together"})
-"""How observations are judged on the node of their ranks: paths of two nodes may name two files."""
+"""Values of ``judged_by`` that each node judges itself, because a path may name different files on two nodes."""
 
 OF_JOB = frozenset({"itself", "equal", "distinct", "first"})
-"""How observations are judged for all nodes together."""
+"""Values of ``judged_by`` that are judged for all nodes together."""
 
 EVERYTHING = OF_NODE | OF_JOB
-"""How observations are judged if all ranks are of one machine."""
+"""All values of ``judged_by``, for jobs on one machine."""
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
@@ -43,7 +43,8 @@ class SilentErrors:
     Args:
         ranks: all ranks that may send observations.
         emit: receives a warning for each error.
-        scope: which observations; a node of several judges :data:`OF_NODE`, their coordinator :data:`OF_JOB`.
+        scope: the observations to judge. With several nodes, each judges :data:`OF_NODE`, and the coordinator
+            :data:`OF_JOB`.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class SilentErrors:
             self._forget(next(iter(self._seen)))
 
     def collect(self, alive: Collection[int]) -> None:
-        """Warn of each mistake that is certain by now."""
+        """Warn about each mistake that is certain by now."""
         self._warn(is_end=False)
 
     def end(self) -> None:
-        """Warn of each mistake that is certain if no more observations come."""
+        """Warn about each mistake that is certain if no more observations arrive."""
         self._warn(is_end=True)
         if self._num_hints:
             self._emit(

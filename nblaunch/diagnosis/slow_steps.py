@@ -21,10 +21,10 @@ from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
 
 MIN_STEPS = 5
-"""Smallest number of steps by which a rank is judged."""
+"""Smallest number of steps that is enough to judge a rank."""
 
 MIN_PERIOD_S = 2.0
-"""Seconds that these steps must take together."""
+"""Seconds that these steps must take in total."""
 
 _MIN_STEP_S = 2e-3  # shorter steps are toys, dominated by overhead
 _MIN_LOST_S = 5e-3  # of a step
@@ -63,7 +63,7 @@ class StepTimes:
         return self.seconds.get(kind, 0.0) / self.period_s
 
     def per_step_s(self, kind: SpanKind) -> float:
-        """Return the mean seconds of a step."""
+        """Return the mean seconds per step."""
         return self.seconds.get(kind, 0.0) / self.num_steps
 
     @property
@@ -91,7 +91,7 @@ class Neighbour:
     num_more: int = 0
 
     def joined_by(self, other: Neighbour | None) -> Neighbour:
-        """Return what a rank shares its processor with: both if they can't go elsewhere, else the larger one."""
+        """Return two pinned neighbours as one; otherwise the pinned one, or the one that uses the processor more."""
         if other is None or self.is_pinned != other.is_pinned:
             return self if other is None or self.is_pinned else other
         larger = max(self, other, key=lambda neighbour: neighbour.use)
@@ -142,7 +142,7 @@ class Cause:
 
     Args:
         kind: name of the cause.
-        ranks: the ranks concerned; empty: all.
+        ranks: the affected ranks; empty: all.
         text: a sentence without its full stop: what happens, and what to do.
         is_fixed: whether the cause can't come and go by itself, so that it is soon certain.
     """
@@ -273,17 +273,17 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     others = [use.wait_share for rank, use in uses.items() if rank not in slow]
     neighbours = [use.neighbour for use in slow.values() if use.neighbour is not None]
     is_fixed = all(process.is_pinned for process in neighbours)
-    # On a busy machine other ranks wait, too. A neighbour that can't go away is to blame all the same.
+    # On a busy machine, other ranks wait, too. A pinned neighbour is to blame anyway.
     share_of_others = 0.75 if is_fixed else 0.5
     if not slow or not others:
         return None
     if max(others) > share_of_others * min(use.wait_share for use in slow.values()):
         return None
-    named = ", ".join(dict.fromkeys(map(_process_name, neighbours)))
-    what = (
+    names = ", ".join(dict.fromkeys(map(_process_name, neighbours)))
+    sharers = (
         "another process" if sum(1 + process.num_more for process in neighbours) == 1 else "other processes"
     )
-    whose = (
+    subject = (
         f"{formatting.ranks(slow)}'s core is"
         if len(slow) == 1
         else f"the cores of {formatting.ranks(slow)} are"
@@ -291,7 +291,7 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     share = _percent(median(use.wait_share for use in slow.values()))
     return Cause(
         "shared core", tuple(slow),
-        f"{whose} shared with {what} ({named}): {_it(slow)} waits {share} of the time for the core",
+        f"{subject} shared with {sharers} ({names}): {_it(slow)} waits {share} of the time for the core",
         is_fixed=is_fixed,
     )  # fmt: skip
 
@@ -306,7 +306,7 @@ def _limits(uses: Uses, machine: Machine) -> Cause | None:
     if machine.throttled_share >= _MIN_LIMITED:
         return Cause(
             "throttled", (),
-            f"the limit of the control group stops the ranks {_percent(machine.throttled_share)} of the time: give the "
+            f"the control group's limit stops the ranks {_percent(machine.throttled_share)} of the time: give the "
             "container more processors, or launch fewer processes",
         )  # fmt: skip
     if machine.stolen_share >= _MIN_LIMITED:
@@ -333,7 +333,7 @@ def _saves(times: Times, uses: Uses) -> Cause | None:
     steps = max(round(spent.num_steps / number), 1)
     saved = spent.saved_bytes / spent.num_steps * steps
     what = f"saves {formatting.size(saved)}" if saved else "saves"
-    who = f"each step {what}" if steps == 1 else f"each {steps} steps, a rank {what}"
+    who = f"each step {what}" if steps == 1 else f"every {steps} steps, a rank {what}"
     share = _percent(spent.share(SpanKind.SAVE))
     return Cause(
         "saves", _named(slow, times), f"{who}, {share} of the time {_on(slow, times)}: save less often"
@@ -400,7 +400,7 @@ def _long_batches(times: Times, uses: Uses) -> Cause | None:
     return Cause(
         "batches", tuple(slow),
         f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} against {usual:,.0f} "
-        "elements), so that the others wait: deal samples out by their length",
+        "elements), so that the others wait: distribute samples by length",
     )  # fmt: skip
 
 
@@ -434,7 +434,7 @@ def _optimizers(times: Times, uses: Uses) -> Cause | None:
     share = _percent(median(spent.share(SpanKind.OPTIMIZER) for spent in times.values()))
     return Cause(
         "optimizer", (),
-        f"{share} of each step is the optimizer's {_on(slow, times)}: fused=True, larger batches or gradient "
+        f"the optimizer takes {share} of each step {_on(slow, times)}: use fused=True, larger batches or gradient "
         "accumulation",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-_OF_RANKS = re.compile(
+_RANK_NAMES = re.compile(
     r"rank|main_process|last_process|process_index|process_zero|is_main\b|is_master|is_primary|master_process",
     re.IGNORECASE,
 )
@@ -54,7 +54,7 @@ def condition_on_rank(filename: str, line: int) -> str:
             decorators = [
                 decorator
                 for decorator in map(ast.unparse, node.decorator_list)
-                if _OF_RANKS.search(decorator)
+                if _RANK_NAMES.search(decorator)
             ]
             if decorators:
                 return f"@{decorators[0]}"
@@ -62,7 +62,7 @@ def condition_on_rank(filename: str, line: int) -> str:
         else:
             continue
         text = ast.unparse(test)
-        if _OF_RANKS.search(text):
+        if _RANK_NAMES.search(text):
             return f"{word} {text if len(text) <= _MAX_CONDITION else text[: _MAX_CONDITION - 3] + '...'}"
     return ""
 

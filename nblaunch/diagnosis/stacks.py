@@ -46,7 +46,7 @@ _LONG_WORK_FILES = (
     "/safetensors/",
     "/nblaunch/training/checkpoints/",
 )
-"""Files for compilation and checkpoints, where one call may take long without any sign of progress."""
+"""Files for compilation and checkpoints, where one call may take a long time without any sign of progress."""
 
 _IMPORT_SYSTEM = "<frozen importlib."
 

@@ -81,7 +81,7 @@ class Standing:
 
 
 def explain_standstill(standing: Standing) -> Explanation | None:
-    """Return which rank is missing where; None if the recorded calls do not show it."""
+    """Return which rank is missing, and where; None if the recorded calls do not show it."""
     activities = {rank: _activity(standing, rank) for rank in sorted(standing.calls)}
     recorded = {rank: activity for rank, activity in activities.items() if activity.kind != "unknown"}
     by_key: dict[tuple[object, ...], dict[int, _Activity]] = {}
@@ -244,8 +244,8 @@ def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
         return None
     side = guilty[0]
     conditions = sorted(set(filter(None, _condition(standing, side))))
-    under = f" under `{conditions[0]}`" if conditions else ""
-    text = f"{formatting.ranks(side.ranks)} alone called {_what(side.calls[0])}{under} ({places(side.calls)})"
+    condition_text = f" under `{conditions[0]}`" if conditions else ""
+    text = f"{formatting.ranks(side.ranks)} alone called {_what(side.calls[0])}{condition_text} ({places(side.calls)})"
     others = _states([other for other in sides if other is not side])
     return Explanation(f"{text}; {others}", tuple(faulty), (), _ALONE)
 
@@ -267,21 +267,21 @@ def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
         return None
     for number in sorted(set.intersection(*map(set, forwards.values()))):
         in_step = {rank: rank_calls[number] for rank, rank_calls in forwards.items()}
-        apart = [rank for rank, call in in_step.items() if not call.value]
-        if 0 < len(apart) < len(in_step):
-            return _explain_no_sync(number, in_step, apart)
+        without_sync = [rank for rank, call in in_step.items() if not call.value]
+        if 0 < len(without_sync) < len(in_step):
+            return _explain_no_sync(number, in_step, without_sync)
     return None
 
 
-def _explain_no_sync(number: int, in_step: Mapping[int, Call], apart: Sequence[int]) -> Explanation:
-    others = [rank for rank in in_step if rank not in apart]
+def _explain_no_sync(number: int, in_step: Mapping[int, Call], without_sync: Sequence[int]) -> Explanation:
+    others = [rank for rank in in_step if rank not in without_sync]
     texts = {
-        "kept gradients to itself (no_sync)": apart,
+        "kept gradients to itself (no_sync)": without_sync,
         "exchanged gradients": others,
     }
     faulty: Sequence[int] = ()
-    if len(apart) != len(others):
-        faulty = min(apart, others, key=len)
+    if len(without_sync) != len(others):
+        faulty = min(without_sync, others, key=len)
     ordered = sorted(texts.items(), key=lambda item: item[1] != faulty)
     shown = "; ".join(
         f"{formatting.ranks(ranks)} {text} ({places([in_step[rank] for rank in ranks])})"
@@ -328,7 +328,7 @@ def _what(call: Call) -> str:
 
 _UNEVEN = (
     "Every rank must take the same number of batches: prepare the loader (even_batches=True), or put the loop into "
-    "accelerator.join_uneven_inputs([model]), with torch alone into model.join()."
+    "accelerator.join_uneven_inputs([model]), or without an Accelerator into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = (

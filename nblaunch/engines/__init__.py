@@ -7,7 +7,7 @@
 
 On each machine, a clean process, the node program, loads the call once and runs its ranks like the launcher of a
 single machine. One coordinator merges the nodes' reports, so the same code as on one machine produces results,
-weights, errors and their texts. (:mod:`nblaunch.nodes` is the other way to several machines: the same notebook on
+weights, errors and their texts. (:mod:`nblaunch.nodes` is the other way to use several machines: the same notebook on
 each.)
 
 In the launching process:
@@ -29,8 +29,8 @@ In the launching process:
 
 On each node:
 
-    node.py              the first lines of the node program
-      node_forkserver.py where nodes are kept between launches: imports torch, forks a child for each job
+    node.py              the entry point of the node program
+      node_forkserver.py if nodes are kept between launches: imports torch, forks a child for each job
       node_program.py    loads the call, runs attempts
       uplink.py          exchanges data with the coordinator while ranks run
 

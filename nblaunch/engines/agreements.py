@@ -18,14 +18,14 @@ from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.stop_agreement import BOUNDARY_S, Ballot, StopAgreement
 
 _AHEAD_S = {"check": 0.5, "step": 0.1}
-"""Seconds by which a proposal is ahead of the foremost rank: the time of a message to all nodes and of the replies.
+"""Seconds by which a proposal is ahead of the foremost rank: the time for a message to all nodes and for the replies.
 """
 
 _PATIENCE_S = {"check": 1.0, "step": 0.5}
 """Seconds that a rank may wait at the proposed check."""
 
 _SHARE = 0.75
-"""Share of the grace after which an interrupt no longer waits for a common step."""
+"""Share of the grace period after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
 """Additional seconds that an interrupt waits for a common step, compared with one machine. Nodes wait twice as long."""
@@ -41,7 +41,7 @@ class NodesAgreement:
         subject: what ranks count.
         send: sends a message to all nodes.
         now_s: ``time.monotonic()``.
-        grace_s: seconds of grace that an interrupt gives ranks.
+        grace_s: grace period of an interrupt, in seconds.
 
     Attributes:
         is_settled: whether all ranks stop at the same check.

@@ -39,7 +39,7 @@ def start_all(nodes: Iterable[NodeHandle]) -> list[NodeHandle]:
 
 
 class CommandNode(NodeHandle):
-    """A node program that runs as long as a local command.
+    """A node program that lives as long as a local command.
 
     Args:
         command: program and arguments.

@@ -80,7 +80,7 @@ _LOST_S = 15.0
 
 _LOST_ADVICE = (
     "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
-    "there then."
+    "available then."
 )
 
 
@@ -394,7 +394,7 @@ class Coordinator:
                 link.channel.send(message)
 
     def _end_ranks(self) -> None:
-        """Have all nodes end their ranks, at first with time for others to report their own failures."""
+        """Have all nodes end their ranks, after some time for other ranks to report their own failures."""
         if self._ends_since is None:
             self._ends_since = time.monotonic()
             self._send_all(EndRanks())

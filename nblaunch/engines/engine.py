@@ -1,4 +1,4 @@
-"""The interface of an engine, which starts our node program on machines and carries bytes to and from them.
+"""The interface of an engine, which starts the node program on machines and carries bytes to and from them.
 
     Engine ── start_nodes ──> NodeHandle per machine: a pipe to the program, a pipe from it, and its exit reason
 
@@ -72,7 +72,7 @@ class NodeHandle(ABC):
 
 
 class Engine(ABC):
-    """Starts our node program on machines. Must be closed, and then leaves nothing behind.
+    """Starts the node program on machines. Must be closed, and then leaves nothing behind.
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.
@@ -93,10 +93,10 @@ class Engine(ABC):
         """
 
     def keep(self, handles: Sequence[NodeHandle]) -> None:
-        """Keep nodes whose job is over for the next one, where :attr:`keeps_nodes`; their handles are open."""
+        """Keep nodes for the next job after their job has ended, if :attr:`keeps_nodes`; their handles are open."""
 
     def take_kept(self) -> list[NodeHandle]:
-        """Return the nodes that are kept, which the engine then keeps no longer. Their programs may have ended."""
+        """Return the nodes that the engine has kept, and stop keeping them. Their programs may have ended."""
         return []
 
     def close(self) -> None:

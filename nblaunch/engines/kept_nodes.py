@@ -26,7 +26,7 @@ class Nodes:
     """Machines that are kept between launches, so that only the first launch waits for Python and torch to start.
 
     On each machine a program imports torch and waits. Each launch forks a fresh process from it, so launches share
-    nothing, and nothing that a function changes lasts. The machines are reserved from the first launch until
+    nothing, and a function's changes do not persist. The machines are reserved from the first launch until
     :meth:`close`, the end of a ``with`` block, or the end of this object or this process. One job at a time runs on
     them.
 
@@ -36,15 +36,15 @@ class Nodes:
             notebook_launcher(train, (model,), engine=nodes)  # starts the programs
             notebook_launcher(train, (model,), engine=nodes)  # in less than a second
 
-    A launch on them takes the number of nodes and the engine from here. If one of the programs ends between launches,
-    the next launch starts all of them again, and a note says why.
+    A launch on these nodes takes their number and the engine from this object. If one of the programs ends between
+    launches, the next launch starts all of them again, and a note says why.
 
     Args:
         num_nodes: number of machines, or ``"min:max"``.
         engine: ``"processes"``, ``"ray"``, ``"ssh"`` or ``"slurm"``, as for :func:`nblaunch.notebook_launcher`.
         hosts: for ``engine="ssh"``, the names of the machines.
-        resources_per_node: for ``engine="ray"``, free resources that a node must have. None = as for
-            :func:`nblaunch.notebook_launcher`, by the first launch.
+        resources_per_node: for ``engine="ray"``, free resources that a node must have. None = determined by the first
+            launch, as for :func:`nblaunch.notebook_launcher`.
         runtime_env: for ``engine="ray"``, the environment of the nodes.
 
     Raises:
@@ -70,7 +70,7 @@ class Nodes:
         )
         if not spec.is_on_nodes:
             raise ValueError(
-                f"engine={engine!r} has no nodes that could be kept; engines that have are 'processes', 'ray', "
+                f"engine={engine!r} does not start nodes that can be kept; valid engines are 'processes', 'ray', "
                 "'ssh' and 'slurm'"
             )
         self._spec = spec
@@ -87,14 +87,14 @@ class Nodes:
             given: the same settings in the call of the launcher, which must have their defaults or these values.
 
         Raises:
-            ValueError: one of them has another value.
+            ValueError: one of them has a different value.
         """
         defaults = LaunchSpec(function=_nothing)
         for name, value in given.items():
             value = tuple(value) if isinstance(value, list) else value
             if value not in (getattr(defaults, name), getattr(self._spec, name)):
                 raise ValueError(
-                    f"{name}={value!r} can't be combined with engine={self!r}: the nodes have been chosen there"
+                    f"{name}={value!r} can't be combined with engine={self!r}, which has already chosen the nodes"
                 )
         return {
             **{name: getattr(self._spec, name) for name in given},
@@ -103,7 +103,7 @@ class Nodes:
         }
 
     def close(self) -> None:
-        """End the programs on all machines, and release these. A launch that is running continues to its end."""
+        """End the programs on all machines, and release the machines. A running launch continues to its end."""
         self._engine.retire()
 
     def __enter__(self) -> Nodes:
@@ -116,7 +116,7 @@ class Nodes:
 
 
 class KeptEngine(Engine):
-    """An engine that keeps its nodes between launches, which take it in turn.
+    """An engine that keeps its nodes between launches, which use it one at a time.
 
     Args:
         engine: starts them.
@@ -159,7 +159,7 @@ class KeptEngine(Engine):
         return handles
 
     def notes(self) -> Sequence[str]:
-        """Return what the engine has to say, once for all launches on the same nodes."""
+        """Return the engine's notes, once for all launches on the same nodes."""
         notes, self._notes = self._notes, ()
         return notes
 
@@ -168,7 +168,7 @@ class KeptEngine(Engine):
         self._kept = list(handles)
 
     def close(self) -> None:
-        """End the use by a launch. What it has not kept, it has closed."""
+        """End the use by a launch, which has closed all handles that it did not keep."""
         if not self._kept or self._is_retired:
             for handle in self.take_kept():
                 handle.close(_CLOSE_S)
@@ -190,4 +190,4 @@ _never_collected: list[KeptEngine] = []
 
 
 def _nothing() -> None:
-    """Stand for the function of launches that are to come."""
+    """Stand in for the function of a later launch."""

@@ -201,7 +201,8 @@ def _check_versions(label: str, hello: Hello) -> None:
         )
     if hello.nblaunch != here.nblaunch:
         raise LaunchError(
-            f"{label} has nblaunch {hello.nblaunch}, and this process {here.nblaunch}: install the same on all machines"
+            f"{label} has nblaunch {hello.nblaunch}, and this process {here.nblaunch}: install the same version on all "
+            "machines"
         )
 
 

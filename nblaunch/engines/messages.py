@@ -52,7 +52,7 @@ class Hello:
 
     @classmethod
     def of_this_process(cls) -> Hello:
-        """Return the clocks of this process."""
+        """Return the versions of this process."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         # Nothing here may import the package above it.
         return cls(socket.gethostname(), python, sys.modules["nblaunch"].__version__)
@@ -163,7 +163,7 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class Leave:
-    """The job is over; where :attr:`Boot.is_kept`, the node program says :class:`Hello` again."""
+    """The job has ended. If :attr:`Boot.is_kept` is set, the node program sends :class:`Hello` again."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ class AttemptOver:
     Args:
         signalled: rank -> time of the first signal to it.
         unkillable: rank -> a sentence about its process.
-        evidence: evidence of this machine about its failures.
+        evidence: evidence from this machine about its failures.
         last_readings: last readings of the ranks on this node.
         hang: a hang that this node detected with certainty, such as a deadlock of threads.
         calls: rank -> the last collectives that it has recorded.

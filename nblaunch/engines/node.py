@@ -1,4 +1,4 @@
-"""The first lines of the node program, which sends its versions, receives key and environment, and then loads the
+"""The entry point of the node program, which sends its versions, receives key and environment, and then loads the
 call.
 
     python -c "from nblaunch.engines.node import main; main()"      standard input and output are its channel
@@ -63,7 +63,7 @@ def _take_standard_descriptors() -> Channel:
 
 
 def next_boot(channel: Channel) -> Boot | None:
-    """Say who this is, and wait for the first message; return None if the coordinator has closed the channel."""
+    """Send this program's versions and wait for a job; return None if the coordinator has closed the channel."""
     channel.send_mark()
     channel.send_raw(schema.dump(Hello.of_this_process()))
     while not channel.is_closed:

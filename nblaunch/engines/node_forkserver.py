@@ -1,11 +1,10 @@
-"""The node program where nodes are kept between jobs: a forkserver with torch imported, which forks a child for each
-job.
+"""The node program if nodes are kept between jobs: a forkserver with torch imported, which forks a child for each job.
 
     forkserver ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
-       └── waits for the child, then says Hello again ──> next Boot, with another key
+       └── waits for the child, then sends Hello again ──> next Boot, with another key
 
-Both have the same channel, of which the forkserver reads nothing while a child lives. What a job changes,
-as variables, modules and random states, ends with its child.
+Child and forkserver share the channel, but the forkserver does not read from it while a child lives. A job's changes,
+such as variables, modules and random states, end with its child.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
     """Run jobs one after another until the coordinator closes the channel, or the process of a job fails.
 
     Args:
-        boot: of the first job.
-        channel: to the coordinator.
+        boot: first message of the first job.
+        channel: channel to the coordinator.
         wait_for_boot: greets the coordinator, and waits for the next job; None = it has closed the channel.
     """
     first = boot.environment
@@ -71,7 +70,7 @@ def _run(boot: Boot, channel: Channel) -> NoReturn:
 
 
 def _wait_for(child: int) -> None:
-    """Wait until the child has ended, and end as it did, unless it ended well: the coordinator then learns of it."""
+    """Wait until the child has ended. If it failed, end in the same way, so that the coordinator notices."""
     signal.signal(signal.SIGTERM, lambda signum, frame: os.kill(child, signum))
     _, status = os.waitpid(child, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

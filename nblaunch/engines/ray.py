@@ -68,15 +68,15 @@ class _Driver:
     def __init__(self, wanted: NodesWanted) -> None:
         spec = wanted.spec
         self._own: list[socket.socket] = []
-        theirs: list[socket.socket] = []
+        driver_ends: list[socket.socket] = []
         reading, writing = os.pipe()
         life_reading, self._life_fd = os.pipe()
         try:
             for _ in range(spec.max_nodes):
-                ours, other = socket.socketpair()
-                self._own.append(ours)
-                theirs.append(other)
-                descriptors.keep_from_children(ours.fileno())
+                own_end, driver_end = socket.socketpair()
+                self._own.append(own_end)
+                driver_ends.append(driver_end)
+                descriptors.keep_from_children(own_end.fileno())
             task = DriverTask(
                 address=_address(wanted.environment),
                 min_nodes=spec.min_nodes,
@@ -87,7 +87,7 @@ class _Driver:
                 runtime_env=dict(spec.runtime_env or {}),
                 timeout_s=spec.rendezvous_timeout_s,
                 waits_for_others=spec.rdzv_timeout_s is not None,
-                node_fds=tuple(connection.fileno() for connection in theirs),
+                node_fds=tuple(connection.fileno() for connection in driver_ends),
                 event_fd=writing,
                 life_fd=life_reading,
                 log_path=str(wanted.log_path(0).with_name("ray_driver.log")),
@@ -101,7 +101,7 @@ class _Driver:
                 f"the driver of Ray could not be started ({sys.executable}): {error}"
             ) from error
         finally:
-            for connection in theirs:
+            for connection in driver_ends:
                 connection.close()
             os.close(writing)
             os.close(life_reading)

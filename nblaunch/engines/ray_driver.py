@@ -115,7 +115,7 @@ class Driver:
         Raises:
             LaunchError: the cluster can't be reached.
         """
-        address, origin = self._task.address, "of RAY_ADDRESS or of this process's connection"
+        address, origin = self._task.address, "from RAY_ADDRESS or from this process's connection"
         notes: list[str] = []
         if not address:
             address, origin = _current_cluster(), f"which {_CURRENT_CLUSTER} names"
@@ -140,7 +140,7 @@ class Driver:
             self._owns_cluster = True
             self._ray.init(address="local", include_dashboard=False, **settings)
             notes.append(
-                "no Ray cluster was found; one of this machine was started, which ends with this job"
+                "no Ray cluster was found, so one was started on this machine; it ends with this job"
             )
         return notes
 
@@ -154,14 +154,14 @@ class Driver:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         totals = [_plain(node["Resources"]) for node in nodes]
         bundle = dict(task.resources) or _default_bundle(task, totals)
-        able = [node for node, total in zip(nodes, totals, strict=True) if _holds(total, bundle)]
+        suitable = [node for node, total in zip(nodes, totals, strict=True) if _holds(total, bundle)]
         free = self._free_by_node()
-        free_now = [node for node in able if _holds(free.get(node["NodeID"], {}), bundle)]
-        if len(able) < task.min_nodes and not task.waits_for_others:
+        free_now = [node for node in suitable if _holds(free.get(node["NodeID"], {}), bundle)]
+        if len(suitable) < task.min_nodes and not task.waits_for_others:
             raise LaunchError(
                 f"{_needs(task.min_nodes, bundle)}, but of the {len(nodes)} nodes of this Ray cluster "
-                f"{len(able)} could ever give that: {self._describe(nodes, free)}. Ask for less by resources_per_node "
-                "or num_nodes; where an autoscaler may add nodes, rdzv_timeout_s says how long to wait for them"
+                f"{len(suitable)} could ever provide them: {self._describe(nodes, free)}. Request less with "
+                "resources_per_node or num_nodes; if an autoscaler may add nodes, rdzv_timeout_s sets how long to wait"
             )
         count = max(task.min_nodes, min(task.max_nodes, len(free_now)))
         return bundle, count
@@ -183,7 +183,7 @@ class Driver:
         )
 
     def _reserve(self, bundle: Mapping[str, float], count: int) -> bool:
-        """Reserve nodes, each for one bundle; return False if the launching process ended meanwhile.
+        """Reserve nodes, each for one bundle; return False if the launching process ended in the meantime.
 
         Raises:
             LaunchError: the nodes were not free in time.
@@ -245,7 +245,7 @@ class Driver:
             first, *_ = str(error).strip().splitlines() or [""]
             raise LaunchError(
                 f"the actor that starts the program on a node of the Ray cluster failed: {type(error).__name__}: "
-                f"{_cause(error) or first}. nblaunch must be there, too: install it on the nodes, or pass "
+                f"{_cause(error) or first}. The nodes also need nblaunch: install it there, or pass "
                 "runtime_env={'pip': ['nblaunch']}"
             ) from error
         return places
@@ -278,8 +278,7 @@ class Driver:
     def end(self) -> None:
         """End the programs, the actors, the placement group, and a cluster that this process has started.
 
-        The connection to any other cluster ends with this process: to close it first takes 0.3 s, for which the user
-        would wait.
+        The connection to any other cluster ends with this process: closing it first would make the user wait 0.3 s.
         """
         if not self._ray.is_initialized():
             return
@@ -352,7 +351,7 @@ def _holds(resources: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
 
 def _needs(count: int, bundle: Mapping[str, float]) -> str:
     nodes = "1 node" if count == 1 else f"{count} nodes"
-    return f"{nodes} with {_amounts(bundle)} each {'is' if count == 1 else 'are'} wanted"
+    return f"{nodes} with {_amounts(bundle)} each {'is' if count == 1 else 'are'} needed"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -22,7 +22,7 @@ class DriverTask:
         backend: requested device family.
         runtime_env: runtime environment in Ray's format.
         timeout_s: how long to wait for nodes that are in use.
-        waits_for_others: wait as long for nodes that the cluster lacks, because an autoscaler may add them.
+        waits_for_others: also wait for nodes that the cluster lacks, because an autoscaler may add them.
         node_fds: one socket per node for its bytes.
         event_fd: pipe for the messages below.
         life_fd: pipe whose end means that the launching process no longer needs the nodes.

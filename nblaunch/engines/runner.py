@@ -4,7 +4,7 @@
                          ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as usual
     after a failure      ──> the same nodes again; after a lost node, new ones
 
-Only its attempts differ from a job on one machine, so it works in a kernel, in the background, and in the
+It differs from a job on one machine only in its attempts, so it works in a kernel, in the background, and in the
 process of a detached job. None of these processes talks to a cluster: an engine that needs a library for that uses a
 separate process (``ray.py``).
 """

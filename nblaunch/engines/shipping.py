@@ -75,8 +75,8 @@ def user_modules(folder: str | None) -> list[ModuleSource]:
     if num_bytes > _MAX_BYTES:
         largest = max(sources, key=lambda source: len(source.text))
         raise LaunchError(
-            f"the modules of this notebook, which nodes need, have {num_bytes / 1e6:.0f} MB ({largest.filename} is the "
-            "largest): install them on the nodes instead"
+            f"the modules of this notebook, which nodes need, are too large to send: {num_bytes / 1e6:.0f} MB in total "
+            f"({largest.filename} is the largest). Install them on the nodes instead"
         )
     return sources
 

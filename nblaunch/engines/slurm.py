@@ -49,8 +49,8 @@ def _allocated() -> list[str]:
     nodes = env.read("SLURM_JOB_NODELIST")
     if not nodes:
         raise LaunchError(
-            "engine='slurm' starts ranks inside a Slurm allocation, and this process is in none (SLURM_JOB_NODELIST is "
-            "not set): start Jupyter by salloc or sbatch"
+            "engine='slurm' starts ranks inside a Slurm allocation, but this process is not in one (SLURM_JOB_NODELIST "
+            "is not set): start Jupyter with salloc or sbatch"
         )
     try:
         listed = subprocess.run(

@@ -11,7 +11,7 @@ from nblaunch.engines.link import NodeLink
 from nblaunch.engines.messages import Stacks
 
 _STACKS_S = 4.0
-"""Time for nodes to collect their ranks' stacks, a little more than they need at most."""
+"""Time for nodes to collect their ranks' stacks, slightly longer than they need at most."""
 
 
 class NodesStacks:

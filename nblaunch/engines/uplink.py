@@ -4,8 +4,8 @@
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
 For this node's supervisor it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
-files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends what is not
-urgent, so the coordinator's work does not grow.
+files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends data that is
+not urgent, so the coordinator's work does not grow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
 _MESSAGES_PER_S = 128
-"""So many heartbeats, or parts of logs, all nodes together send in a second at most."""
+"""Largest number of heartbeats, or of parts of logs, that all nodes together send per second."""
 
 _LOG_BYTES = 256 << 10
 """Number of bytes of logs that are sent at each of ten checks per second."""
@@ -257,7 +257,7 @@ class Uplink:
         return self._readings
 
     def _heartbeat(self, state: str) -> list[object]:
-        """Return the state of this node's ranks, with what else is sent as often."""
+        """Return the state of this node's ranks, with other data that is sent as often."""
         self._next_heartbeat_s = time.monotonic() + max(_HEARTBEAT_S, self._pace_s)
         if self._channel.is_full and state == RUNNING:
             return []  # queued bytes are a sign of life
@@ -303,7 +303,7 @@ class Uplink:
         return parts
 
     def _new_log(self, rank: int, max_bytes: int) -> list[LogPart]:
-        """Return what a rank has printed, ``max_bytes`` at most; none if that is nothing."""
+        """Return a rank's new output, at most ``max_bytes``; empty if there is none."""
         data, left_out = self._logs[rank].read(max_bytes)
         return [LogPart(rank, data, left_out=left_out)] if data else []
 

@@ -1,4 +1,4 @@
-"""The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller holds.
+"""The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller gets.
 
 The kernel is the process that calls the launcher, a Jupyter kernel or a script; it never means a CUDA kernel. The
 launcher is this code in the kernel, or in the process of a detached job (:mod:`nblaunch.detached`).
@@ -27,7 +27,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       interruption.py  the weights of an interrupted job
       outcome.py         JobOutcome: values, or the error; loads weights into the kernel's modules
         weights.py       merges and loads trained weights
-    timeline.py          converts that file for Perfetto, with a track per rank
+    timeline.py          converts the recorded file for Perfetto, with a track per rank
       profiler_traces.py  adds traces of torch's profiler
       step_picture.py    draws a typical and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures

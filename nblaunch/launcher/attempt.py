@@ -140,7 +140,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class WorkerConnections:
-    """This process's ends of the connections with the workers, by rank.
+    """This process's ends of the connections to the workers, by rank.
 
     Args:
         receivers: receive events of workers.
@@ -158,18 +158,18 @@ class RunningAttempt:
     """The workers of an attempt, and the resources that this process holds for them. Must be closed.
 
     Args:
-        attempt: with the port of the store in its topology.
+        attempt: the attempt, with the port of the store in its topology.
         assignments: one per worker.
         group: processes of the workers.
         board: the progress of all ranks.
-        connections: connections with the workers.
+        connections: connections to the workers.
         tails: rank -> follower of its log.
         store: the store that workers can request; None = an agent hosts it.
         selector: waits for all of these.
         memory: samples host memory, beginning before the start.
         devices: samples the use of the workers' devices.
         guardian: kills the workers if this process dies; not started yet.
-        left_running: processes outside of the workers' process groups that were killed when the attempt was closed.
+        left_running: processes outside the workers' process groups that were killed when the attempt was closed.
     """
 
     attempt: Attempt
@@ -296,7 +296,7 @@ def assign(
     """Create each worker's descriptors and assignment.
 
     Args:
-        attempt: with the port of the store in its topology.
+        attempt: the attempt, with the port of the store in its topology.
         board: progress board of all ranks.
         tag: tag that identifies descendants of the workers.
         stack: closes resources of this process at the end of the attempt.

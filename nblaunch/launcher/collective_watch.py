@@ -4,8 +4,8 @@
                                                                               all calls at the end ──┘
 
 A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
-The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Because ranks write
-meanwhile, the next check confirms a difference. Ranks that have not reached the call yet get a moment to do so,
+The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Ranks write during a check, so
+a difference counts only if the next check confirms it. Ranks that have not reached the call yet get a moment to do so,
 because the majority decides which rank is at fault; a rank that arrives while the job ends is still named.
 """
 
@@ -38,10 +38,10 @@ _NUM_FULL = 10
 """One in this many checks compares all calls, because ranks may be far apart."""
 
 _MAX_SHARE = 0.01
-"""Share of the launcher's time."""
+"""Largest share of the launcher's time that checks may take."""
 
 _STANDS_STILL_S = 3.0
-"""An interrupt is explained by the ranks' waits if no rank has made a call for this long."""
+"""Time without any call after which an interrupt is explained by what the ranks wait for."""
 
 _PATIENCE_S = 2.0
 """Time for ranks to reach the call in which others differ."""
@@ -150,7 +150,7 @@ class CollectiveWatch:
             return
         explanation = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
-        if explanation is None or self._is_left_out(explanation.check):
+        if explanation is None or self._is_skipped(explanation.check):
             return
         if self._is_session:
             self._emit(Note.of_job(explanation.text, "warning"))
@@ -169,11 +169,11 @@ class CollectiveWatch:
             return
         explanation = self._explain(report.calls)
         # A failed attempt is always explained.
-        if explanation is not None and not (report.is_success and self._is_left_out(explanation.check)):
+        if explanation is not None and not (report.is_success and self._is_skipped(explanation.check)):
             report.disagreement = explanation
 
     def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
-        """Emit what ranks were waiting for if they had stood still for a while before the user's interrupt.
+        """Emit what ranks were waiting for if they had been stuck for a while before the user's interrupt.
 
         Args:
             report: report of the attempt.
@@ -199,7 +199,7 @@ class CollectiveWatch:
             return explain_splits(calls)
         return self._certain(disagreement, calls)
 
-    def _is_left_out(self, check: str) -> bool:
+    def _is_skipped(self, check: str) -> bool:
         return bool({"off", f"-{check}"} & self._left_out)
 
     def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
@@ -235,7 +235,7 @@ class CollectiveWatch:
 
 
 def _continues(earlier: Disagreement, later: Disagreement) -> bool:
-    """Return whether a later look confirms a difference: ranks that have differed once differ from then on.
+    """Return whether a later check confirms a difference: ranks that have differed once differ from then on.
 
     The first difference may no longer be recorded, because ranks call collectives faster than they are compared.
     """

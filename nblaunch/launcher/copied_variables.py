@@ -35,7 +35,7 @@ _SAME_VALUES = (
     "the same values. To give each rank a different part, create it inside the function and use the rank"
 )
 _LOST = (
-    "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. Writes of "
+    "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. Writes by "
     "ranks damage the file: open a file inside the function, one for each rank"
 )
 _NOT_IN_FILE = (

@@ -50,7 +50,7 @@ _RESUMING = {
 
 
 class DebugClient:
-    """The kernel's side of the connections with the debugger in each rank of this machine. Safe in any thread.
+    """The kernel's side of the connections to the debugger in each rank of this machine. Safe in any thread.
 
     Args:
         connections: rank -> connection.
@@ -137,7 +137,7 @@ class DebugClient:
         return self._debugged if self._debugged in self.prompts else None
 
     def send_line(self, rank: int, text: str) -> None:
-        """Send a line to pdb of a rank. If the rank continues, so do ranks at the same breakpoint.
+        """Send a line to a rank's pdb. If the rank continues, so do ranks at the same breakpoint.
 
         Do nothing if the rank no longer waits, because it ended or a line of another thread continued it.
         """
@@ -170,7 +170,7 @@ class DebugClient:
             self.connections = {}
 
     def wait_for_prompt(self, rank: int) -> Prompted | None:
-        """Wait until pdb of a rank waits for a line; return None if the user left pdb or the rank ended."""
+        """Wait until a rank's pdb waits for a line; return None if the user left pdb or the rank ended."""
         while (prompt := self.prompts.get(rank)) is None:
             if rank in self.printed or rank in self.gone:
                 return None
@@ -231,7 +231,7 @@ class DebugClient:
             self._handle_end(rank, message)
 
     def _handle_prompt(self, rank: int, message: Prompted) -> None:
-        """Keep a prompt. If another rank has left the same breakpoint, this rank continues, too."""
+        """Keep a prompt. If another rank has left the same breakpoint, let this rank continue."""
         if message.stop is not None:
             self._stops[rank] = message.stop
         if message.stop in self._continued:
@@ -265,7 +265,7 @@ class DebugClient:
 class KeptFailure(ABC):
     """A failure of a job (``runner.py``) or a session command that the debugger can inspect.
 
-    The workers stay until the next launch, ``release()``, the end of this process, or for 30 minutes.
+    The workers stay until the next launch, ``release()`` or the end of this process, for at most 30 minutes.
 
     Args:
         debugger: client of the debugger in the workers.
@@ -316,7 +316,7 @@ class KeptFailure(ABC):
 
 
 _kept: weakref.WeakValueDictionary[int, KeptFailure] = weakref.WeakValueDictionary()
-"""In order of arrival."""
+"""The kept failures, in order of arrival."""
 
 _numbers = itertools.count()
 
@@ -390,7 +390,7 @@ class Comparison:
 
 
 def _differs_by_nature(values: Mapping[int, str]) -> bool:
-    """Return whether all values differ, as rank numbers do. Such values are seldom of interest."""
+    """Return whether all values differ, as rank numbers do. Such values are rarely of interest."""
     is_own_rank = all(text == str(rank) for rank, text in values.items())
     return is_own_rank or len(set(values.values())) == len(values) > 2
 

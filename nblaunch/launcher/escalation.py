@@ -1,15 +1,15 @@
-"""Stops a job: by one signal after another, or first at an agreed step.
+"""Stops a job by one signal after another, or first asks it to stop at an agreed step.
 
-Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, a grace for ``finally`` blocks, SIGTERM, SIGKILL.
+Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, time for ``finally`` blocks, SIGTERM, SIGKILL.
 Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in
 C code, such as a collective, get less than a second. This class only computes times; it sends nothing.
 
 SIGTERM to the launcher (:class:`Termination`): a batch system will soon take the machine, so let training end in an
 orderly way:
 
-    SIGTERM ──> ranks that handle SIGTERM themselves get it, those that begin later as well
+    SIGTERM ──> ranks that handle SIGTERM themselves get it, including ranks that begin later
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
-            ──> when the grace is over, or soon where no rank handles it: an interrupt, which escalates
+            ──> when the grace period is over, or soon if no rank handles SIGTERM: an interrupt, which escalates
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire.board import Slot
 
 TERM_GRACE_S = 1.0
-"""From SIGTERM to SIGKILL. SIGTERM already ends a worker that has no handler of its own."""
+"""Seconds from SIGTERM to SIGKILL. SIGTERM already ends a worker that does not handle it."""
 
 COLLECT_S = 0.3
 """Time after the first failure in which other ranks can report theirs, before any is signalled."""
 
 UNRESPONSIVE_GRACE_S = 0.7
-"""After a failure: for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a collective
-that will never end, and no ``finally`` of theirs is running."""
+"""Grace period after a failure for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a
+collective that will never end, and run no ``finally`` block."""
 
 
 Steps = tuple[tuple[float, int], ...]
@@ -57,8 +57,8 @@ class Escalation:
 
     @classmethod
     def after_interrupt(cls, now_s: float, grace_s: float, patience_s: float = 0.0) -> Escalation:
-        """Return the escalation of a user's interrupt: SIGINT after ``patience_s``, then the full grace for all
-        ranks.
+        """Return the escalation after a user's interrupt: SIGINT after ``patience_s``, then the full grace period for
+        all ranks.
         """
         steps = _from_interrupt(patience_s, grace_s)
         return cls(now_s, steps, steps)
@@ -67,9 +67,8 @@ class Escalation:
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
         """Return the escalation after a rank failed.
 
-        No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. Then follows SIGINT,
-        with the full grace for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for ranks blocked in C
-        code.
+        No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. SIGINT follows, with the
+        full grace period for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for ranks blocked in C code.
         """
         return cls(
             now_s,
@@ -90,7 +89,7 @@ class Escalation:
     def add_interrupt(self, now_s: float) -> None:
         """Add a user's interrupt while ranks are already being ended, for example after a failure.
 
-        SIGINT is sent again to all ranks that have not yet got SIGTERM. Later signals are not delayed.
+        SIGINT is sent again to all ranks that have not received SIGTERM yet. Later signals are not delayed.
         """
         self.begin_now(now_s)
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
@@ -158,7 +157,7 @@ class Termination:
         self._grace_s = grace_s
         self._slots = slots
         self._begun: set[int] = set()  # ranks
-        self._handling: set[int] = set()  # ranks that have got SIGTERM
+        self._handling: set[int] = set()  # ranks that have received SIGTERM
         self._signal(pids)
         requests.stop()
 

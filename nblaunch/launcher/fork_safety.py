@@ -41,7 +41,7 @@ class _Library:
 
     Args:
         name: name of its module.
-        thread: matches the names of its threads, as Linux has them (15 characters).
+        thread: matches the names of its threads, as Linux shortens them (15 characters).
         flag: module and variable that is true once it runs threads, if its threads have no names.
     """
 
@@ -94,7 +94,7 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
         return hazard + _first_use(backend)
     if connected_engines.is_connected():
         return (
-            "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both; "
+            "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both processes; "
             "workers connect to the cluster themselves"
         )
     used = [library.name for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
@@ -138,7 +138,7 @@ def _thread_names() -> set[str]:
     with suppress(OSError):  # no such folder on this system
         for folder in _THREADS.iterdir():
             with suppress(OSError):  # the thread has just ended
-                # Linux cuts names after 15 bytes, also within a character.
+                # Linux cuts names after 15 bytes, even within a character.
                 names.add((folder / "comm").read_text(encoding="utf-8", errors="replace").strip())
     return names
 
@@ -151,9 +151,9 @@ def _uses(call: FunctionCall, library: str) -> bool:
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, then what they refer to, the nearest first: variables of the user's functions, members of objects.
+    """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
 
-    In another order, a model with many layers would exhaust the number of values to inspect.
+    In another order, a model with many layers would use up the limit on inspected values.
     """
     pending = deque(values)
     seen: set[int] = set()

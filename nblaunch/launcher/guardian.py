@@ -6,8 +6,8 @@
                                     with the job's tag (host/descendants.py); a line in the log
 
 Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
-and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Its start takes this
-process some milliseconds. It therefore starts after the workers, and short jobs end before it starts.
+and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Starting it takes
+some milliseconds, so it starts after the workers, and short jobs end before it starts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Guardian:
     Args:
         process_groups: process groups of the workers.
         tag: tag of their descendants.
-        log: file to which the guardian appends a line when it kills; None = none.
+        log: file to which the guardian appends a line when it kills; None = no file.
     """
 
     def __init__(self, process_groups: Iterable[int], tag: int, log: Path | None = None) -> None:
@@ -64,7 +64,7 @@ class Guardian:
         """Start the process.
 
         Raises:
-            OSError: the system refused a process or a pipe.
+            OSError: the system denied a process or a pipe.
         """
         with descriptors.forks_held_back():
             reading, self._writing = os.pipe()

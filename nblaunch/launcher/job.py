@@ -71,7 +71,7 @@ _FOR_USERS = [
 
 
 class Listener(Protocol):
-    """Receives the events of a job, for example a dashboard. Must neither raise nor block for long."""
+    """Receives the events of a job: a dashboard, for example. Must not raise, and must not block for long."""
 
     def on_event(self, event: Event) -> None:
         """Handle an event. Events of a rank arrive in order."""
@@ -262,7 +262,7 @@ class Job(Generic[T]):
 
         Each rank of this machine has a track, on a common clock, with waits for data, forward and backward passes,
         optimizer steps, collectives, saves, evaluations and longer garbage collections. The last half second of a
-        running job is missing. A very long job keeps only the newest slices. Notebooks show a picture of steps, too.
+        running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of steps.
 
         Args:
             path: path of the JSON file, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the logs.

@@ -2,7 +2,7 @@
 
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
-                                       a random number, too, if another container has used that name
+                                       plus a random number if another container has used that name
         .nblaunch_job.json             marks the folder as ours: its name, kernel and machine
         attempt_0/
           rank_0.log                   everything that rank 0 printed
@@ -37,7 +37,7 @@ from nblaunch.wire import schema
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
-"""Jobs of a kernel. Most jobs prune once their workers run; very short jobs, which end before, must not pile up."""
+"""One job in this many prunes before its start. Others prune once their workers run, but short jobs end before that."""
 
 _STAMP_NAME = ".nblaunch_job.json"
 
@@ -128,7 +128,7 @@ class JobLog(LogFolder):
         self.mark()
         _in_use.add(self.path)
         if number % _PRUNE_EVERY == 0:
-            with suppress(OSError):  # old logs are no reason to refuse a job
+            with suppress(OSError):  # problems with old logs must not prevent a job
                 self.prune()
 
     def mark(self) -> None:
@@ -192,7 +192,7 @@ class JobLog(LogFolder):
             raise refusal from error
 
     def new_file(self, name: str) -> Path:
-        """Create an empty file of the job, beside the attempts.
+        """Create an empty file of the job, next to the attempts.
 
         Raises:
             LaunchError: the file system has no space for it.
@@ -225,7 +225,7 @@ def log_root(folder: str | None = None) -> Path:
         folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
 
     Raises:
-        LaunchError: it can't be made, or belongs to another user.
+        LaunchError: it can't be created, or belongs to another user.
     """
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
     root = Path(chosen).expanduser().absolute() if chosen else _temporary_root()
@@ -272,18 +272,18 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
     if len(names) < max_jobs:
         return
     stamps = [stamp for name in names if (stamp := _stamp_of(root / name))]
-    ours = [
+    visible_jobs = [
         (made_ns, folder, process, state)
         for made_ns, folder, process in sorted(stamps, key=lambda stamp: stamp[:2])
         if (state := process.state(made_ns / 1e9)) in _VISIBLE
         # A copy of this machine may have started the job before this machine was started.
         and (state is not ProcessState.RESTARTED or process.machine.name == socket.gethostname())
     ]
-    for _, folder, process, state in ours[: max(0, len(ours) - (max_jobs - 1))]:
+    for _, folder, process, state in visible_jobs[: max(0, len(visible_jobs) - (max_jobs - 1))]:
         is_own = state is ProcessState.RUNS and process.pid == os.getpid()
         if (folder not in _in_use) if is_own else (state is not ProcessState.RUNS):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 _VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
-"""Jobs of other machines and containers that share the log folder can't be seen from here."""
+"""States of processes that this process can see. It can't see those of other machines and containers."""

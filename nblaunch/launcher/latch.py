@@ -10,8 +10,8 @@ from contextlib import suppress
 class Latch:
     """Like ``threading.Event``, but an interrupt at any line of :meth:`wait` leaves it intact.
 
-    An event guards its state by a lock. A KeyboardInterrupt at certain lines of its ``wait`` leaves this lock locked,
-    and then ``set`` never returns. Here each call of :meth:`wait` has a lock of its own.
+    An event guards its state with a lock. A KeyboardInterrupt at certain lines of its ``wait`` leaves this lock locked,
+    and then ``set`` never returns. Here each call of :meth:`wait` has its own lock.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Latch:
                 self._waiting.popleft().release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None = without limit; return whether :meth:`set` was called."""
+        """Wait up to ``timeout`` seconds (None = no limit); return whether :meth:`set` was called."""
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)  # before the check, so that set() can't miss it

@@ -111,7 +111,7 @@ class LogTail:
         return os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
 
     def follow_restored(self) -> None:
-        """Continue in the file with which the launcher replaced a removed file; both begin with the same bytes."""
+        """Continue in the file that the launcher wrote in place of a removed one; both begin with the same bytes."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return
         position = self.position
@@ -209,10 +209,10 @@ class LogTail:
         if not others:
             return []
         *whole, rest = others
-        is_shown = not _is_idle_talk(self._line.text)
+        is_shown = not _is_connection_notice(self._line.text)
         texts = [self._line.end()] if is_shown else []
         self._line = _Line(rest)
-        texts += [_shortened(line) for line in whole if not _is_idle_talk(line)]
+        texts += [_shortened(line) for line in whole if not _is_connection_notice(line)]
         return [LogLines(rank=self._rank, time_s=time.time(), lines=tuple(texts))] if texts else []
 
     def _changed_status(self) -> list[Event]:
@@ -258,7 +258,7 @@ class _Line:
         return text
 
 
-def _is_idle_talk(line: bytes) -> bool:
+def _is_connection_notice(line: bytes) -> bool:
     return line.startswith(b"[Gloo]") and _ALL_CONNECTED.fullmatch(line) is not None
 
 
@@ -288,7 +288,7 @@ def read_log(path: Path, max_bytes: int | None = None, opener: Opener | None = N
         return ""
     if start == kept_from > 0:
         data = f"... {formatting.size(kept_from)} of output dropped ...\n".encode() + data
-    return "\n".join(_on_screen(line) for line in data.split(b"\n") if not _is_idle_talk(line))
+    return "\n".join(_on_screen(line) for line in data.split(b"\n") if not _is_connection_notice(line))
 
 
 def _skip_hole(fd: int) -> int:

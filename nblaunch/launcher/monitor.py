@@ -33,8 +33,7 @@ class DeviceSampler:
     Args:
         backend: device family of the workers.
         first_rank: first rank of this machine.
-        num_workers: number of workers on this machine; if there are more workers than devices, they share devices in
-            turn.
+        num_workers: number of workers on this machine; if there are more workers than devices, they share the devices.
         clock: seconds on a clock that never jumps.
     """
 
@@ -70,7 +69,7 @@ class DeviceSampler:
 
 
 @dataclass
-class _Known:
+class _Sample:
     """Memory of a rank at the last reading of its proportional memory, which is None if the system does not report
     it.
     """
@@ -115,7 +114,7 @@ class MemorySampler:
         self._proportional_bytes = proportional_bytes
         self._own_bytes = own_bytes
         self._clock = clock
-        self._known: dict[int, _Known] = {}
+        self._samples: dict[int, _Sample] = {}
         self._uses: dict[int, _Use] = {}
         self._job_peak_bytes = 0
         self._next_proportional_s = self._next_s = 0.0
@@ -140,17 +139,17 @@ class MemorySampler:
 
     def _read_one(self, pids: Mapping[int, int], now_s: float) -> None:
         """Read the rank whose reading is the oldest. A slow reading delays the next one."""
-        rank = min(pids, key=lambda rank: self._known[rank].read_s if rank in self._known else 0.0)
+        rank = min(pids, key=lambda rank: self._samples[rank].read_s if rank in self._samples else 0.0)
         own_bytes = self._own_bytes(pids[rank])
         if own_bytes is None:
             return
-        self._known[rank] = _Known(self._proportional_bytes(pids[rank]), own_bytes, now_s)
+        self._samples[rank] = _Sample(self._proportional_bytes(pids[rank]), own_bytes, now_s)
         self._next_proportional_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
     def _estimate(self, rank: int, pid: int) -> None:
         # Workers of a job share the same pages. Until a rank is read, the shared part of another rank is used for it,
         # because a table without some ranks would show a wrong sum.
-        sample = self._known.get(rank) or next(iter(self._known.values()), None)
+        sample = self._samples.get(rank) or next(iter(self._samples.values()), None)
         own_bytes = self._own_bytes(pid)
         if own_bytes is None or sample is None:
             return

@@ -72,7 +72,7 @@ class JobOutcome:
         return f"{type(self.error).__name__}: {self.error}"
 
     def with_traceback(self) -> JobOutcome:
-        """Return a copy with the error's current traceback, from the user's function on.
+        """Return a copy with the error's current traceback, which begins at the user's function.
 
         The traceback of a worker's error has the worker's frames (``diagnosis/exceptions.py``). With
         ``engine="inline"``, it begins at the function. ``WorkerDied`` and ``JobHung`` have none.
@@ -155,14 +155,14 @@ def conclude_job(
     )
 
 
-def late_interrupt(outcome: JobOutcome, door: str) -> KeyboardInterrupt:
+def late_interrupt(outcome: JobOutcome, expression: str) -> KeyboardInterrupt:
     """Return the KeyboardInterrupt of a job that was interrupted but has succeeded.
 
     Args:
-        door: expression that returns the value, as text.
+        expression: expression that returns the value.
     """
     loaded = "" if outcome.has_lost_weights else "weights are loaded, and "
-    return KeyboardInterrupt(f"every rank here has returned: {loaded}{door} returns the value")
+    return KeyboardInterrupt(f"every rank here has returned: {loaded}{expression} returns the value")
 
 
 def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
@@ -180,7 +180,7 @@ def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
 def _load_interrupted(
     attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load the trained weights of an interrupted job, with one note; return what :func:`_load_weights` does."""
+    """Load the trained weights of an interrupted job, with one note; return the same as :func:`_load_weights`."""
     modules = attempt.plan.modules
     if not modules:
         return {}, [Note.of_job(text) for text in _describe_uncollected(attempt, report)]

@@ -207,8 +207,8 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
     if spec.engine == "inline":
         if spec.num_processes not in (None, 1):
             raise ValueError(
-                f"num_processes={spec.num_processes}: engine='inline' runs the function in this process; valid are "
-                "1 and None"
+                f"num_processes={spec.num_processes}: engine='inline' runs the function in this process; valid values "
+                "are 1 and None"
             )
         return 1
     wanted = spec.num_processes or env.read("NBLAUNCH_NUM_PROCESSES")
@@ -233,7 +233,7 @@ def _check_devices(spec: LaunchSpec, num_processes: int, backend: Backend) -> No
     )
     raise ValueError(
         f"num_processes={num_processes}, but this machine has {formatting.count(available, backend.device_noun)} "
-        f"for backend={backend.name!r}: valid are 1 to {available}, or None for all{sharing}"
+        f"for backend={backend.name!r}: valid values are 1 to {available}, or None for all{sharing}"
     )
 
 
@@ -245,8 +245,8 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
         )
     if spec.num_processes not in (None, 1):
         raise ValueError(
-            f"num_processes={spec.num_processes}: with strategy='spmd', one process drives all devices; valid are "
-            "1 and None"
+            f"num_processes={spec.num_processes}: with strategy='spmd', one process drives all devices; valid values "
+            "are 1 and None"
         )
     return 1
 
@@ -269,21 +269,21 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
         return _Start("inline", "as requested, the function runs in the kernel")
     hazard = fork_safety.find_hazard(backend, (spec.function, spec.args))
     # A forkserver also forks, which fails on macOS even from a clean process.
-    otherwise = "spawn" if _IS_MACOS else "forkserver"
+    clean_method = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
             f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start "
-            f"through a {otherwise}, without a restart of the kernel."
+            f"through a {clean_method}, without a restart of the kernel."
         )
     if spec.start_method != "auto":
-        return _Start(spec.start_method, "asked for")
+        return _Start(spec.start_method, "as requested")
     if hazard is not None:
         reason = f"fork is not possible here: {hazard}"
-        fallback = f"workers start through a {otherwise}: {reason}; the kernel needs no restart"
-        return _Start(otherwise, reason, "" if _IS_MACOS else fallback)
-    wish = backend.clean_start_reason()
-    if wish is not None:
-        return _Start("forkserver", wish)
+        fallback = f"workers start through a {clean_method}: {reason}; the kernel needs no restart"
+        return _Start(clean_method, reason, "" if _IS_MACOS else fallback)
+    clean_reason = backend.clean_start_reason()
+    if clean_reason is not None:
+        return _Start("forkserver", clean_reason)
     return _Start("fork", "the workers share the model with the kernel; nothing is pickled")
 
 

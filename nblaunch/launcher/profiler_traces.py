@@ -21,7 +21,7 @@ _US_PER_S = 1_000_000
 
 
 def profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of all traces in a folder, each trace as processes of their own.
+    """Yield the events of all traces in a folder, each trace as separate processes.
 
     Args:
         folder: folder with one file per rank, whose name ends in the rank and ``.json``.
@@ -30,11 +30,13 @@ def profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dict
 
     Raises:
         FileNotFoundError: there is no trace.
-        ValueError: a file is not a trace of torch's profiler, or was written at another time.
+        ValueError: a file is not a trace of torch's profiler, or was recorded at another time.
     """
     files = {int(name[1]): path for path in folder.iterdir() if (name := _RANK.search(path.name))}
     if not files:
-        raise FileNotFoundError(f"{folder} has no traces: a file of a rank ends in its number and .json")
+        raise FileNotFoundError(
+            f"{folder} has no traces: the name of a rank's trace ends in the rank and .json"
+        )
     for rank, path in sorted(files.items()):
         yield from _events(path, rank, start_s, end_s)
 
@@ -63,7 +65,7 @@ def _events(path: Path, rank: int, start_s: float, end_s: float) -> Iterator[dic
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers for names of processes and threads, which a trace also names by texts."""
+    """Numbers for processes and threads, some of which a trace identifies by text."""
 
     def __init__(self, first: int) -> None:
         super().__init__()

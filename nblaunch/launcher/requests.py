@@ -39,7 +39,7 @@ class WakePipe:
     another file with the same number. Drop the last reference instead.
 
     Raises:
-        LaunchError: the system refused a pipe.
+        LaunchError: the system denied a pipe.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class JobRequests:
         endings: number of requests to end the job in any way.
 
     Raises:
-        LaunchError: the system refused a pipe.
+        LaunchError: the system denied a pipe.
     """
 
     def __init__(self) -> None:
@@ -155,8 +155,8 @@ class JobRequests:
     def cancel_without(self, owner: object) -> None:
         """Cancel once nothing refers to ``owner``.
 
-        Python discards what a signal handler raises in a finalizer, and the rest of the finalizer with it. No handler
-        interrupts this callback, which is one call of a C function.
+        Python discards an exception that a signal handler raises in a finalizer, and skips the rest of the finalizer.
+        No handler can interrupt this callback, which is one call of a C function.
         """
         self._owner = weakref.ref(owner, self._lost_owners.append)
 
@@ -165,7 +165,7 @@ class JobRequests:
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:
-        """Ask that all output, events and board readings so far are reported; the future completes when they are."""
+        """Ask for all output, events and board readings so far to be reported; the future then completes."""
         return self._ask(Query("logs"))
 
     def _ask(self, query: Query) -> Future[str]:
@@ -194,9 +194,9 @@ class JobRequests:
 
     def take_queries(self) -> list[Query]:
         """Return the queries since the last call, each to be answered with :meth:`answer`."""
-        taken = list(_popped(self._new_queries.popleft))
-        self._taken_queries.update(taken)
-        return taken
+        queries = list(_popped(self._new_queries.popleft))
+        self._taken_queries.update(queries)
+        return queries
 
     def answer(self, query: Query, text: str) -> None:
         """Answer a query unless it was already cancelled or rejected."""

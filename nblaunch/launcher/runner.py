@@ -72,7 +72,7 @@ class JobRunner(Job):
 
     Args:
         spec: what to run.
-        plan: how.
+        plan: how to run it.
         listeners: receive its events.
         on_prompts: called with the runner while ranks wait for input to pdb.
         log: the job's log folder; None = a new folder.
@@ -86,7 +86,7 @@ class JobRunner(Job):
         slots: rank -> its slot of the board, in the current attempt.
 
     Raises:
-        LaunchError: the system refused a pipe or the log folder.
+        LaunchError: the system denied a pipe or the log folder.
     """
 
     def __init__(

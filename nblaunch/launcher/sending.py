@@ -1,7 +1,7 @@
 """Ranks that still send the results of their function when the user interrupts the job.
 
 A first interrupt must not lose a value or weights. A rank is therefore not signalled between the end of its function
-and its last :class:`nblaunch.events.StateSent`, whatever its code does meanwhile, such as ``state_dict`` or
+and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such as ``state_dict`` or
 ``__getstate__``:
 
     every rank has returned     the launcher waits without a limit; a second interrupt ends the wait

@@ -48,7 +48,7 @@ class Step:
 
     @property
     def length(self) -> float:
-        """Microseconds."""
+        """The length in microseconds."""
         return self.ended - self.began
 
 
@@ -116,10 +116,10 @@ def _row(rank: int, step: Step, top: int, scale: float) -> str:
     for name, began, ended in step.slices:
         # Slices inside others, such as collectives in an evaluation, are drawn over them.
         left = _LEFT + max(0.0, began - step.began) * scale
-        about = f"{name}, {_milliseconds(ended - began)}"
+        tooltip = f"{name}, {_milliseconds(ended - began)}"
         bars.append(
             f'<rect x="{left:.1f}" y="{top}" width="{max((ended - began) * scale, 0.3):.1f}" height="{_BAR}" '
-            f'fill="{_colour(name)}"><title>{escape(about)}</title></rect>'
+            f'fill="{_colour(name)}"><title>{escape(tooltip)}</title></rect>'
         )
     text = f'<text x="0" y="{top + _BAR - 3}" fill="currentColor">{label}</text>'
     return text + "".join(bars)

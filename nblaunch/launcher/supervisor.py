@@ -57,16 +57,16 @@ from nblaunch.wire.stop_agreement import Agreement, Boundary, StopAgreement, on_
 TICK_S = 0.1
 _INSPECTION_S = 0.25
 _BUSY_TICK_S = 0.01
-"""Used while ranks answer through memory or files, which do not wake the loop."""
+"""Seconds between checks while ranks answer through memory or files, which do not wake the loop."""
 
 _POLL_S = 0.02
-"""Between polls if the system can't wake the loop at the end of a process."""
+"""Seconds between polls if the system can't wake the loop at the end of a process."""
 
 _LINGER_S = 60.0
 """How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
 
 _LATE_FAILURES_S = 0.3
-"""From the first failure to the end of its job, if the workers are kept."""
+"""Seconds from the first failure to the end of its job, if the workers are kept."""
 
 _MAX_NAMED = 5
 """Largest number of processes to name that workers left running."""
@@ -163,7 +163,7 @@ class Supervisor:
         return self._report, rank_results
 
     def _leave_workers(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Return what :meth:`run` does; keep the running workers until :meth:`end_kept`."""
+        """Return the same as :meth:`run`; keep the running workers until :meth:`end_kept`."""
         if not self._running.guardian.is_started:
             self._do_deferred()
         if self._running.store is not None:
@@ -188,10 +188,10 @@ class Supervisor:
             watcher.end()
         if processes := self._running.left_running:
             named = formatting.first(processes, _MAX_NAMED)
-            self._note(f"ended with the job, although outside of the workers' process groups: {named}")
+            self._note(f"killed with the job, although outside the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
-        """Run work at the first tick for which workers need not wait, and which short jobs can skip."""
+        """At the first tick, do work that workers need not wait for and that short jobs can skip."""
         with refusals_as_launch_errors(self._attempt):
             self._running.guardian.start()
         try:
@@ -222,7 +222,7 @@ class Supervisor:
     def _ends_with_kept_workers(self) -> bool:
         """Return whether the attempt ends with running workers, because a rank has raised and a debugger may follow.
 
-        Other ranks get a moment to raise, too, because the first failure is not always the root cause.
+        Other ranks get a moment to raise as well, because the first failure is not always the root cause.
         """
         if self._post_mortem_since_s is None or self._escalation is not None or not self._alive:
             return False
@@ -371,7 +371,7 @@ class Supervisor:
             self._escalation.add_interrupt(now)
         else:
             spec = self._attempt.spec
-            # An interrupt of a session comes here while its workers start. None of them notices it, because no user
+            # An interrupt of a session arrives here while its workers start. None of them notices it, because no user
             # code runs.
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
@@ -553,7 +553,7 @@ class Supervisor:
         return self._peers.exchange(readings, self._report, slots)
 
     def _check_lingering(self) -> None:
-        """Kill workers whose function has returned but which do not exit, with a note."""
+        """Kill workers that have returned from the function but do not exit, and emit a note."""
         if self._escalation is not None or not self._alive <= self._report.delivered:
             self._lingering_since = None
             return

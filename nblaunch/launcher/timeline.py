@@ -1,7 +1,7 @@
 """Timelines of a job: how its ranks spent their time, as a file for Perfetto and Chrome's tracing.
 
     spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
-    traces of torch's profiler (profiler_traces.py) ──> processes of their own ──────────────────┘       │
+    traces of torch's profiler (profiler_traces.py) ──> separate processes ──────────────────────┘       │
                                         step_picture.py <── Timeline, the path in a notebook <───────────┘
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
@@ -78,7 +78,7 @@ def write_timeline(
 
     Raises:
         OSError: the file can't be written, or there are no traces.
-        ValueError: a trace can't be read, or is not of this job.
+        ValueError: a trace can't be read, or belongs to another job.
     """
     slices = _slices(spans)
     first = next(slices, None)

@@ -9,7 +9,7 @@ Here, a job waits until all nodes have joined, lets the supervisor run this node
 waits again in case of a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the
 other nodes.
 
-nblaunch does not use torchrun's agent, because that starts the workers as its own children. Here the launcher starts
+nblaunch does not use torchrun's agent, because it starts the workers as its own children. Here the launcher starts
 and supervises them, as on one machine: children of an agent could inherit neither the function nor the model of the
 notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second implementation. The
 agent runs in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.

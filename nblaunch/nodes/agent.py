@@ -151,7 +151,7 @@ class NodeAgent:
     def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
         """Wait until the workers of all nodes have returned; return False if they start again because others wait.
 
-        The launcher, which knows which nodes have failed or were lost, makes the agent leave because of them.
+        If nodes have failed or were lost, the launcher, which knows about them, makes the agent leave.
         """
         # Without the store, the results of this node's workers remain.
         with suppress(RuntimeError, RendezvousError):
@@ -295,10 +295,10 @@ def describe(error: Exception, rendezvous: RendezvousConfig, heartbeats: Heartbe
 
 
 def _describe_timeout(missing: str, rendezvous: RendezvousConfig, joining: list[str]) -> str:
-    lack = f"{missing} did not join" if missing else f"{rendezvous.min_nodes - len(joining)} more must join"
+    absent = f"{missing} did not join" if missing else f"{rendezvous.min_nodes - len(joining)} more must join"
     return (
         f"not all nodes joined the rendezvous at {rendezvous.endpoint} within {rendezvous.timeout_s:g} s: "
-        f"{lack}; joined ({len(joining)} of {rendezvous.min_nodes}): {', '.join(joining)}. Launch the "
+        f"{absent}; joined ({len(joining)} of {rendezvous.min_nodes}): {', '.join(joining)}. Launch the "
         "missing nodes with the same address, or raise rdzv_timeout_s."
     )
 

@@ -54,7 +54,7 @@ class AgentClient:
 
     Raises:
         LaunchError: the rendezvous is impossible here, because the port is in use or the address is unknown; or the
-        system refused to start the process.
+        system denied the process.
     """
 
     def __init__(self, spec: LaunchSpec, num_workers: int, log_path: str) -> None:
@@ -131,7 +131,7 @@ class AgentClient:
 
     def restart(self, max_restarts: int) -> None:
         """Replace the agent with a new one."""
-        # Kill it at once: otherwise it could recover and join the rendezvous for this node, too.
+        # Kill it at once: otherwise it could recover and also join the rendezvous for this node.
         self._end_process(0.0)
         self._open(max_restarts)
 

@@ -49,7 +49,7 @@ _GONE_S = 2.5
 
 
 class HeartbeatStore:
-    """Access of one node to the heartbeats on the store. Not thread-safe.
+    """One node's access to the heartbeats on the store. Not thread-safe.
 
     Args:
         store: a separate connection to the rendezvous store, so that blocking requests do not block the agent.
@@ -71,7 +71,7 @@ class HeartbeatStore:
         self._turn = 0
 
     def exchange(self, heartbeat: Heartbeat, *, reads_all: bool = False) -> tuple[Heartbeat, ...]:
-        """Publish ``heartbeat`` and return the last one of every other node, with its current count.
+        """Publish ``heartbeat`` and return the last heartbeat of every other node, with its current count.
 
         Args:
             heartbeat: heartbeat of this node.
@@ -140,7 +140,7 @@ class HeartbeatStore:
                 value = zlib.decompressobj().decompress(value, _MAX_BYTES)
             heartbeat = schema.load(Heartbeat, value)
             if heartbeat.id != id:
-                raise ValueError(f"it is of {heartbeat.id!r:.80}")
+                raise ValueError(f"it belongs to {heartbeat.id!r:.80}")
         except (ValueError, zlib.error) as error:
             if id not in self._unreadable:
                 self._unreadable.add(id)
@@ -320,7 +320,7 @@ class HeartbeatExchange:
                 )
                 self._exchange(store)
             except Exception as error:
-                # The connection to the store is lost; the launcher detects it by the missing heartbeats.
+                # The connection to the store is lost; the launcher notices the missing heartbeats.
                 print(f"no heartbeat: {type(error).__name__}: {error}", flush=True)
                 store = None
                 with self._changed:

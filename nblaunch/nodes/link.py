@@ -223,7 +223,7 @@ class NodeLink:
             # Heartbeats of earlier launches stay on the store, but their count does not rise.
             is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
             if is_alive and heartbeat.settings != settings:
-                self._agent.leave("was launched with other settings")
+                self._agent.leave("was launched with different settings")
                 raise LaunchError(
                     f"{heartbeat} was launched with {heartbeat.settings}, but this one (node "
                     f"{self._spec.node_rank}) with {settings}: use the same settings on all nodes"

@@ -176,7 +176,7 @@ class Leave(Event):
     """This node leaves the job.
 
     Args:
-        reason: for the other nodes, as the end of a sentence: ``was interrupted``.
+        reason: reason for the other nodes, as the end of a sentence: ``was interrupted``.
     """
 
     reason: str = ""

@@ -86,7 +86,7 @@ class PeerStates:
             return []
         summary, ranks = heartbeat.summary, peer.node.ranks
         self.stop_states[peer.node.node_rank] = replace(
-            summary.stop, answers=_of(ranks, summary.stop.answers)
+            summary.stop, answers=_restricted(ranks, summary.stop.answers)
         )
         for reading in summary.readings:
             if reading.rank in ranks:
@@ -99,13 +99,13 @@ class PeerStates:
             if sample.rank in ranks and sample != peer.host_memory.get(sample.rank):
                 peer.host_memory[sample.rank] = sample
                 events.append(sample)
-        for rank, returned in _of(ranks, summary.returned).items():
+        for rank, returned in _restricted(ranks, summary.returned).items():
             self.failures.returned.setdefault(rank, returned)
             events += self._once("returned", rank, Returned(rank, returned.time_s))
-        for rank, failed in _of(ranks, summary.failed).items():
+        for rank, failed in _restricted(ranks, summary.failed).items():
             there = self.failures.failed.setdefault(rank, replace(failed, rank=rank))
             events += self._once("failed", rank, there)
-        for rank, (status, time_s) in _of(ranks, summary.exits).items():
+        for rank, (status, time_s) in _restricted(ranks, summary.exits).items():
             self.failures.exits.setdefault(rank, (status, time_s))
             events += self._once("exit", rank, Exited(rank, time_s, status=status))
         return events
@@ -172,7 +172,7 @@ class PeerStates:
         return [others.get(reading.rank, reading) for reading in readings]
 
 
-def _of(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
+def _restricted(ranks: range, by_rank: Mapping[int, _T]) -> dict[int, _T]:
     return {rank: value for rank, value in by_rank.items() if rank in ranks}
 
 

@@ -193,7 +193,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         while missing := self._missing(self._round):
             if self._store.check([self._closed]):
                 raise RendezvousClosedError
-            if self._num_arrived(self._round + 1):  # another node has restarted meanwhile
+            if self._num_arrived(self._round + 1):  # another node has restarted in the meantime
                 self._round = self._arrive()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(", ".join(f"node {rank}" for rank in missing))

@@ -41,7 +41,9 @@ _PATIENCE_S = 0.5
 """Time from the first failure until the client frees ranks that are running, because they may wait for failed ranks."""
 
 _BOUNDARY_TICK_S = 0.01
-"""Used while ranks agree on a last optimizer step: they reply through memory, which does not wake the client."""
+"""Seconds between checks while ranks agree on a last optimizer step: they reply through memory, which does not wake the
+client.
+"""
 
 _INTERRUPTED_PATIENCE_S = 0.1
 """The same after an interrupt."""
@@ -56,7 +58,7 @@ Replies = dict[int, ReceivedReply]
 
 
 class SessionClient:
-    """The kernel's side of the connections with the ranks. It sends one command at a time.
+    """The kernel's side of the connections to the ranks. It sends one command at a time.
 
     Attributes:
         busy: ranks that have not replied to the current command.
@@ -287,7 +289,7 @@ class SessionClient:
             os.close(fd)
 
     def _conclude_end(self, replies: Replies) -> None:
-        """Use preliminary replies for workers that have ended; raise the end if a worker has none."""
+        """Use preliminary replies for workers that have ended; raise the reason for the end if a worker has none."""
         self._runner.wait()
         for rank in list(self.busy):
             os.set_blocking(self._connections[rank].fileno(), False)
@@ -347,7 +349,7 @@ class SessionClient:
         self._signal(self.busy)
         for rank in self._connections.keys() - self.busy - leaving:
             leaving.add(rank)
-            with suppress(OSError, KeyError):  # a command that waits for the rank raises its end
+            with suppress(OSError, KeyError):  # a command that waits for the rank reports its end
                 self._connections[rank].send(LeaveGroup())
                 self._replies_to_skip[rank] += 1
 

@@ -54,7 +54,7 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
-        """Events of the command before its rows opened; the rows show them, too."""
+        """Events of the command before its rows opened; the rows also show them."""
         self._due_s = 0.0
         self._ends: list[Event] = []
         """Events of the workers and the session's job."""
@@ -99,7 +99,7 @@ class SessionOutput:
             signs_before: rank -> its progress counter while idle. The start of a command increments it.
 
         Raises:
-            RuntimeError: another thread is inside such a block.
+            RuntimeError: another thread is in a block of this method.
         """
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)

@@ -34,7 +34,7 @@ class CommandedSession(Protocol):
 
 
 class RankCommands(ABC):
-    """Commands to ranks of a session: a :class:`Session` commands all ranks, :meth:`Session.ranks` some."""
+    """Commands to ranks of a session: a :class:`Session` sends them to all ranks, :meth:`Session.ranks` to some."""
 
     @abstractmethod
     def _target(self) -> tuple[CommandedSession, Sequence[int]]:

@@ -132,7 +132,7 @@ class _Server:
                     context.current().flush_losses()
             finally:
                 self._is_interruptible = False
-                self._child_handler.take_out()  # which, for example, a ``__repr__`` has set
+                self._child_handler.take_out()  # a ``__repr__``, for example, may have set it
             if not isinstance(command, LeaveGroup):
                 self._debugger.end_command(None)
             if is_code:
@@ -203,7 +203,7 @@ class _Server:
         return reply
 
     def _call_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
-        """Return what :func:`_call_until_exit` does. No interrupt is raised after the function."""
+        """Return the result of :func:`_call_until_exit`. No interrupt is raised after the function has ended."""
         try:
             with self._child_handler:
                 return _call_until_exit(function, *args)

@@ -70,7 +70,7 @@ class Session(RankCommands):
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``; the default of an ``Accelerator()`` on the ranks.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``. Without a fork, the ranks start without
-            variables; calls bring the functions and values that they name.
+            variables; calls send the functions and values that they use.
         hang_timeout_s: seconds without progress before the position of every rank is shown; None = never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
@@ -206,8 +206,8 @@ class Session(RankCommands):
             function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks with the variables of
                 the notebook that it names, which replace the ranks' variables of the same names.
             args: its positional arguments. Trained weights of modules in them come back.
-            return_all: return the list of the values of all ranks. sync_weights: load the trained weights into the
-            modules in ``args``.
+            return_all: return the list of the values of all ranks.
+            sync_weights: load the trained weights into the modules in ``args``.
             dashboard: as for :func:`nblaunch.notebook_launcher`.
 
         Returns:
@@ -226,7 +226,7 @@ class Session(RankCommands):
             specs = [
                 LaunchSpec(function=function, args=args, return_all=return_all, sync_weights=sync_weights)
             ]
-            del function, args  # IPython keeps tracebacks and so this frame
+            del function, args  # IPython keeps tracebacks, and with them this frame
             return run_in_session(self, specs.pop(), dashboard=dashboard)
 
     def result(self) -> Any:
@@ -540,15 +540,15 @@ def run_in_session(
             "their optimizers; leave it out, or launch without session="
         )
     session_spec, plan = session._runner.spec, session._runner.plan
-    chosen = {
+    settings = {
         "num_processes": session.num_processes, "backend": plan.backend.name, "start_method": plan.start_method,
     }  # fmt: skip
     for name in _START_SETTINGS:
-        value, held = getattr(spec, name), chosen.get(name, getattr(session_spec, name))
-        if value not in (getattr(LaunchSpec, name), getattr(session_spec, name), held):
+        value, current = getattr(spec, name), settings.get(name, getattr(session_spec, name))
+        if value not in (getattr(LaunchSpec, name), getattr(session_spec, name), current):
             shown = "strategy='spmd'" if name == "is_spmd" else f"{name}={value!r}"
             raise ValueError(
-                f"{shown}: the workers of the session already run with {held!r}. Leave it out, or launch "
+                f"{shown}: the workers of the session already run with {current!r}. Leave it out, or launch "
                 "without session="
             )
     spec = replace(spec, **{name: getattr(session_spec, name) for name in _START_SETTINGS})

@@ -413,7 +413,7 @@ class DataLoaderConfiguration(KwargsHandler):
 def check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
     """Raise ValueError if ``value`` is not in ``valid``; the message names both."""
     if value not in valid:
-        raise ValueError(f"{name}={value!r} is unknown; valid are {', '.join(map(repr, valid))}")
+        raise ValueError(f"{name}={value!r} is unknown; valid values are {', '.join(map(repr, valid))}")
 
 
 @dataclass

@@ -258,7 +258,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
     if isinstance(inputs, (list, tuple)):
         return type(inputs)([inputs[index] for index in indices])
     raise TypeError(
-        f"split_between_processes can't split a {type(inputs).__name__}; valid are list, tuple, tensor, a dict "
+        f"split_between_processes can't split a {type(inputs).__name__}; valid values are list, tuple, tensor, a dict "
         "of these, and objects with `select` such as datasets.Dataset"
     )
 

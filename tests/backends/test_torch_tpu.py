@@ -126,9 +126,9 @@ def test_a_wish_for_the_stand_in_of_torch_xla_holds(monkeypatch: pytest.MonkeyPa
 def test_only_meshes_that_there_are_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
     assert [count for count in range(1, 9) if BACKEND.count_refusal(count) is None] == [1, 4, 8]
-    assert "v5e chips: valid are 1, 4, 8" in (BACKEND.count_refusal(3) or "")
+    assert "v5e chips: valid values are 1, 4, 8" in (BACKEND.count_refusal(3) or "")
     whole(monkeypatch, 8, "v7x")
-    assert "valid are 2, 4, 8" in (BACKEND.count_refusal(1) or "")
+    assert "valid values are 2, 4, 8" in (BACKEND.count_refusal(1) or "")
 
 
 def test_a_host_of_a_larger_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

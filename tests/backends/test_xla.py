@@ -91,7 +91,7 @@ def test_a_single_process_for_all_chips_has_what_the_image_says(monkeypatch: pyt
 
 def test_a_part_of_the_chips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    assert "valid are 1 and 8" in (BACKEND.count_refusal(3) or "")
+    assert "valid values are 1 and 8" in (BACKEND.count_refusal(3) or "")
 
 
 def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatc
     assert "the PCI bus has no TPU chip" in BACKEND.unavailable_reason()
     monkeypatch.setenv("PJRT_DEVICE", "NEURON")
     assert BACKEND.affinity() == 0
-    assert "PJRT_DEVICE=NEURON is not supported; valid are TPU and CPU" in BACKEND.unavailable_reason()
+    assert "PJRT_DEVICE=NEURON is not supported; valid values are TPU and CPU" in BACKEND.unavailable_reason()
 
 
 def test_chips_without_torch_xla_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:
         (["tagged.ipynb", "--parameters", "epochs"], "not of the form name=value"),
         (["plain.ipynb", "--output", "no/such/out.ipynb"], "--output: no such folder"),
         (["plain.ipynb", "--output", "."], "--output: . is a folder"),
-        (["plain.ipynb", "--kernel", "fortran"], "there is no kernel 'fortran' here; installed: "),
+        (["plain.ipynb", "--kernel", "fortran"], "no kernel named 'fortran' is installed, only "),
     ],
 )
 def test_wrong_use_is_one_line_and_runs_nothing(

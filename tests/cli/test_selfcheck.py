@@ -73,7 +73,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     [
         (["--num_processes", "0"], "num_processes=0"),
         (["--backend", "tpu"], "backend='tpu'"),
-        (["--backend", "cpu", "--only", "gradients", "speed"], "--only speed: valid are collectives"),
+        (["--backend", "cpu", "--only", "gradients", "speed"], "--only speed: valid checks are collectives"),
     ],
 )
 def test_wrong_use_is_one_line_and_starts_nothing(

@@ -100,7 +100,7 @@ def test_it_is_chosen_and_counted(toy: Kernel) -> None:
     )
     error = toy.run("notebook_launcher(train, (), 4)", raises="ValueError").error
     assert error is not None
-    assert "this machine has 3 toy chips for backend='toy': valid are 1 to 3" in error.text
+    assert "this machine has 3 toy chips for backend='toy': valid values are 1 to 3" in error.text
 
 
 def test_its_precisions_and_errors_are_its_own(toy: Kernel) -> None:

@@ -168,7 +168,7 @@ SLOW: dict[Callable[[Any], None], str] = {
     garbage: "garbage collection takes",
     evaluations: "evaluation takes",
     collectives: " collectives, most of them all_",
-    optimizer: "is the optimizer's",
+    optimizer: "the optimizer takes",
 }
 """Loop -> a part of the expected notice."""
 

@@ -85,7 +85,7 @@ def test_no_rank_is_blamed_where_only_we_ended_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_exit", "words"), [(True, "left by sys.exit(0)"), (False, "returned from the function")]
+    ("by_exit", "words"), [(True, "called sys.exit(0)"), (False, "returned from the function")]
 )
 def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: str) -> None:
     made = report(
@@ -104,8 +104,8 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
     [
         ((), ""),
         ((0, 1, 2), ""),
-        ((1,), "rank 1 left by sys.exit(0) before the function returned; its value is None"),
-        ((0, 2), "ranks 0, 2 left by sys.exit(0) before the function returned; their values are None"),
+        ((1,), "rank 1 called sys.exit(0) before the function returned; its value is None"),
+        ((0, 2), "ranks 0, 2 called sys.exit(0) before the function returned; their values are None"),
     ],
 )
 def test_ranks_that_left_where_others_returned_are_named(leaving: tuple[int, ...], sentence: str) -> None:

@@ -90,7 +90,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
         "collectives", (), "50 % of each step waits in 20 collectives, most of them all_reduce",
     ),
     "optimizer": (
-        lambda: all_alike({SpanKind.OPTIMIZER: 0.7}), "optimizer", (), "70 % of each step is the optimizer's",
+        lambda: all_alike({SpanKind.OPTIMIZER: 0.7}), "optimizer", (), "the optimizer takes 70 % of each step",
     ),
     "shared core": (
         lambda: judged(
@@ -110,7 +110,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "a limit": (
         lambda: judged(CLEAN, CLEAN, machine=Machine(2, throttled_share=0.4)),
-        "throttled", (), "the limit of the control group stops the ranks 40 % of the time",
+        "throttled", (), "the control group's limit stops the ranks 40 % of the time",
     ),
     "stolen": (
         lambda: judged(CLEAN, CLEAN, machine=Machine(2, stolen_share=0.3)),

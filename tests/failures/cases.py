@@ -128,7 +128,7 @@ def train():
         "sys.exit(0) while others wait",
         _raising("sys.exit(0)"),
         raises="WorkerDied",
-        value="left by sys.exit(0) while ranks 0, 2 still needed it",
+        value="called sys.exit(0) while ranks 0, 2 still needed it",
         line="notebook_launcher(",
         is_remote=False,
         prints="it begins",

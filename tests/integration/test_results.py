@@ -82,8 +82,8 @@ notebook_launcher(train, num_processes=3, return_all=True)
     )
     assert cell.value == ([0, None, 2] if leaving == "one" else [None] * 3)
     shown = " ".join(cell.shown.split())
-    assert ("rank 1 left by sys.exit(0)" in shown) == (leaving == "one")
-    assert ("left by sys.exit" in shown) == (leaving == "one")
+    assert ("rank 1 called sys.exit(0)" in shown) == (leaving == "one")
+    assert ("called sys.exit" in shown) == (leaving == "one")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

@@ -75,14 +75,15 @@ def test_unknown_arguments_and_members() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mixed_precision": "fp32"}, ValueError, "mixed_precision='fp32' is unknown; valid are 'no', 'fp16', 'bf16'"),
+        ({"mixed_precision": "fp32"}, ValueError,
+         "mixed_precision='fp32' is unknown; valid values are 'no', 'fp16', 'bf16'"),
         ({"gradient_accumulation_steps": 0}, ValueError, "num_steps=0 is less than 1"),
         ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps=1.5 is not a whole number"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)}, ValueError,
          "gradient_accumulation_steps=2 and gradient_accumulation_plugin were both given"),
         ({"split_batches": True, "dataloader_config": DataLoaderConfiguration()}, ValueError, "set it in one place"),
         ({"rng_types": ["tpu"]}, ValueError,
-         "rng_types item='tpu' is unknown; valid are 'generator', 'torch', 'cuda', 'xpu', 'xla'"),
+         "rng_types item='tpu' is unknown; valid values are 'generator', 'torch', 'cuda', 'xpu', 'xla'"),
         ({"kwargs_handlers": ["x"]}, ValueError, "not one of DistributedDataParallelKwargs, GradScalerKwargs"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "more than one AutocastKwargs"),
     ],

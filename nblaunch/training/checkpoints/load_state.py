@@ -46,8 +46,8 @@ def load_state(
     """Load a checkpoint after ``saver`` has written the last one; see ``Accelerator.load_state``."""
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
-            f"Unsupported optimizer map location passed: map_location={map_location!r}; valid are None, 'cpu' and "
-            "'on_device'"
+            f"Unsupported optimizer map location passed: map_location={map_location!r}; valid values are None, "
+            "'cpu' and 'on_device'"
         )
     saver.wait()
     device = live.shared.process.device if map_location == "on_device" else "cpu"

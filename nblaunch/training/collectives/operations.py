@@ -86,7 +86,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Overwrite every tensor of ``tensor`` with one rank's tensor, and return it; see ``Accelerator.broadcast``."""
     size = world_size()
     if not 0 <= from_process < size:
-        raise ValueError(f"from_process={from_process} is not a rank; valid are 0 to {size - 1}")
+        raise ValueError(f"from_process={from_process} is not a rank; valid values are 0 to {size - 1}")
     if size == 1:
         return tensor
     return _each_tensor("broadcast", lambda leaf: _broadcast_tensor(leaf, from_process), tensor)

@@ -258,7 +258,7 @@ def _resolve(choice: Any) -> Any:
             f"nblaunch.tracking.register_tracker_class. Built-in trackers are {valid}"
         )
     raise ValueError(
-        f"log_with={choice!r} is unknown; valid are {valid}, your own GeneralTracker, or a list of these"
+        f"log_with={choice!r} is unknown; valid values are {valid}, your own GeneralTracker, or a list of these"
     )
 
 

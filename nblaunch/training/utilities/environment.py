@@ -200,7 +200,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
     """
     word = value.lower()
     if word not in (*_YES, *_NO):
-        raise ValueError(f"{value!r} is not a truth value; valid are {', '.join((*_YES, *_NO))}")
+        raise ValueError(f"{value!r} is not a truth value; valid values are {', '.join((*_YES, *_NO))}")
     return word in _YES if to_bool else int(word in _YES)
 
 

@@ -96,7 +96,9 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
     if name in _BYTES:
         return _BYTES[name]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a dtype; valid are torch's dtypes, 'int2', 'int4' and 'fp8'")
+        raise ValueError(
+            f"{dtype!r} is not a dtype; valid values are torch's dtypes, 'int2', 'int4' and 'fp8'"
+        )
     return dtype.itemsize
 
 

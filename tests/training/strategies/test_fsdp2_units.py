@@ -110,7 +110,7 @@ def test_ignored_modules() -> None:
     [
         ({"fsdp_version": 1}, "nblaunch shards with torch's fully_shard, which is version 2"),
         ({"sharding_strategy": "NO_SHARD"}, "leave fsdp_plugin out"),
-        ({"sharding_strategy": "HALF"}, "sharding_strategy='HALF' is unknown; valid are 'FULL_SHARD'"),
+        ({"sharding_strategy": "HALF"}, "sharding_strategy='HALF' is unknown; valid values are 'FULL_SHARD'"),
         (
             {"auto_wrap_policy": "by_hand"},
             "auto_wrap_policy='by_hand'",

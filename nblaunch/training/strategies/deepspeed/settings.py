@@ -133,7 +133,7 @@ class DeepSpeedSettings:
 
     def _check(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"{_ZERO}.stage={self.zero_stage!r} is unknown; valid are 0, 1, 2, 3")
+            raise ValueError(f"{_ZERO}.stage={self.zero_stage!r} is unknown; valid values are 0, 1, 2, 3")
         for what in ("optimizer", "param"):
             device = getattr(self, f"offload_{what}_device")
             check_choice(f"{_ZERO}.offload_{what}.device", device, _OFFLOAD_DEVICES)

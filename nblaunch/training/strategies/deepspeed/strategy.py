@@ -312,7 +312,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         """Return the plugin ``name``; raise ValueError if it does not exist."""
         if name not in self.by_name:
             raise ValueError(
-                f"there is no DeepSpeed plugin {name!r}; valid are {', '.join(map(repr, self.by_name))}"
+                f"there is no DeepSpeed plugin {name!r}; valid values are {', '.join(map(repr, self.by_name))}"
             )
         return self.by_name[name]
 
