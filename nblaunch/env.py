@@ -20,7 +20,7 @@ class VariableType:
 
     Args:
         convert: returns the value; raises ValueError if the text is invalid.
-        valid: description of valid texts, as the end of a sentence.
+        valid: the valid values in words, as the end of a sentence.
     """
 
     convert: Callable[[str], Any]

@@ -63,7 +63,7 @@ _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:\[\]]*)(?::(?P<port
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
-    """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; port None if there is none.
+    """Return host and port of ``host``, ``host:port`` or ``[IPv6 address]:port``; the port is None if missing.
 
     Raises:
         ValueError: the text does not have one of these forms.

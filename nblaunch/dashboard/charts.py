@@ -251,7 +251,7 @@ class _Axes:
         )
 
     def _under(self, x: float, text: str) -> str:
-        """Return a number below the horizontal axis; the last one stays in the picture."""
+        """Return a number below the horizontal axis, moved to the left if it would not fit."""
         if x + 3 * len(text) > self.width:
             return f'<text x="{self.width - 1}" y="{self.height - 4}">{text}</text>'
         return f'<text x="{x:.0f}" y="{self.height - 4}" text-anchor="middle">{text}</text>'

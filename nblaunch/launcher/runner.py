@@ -396,7 +396,7 @@ class JobRunner(Job):
     def _advance_generators(self) -> None:
         """Advance this process's generators, once, after workers were started with their states.
 
-        A launch that blocks the cell does so at its end: while workers start, they need the processors.
+        A launch that blocks the cell calls this at its end, because starting workers need the processors.
         """
         if self._must_advance:
             self._must_advance = False

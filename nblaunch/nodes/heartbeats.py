@@ -362,7 +362,7 @@ class HeartbeatExchange:
             is_agreeing = any(other.summary.stop.is_wanted for other in (heartbeat, *self._others))
             reads_all = is_agreeing or heartbeat.state in _FINAL or self._wanted > self._published
         others = store.exchange(heartbeat, reads_all=reads_all)
-        # Emit before waiting threads continue and send messages that must not overtake the heartbeats.
+        # Emit the heartbeats before waiting threads wake up and send messages that must not overtake them.
         self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
         with self._changed:
             self._others, self._published, self._is_store_lost = others, heartbeat.count, False
