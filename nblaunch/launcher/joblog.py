@@ -286,4 +286,4 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
 
 
 _VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
-"""States of processes that this process can see. It can't see those of other machines and containers."""
+"""States of processes that this process can see; processes of other machines and containers are invisible to it."""
