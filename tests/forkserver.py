@@ -211,7 +211,7 @@ def _begin(request: dict[str, Any], output: int) -> None:
     for name in ("tests", "tests.forkserver"):
         del sys.modules[name]
     sys.path[0] = os.getcwd()
-    sys.argv[1:] = request["args"]  # runpy sets the first entry entry
+    sys.argv[1:] = request["args"]  # runpy overwrites the first entry
     sys.orig_argv[1:] = ["-m", request["module"], *request["args"]]
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:

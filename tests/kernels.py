@@ -387,7 +387,7 @@ class Kernel:
 
         Raises:
             KernelTimeout: the condition did not come true in time; the kernel was aborted to get its stacks.
-            AssertionError: the kernel died meanwhile.
+            AssertionError: the kernel died in the meantime.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -512,7 +512,7 @@ class Kernel:
         return sorted(mine, key=lambda process: process.create_time())
 
     def wait_for_no_processes(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until all processes that the kernel started have ended, including those that it starts meanwhile.
+        """Wait until all processes that the kernel started have ended, including those that it starts in the meantime.
 
         Raises:
             LeftBehind: a process is still running; the message names it, and ``close`` kills it.
@@ -681,7 +681,7 @@ class Kernel:
         try:
             return process.environ().get(TOKEN_VARIABLE) == self._token
         except psutil.Error:
-            return False  # it has ended meanwhile, or belongs to another user
+            return False  # it has ended in the meantime, or belongs to another user
 
 
 _environment = imported_with(os.environ)

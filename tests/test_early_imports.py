@@ -60,7 +60,7 @@ def test_a_launch_that_comes_first_imports_before_it_forks(kernel: Kernel) -> No
     assert found == (False, [True, True], True)
 
 
-def test_an_interrupt_of_a_waiting_cell_leaves_no_half_module(kernel: Kernel, tmp_path: Path) -> None:
+def test_an_interrupt_of_an_awaiting_cell_leaves_no_partial_module(kernel: Kernel, tmp_path: Path) -> None:
     """The event loop imports while the cell awaits, and the interrupt comes in the middle."""
     interrupt = 'when_imported("sympy.core", lambda module: os.kill(os.getpid(), signal.SIGINT))'
     awaits = (

@@ -26,7 +26,7 @@ def test_values_are_converted_and_default(monkeypatch: pytest.MonkeyPatch) -> No
     assert env.read("CUDA_VISIBLE_DEVICES") is None
 
 
-def test_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_KEEP_JOBS", "a few")
     with pytest.raises(ValueError, match=r"NBLAUNCH_KEEP_JOBS='a few'"):
         env.read("NBLAUNCH_KEEP_JOBS")

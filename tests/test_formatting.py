@@ -57,7 +57,7 @@ def test_counts() -> None:
     assert formatting.count(3, "more rank") == "3 more ranks"
 
 
-def test_of_many_the_first_ones_are_named() -> None:
+def test_only_the_first_of_many_are_named() -> None:
     assert formatting.first(["a", "b"], 2) == "a, b"
     assert formatting.first(["a", "b", "c", "d"], 2, "; ") == "a; b and 2 more"
 
@@ -107,7 +107,7 @@ def test_sizes_are_read(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", 0, -5, None, "5PB", "1.2.3GB", 2.5])
-def test_what_is_no_size(text: Any) -> None:
+def test_invalid_sizes_are_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size; pass"):
         formatting.parse_size(text)
 

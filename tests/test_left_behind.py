@@ -18,7 +18,7 @@ WAIT_FOR_EVER = "import signal; signal.pause()"
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_nothing_is_found_where_nothing_is_left() -> None:
+def test_nothing_is_found_if_nothing_is_left() -> None:
     before = Snapshot.take()
     assert left_behind.find(before) == []
 

@@ -88,7 +88,7 @@ def test_packages_modules_and_extensions_are() -> None:
     assert NAME not in sys.modules
 
 
-def test_what_was_just_installed_is(folder: Path) -> None:
+def test_a_package_counts_as_soon_as_it_is_installed(folder: Path) -> None:
     assert not is_installed(NAME)
     (folder / NAME).mkdir()
     (folder / NAME / "__init__.py").touch()
@@ -104,7 +104,7 @@ def test_a_folder_that_was_named_after_it_is_not(folder: Path) -> None:
     del sys.modules[NAME]
 
 
-def test_what_was_made_by_hand_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_made_by_hand_counts_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = types.ModuleType(NAME)
     monkeypatch.setitem(sys.modules, NAME, made)
     assert is_installed(NAME)

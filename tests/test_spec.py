@@ -225,7 +225,7 @@ def test_the_debug_launcher_checks_the_same() -> None:
         debug_launcher(train)
 
 
-def test_what_is_good_is_taken() -> None:
+def test_valid_input_is_accepted() -> None:
     spec = LaunchSpec(train, [1], mixed_precision="BF16")  # type: ignore[arg-type]
     assert (spec.args, spec.mixed_precision, spec.accelerator_defaults) == (
         (1,),

@@ -47,7 +47,7 @@ def test_a_process_without_a_launcher_is_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
-def test_nonsense_is_named(name: str) -> None:
+def test_invalid_values_are_named(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='many'"):
         Topology.from_env({name: "many"})
 

@@ -66,7 +66,7 @@ def test_child_ends_with_its_starter(end: str) -> None:
     os.close(pidfd)
 
 
-def test_a_lab_ends_with_who_started_it(tmp_path: Path) -> None:
+def test_a_lab_ends_with_its_starter(tmp_path: Path) -> None:
     pytest.importorskip("playwright", reason="the extra 'browser' is not installed")
     starter, pidfd = start(LAB, str(tmp_path))
     with starter:

@@ -28,8 +28,8 @@ def begin() -> None:
     if sys.platform != "linux" or os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
         return
     token = f"{os.getpid()}-{secrets.token_hex(8)}"
-    # Not with subprocess, because no process waits for the watchman, and it must not keep outputs open that others read
-    # to the end.
+    # Not with subprocess: no process waits for the watchman, and it must not keep open the pipes that others read to
+    # the end.
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), token],
@@ -71,7 +71,7 @@ def _environment(folder: Path) -> bytes:
     try:
         return (folder / "environ").read_bytes()
     except OSError:
-        return b""  # it has ended meanwhile, or belongs to another user
+        return b""  # it has ended in the meantime, or belongs to another user
 
 
 def _kill(pid: int) -> None:

@@ -38,7 +38,7 @@ def forks_held_back() -> Iterator[None]:
     """Make forks in other threads wait while the block runs.
 
     ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
-    meanwhile, it would wait as long as that child lives.
+    in the meantime, it would wait as long as that child lives.
     """
     with _forking:
         yield

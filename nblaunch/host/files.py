@@ -103,7 +103,7 @@ def replace(
     """Replace a file atomically: it always has either its old or its new contents.
 
     Args:
-        folder_fd: descriptor of its folder; no other process may write a file of this name there.
+        folder_fd: descriptor of its folder; no other process may write a file with this name there.
         name: name of the file.
         write: writes the contents to a file that is also open for reading.
         is_lasting: force the file to the disk, so that it survives a power failure.

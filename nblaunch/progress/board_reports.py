@@ -155,8 +155,7 @@ class LoopStack:
 
         Args:
             plan: plan of the epoch that begins or runs.
-            job_steps: completed optimizer steps, and the total of the training; zeros if the framework does not count
-                them.
+            job_steps: completed optimizer steps, and their total number; zeros if the framework does not count them.
         """
         self.plan = plan
         self._slot.set_job_steps(*job_steps)
@@ -205,7 +204,7 @@ class LoopStack:
             return epoch, epoch - 1 + outer.total - outer.step if outer.total > 0 else 0
         places = places_around(sys._getframe(2))
         if places is not None and len(places) == 1 and places[0].num_before:
-            # The loop covers the remaining epochs of a resumed training; its loader may not know that.
+            # The loop covers the remaining epochs of a resumed training run; its loader may not know that.
             place = places[0]
             return place.num_before + place.position + 1, place.num_before + place.size
         left = iterations_left(places)
@@ -313,7 +312,7 @@ class LossReport:
     """Shows the losses of this rank on the board, at most twice a second: the last loss, and means of all.
 
     Reading a value from a device makes the process wait, so losses are summed on the device, in bins that end at fixed
-    optimizer steps (``wire/board.py``). They are read now and then, and at the end of a loop. A step ends when any
+    optimizer steps (``wire/board.py``). They are read from time to time, and at the end of a loop. A step ends when any
     optimizer has stepped since the last loss, so several losses or several optimizers can belong to one step.
 
     It also shows the memory of the rank's device, at most once a second and at the end. ``num_noted`` counts all

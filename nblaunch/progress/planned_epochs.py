@@ -59,7 +59,7 @@ class Place(NamedTuple):
     Args:
         position: index of the iteration, from 0.
         size: number of iterations.
-        num_before: iterations of an earlier run: 3 in ``range(3, 10)``, which resumes a training.
+        num_before: iterations of an earlier run: 3 in ``range(3, 10)``, which resumes training.
     """
 
     position: int
@@ -89,7 +89,7 @@ def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[P
         return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
     except _UnknownError:
         return None
-    except Exception:  # a user's object misbehaves; the display must not end the training
+    except Exception:  # a user's object misbehaves; the display must not end training
         return None
 
 
@@ -170,7 +170,7 @@ def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: st
         if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             continue
         if read is not None and any(_trains(later, read) for later in body[index + 1 :]):
-            raise _UnknownError  # another training follows
+            raise _UnknownError  # the function trains again
         is_inside = isinstance(statement, (ast.For, ast.While)) and line >= statement.body[0].lineno
         if isinstance(statement, ast.While) and is_inside:
             raise _UnknownError

@@ -112,7 +112,7 @@ def start_program(
 
     Raises:
         OSError: the system refused to start the process.
-        LaunchError: another version of nblaunch was installed meanwhile, and the process would run it.
+        LaunchError: another version of nblaunch was installed in the meantime, and the process would run it.
     """
     installation.check_new_process()
     message_fd = _written("nblaunch-message", message)

@@ -346,7 +346,7 @@ class Accelerator(AcceleratorProperties):
         return [None] * count
 
     def clear(self, *objects: Any) -> list[None]:
-        """Do the same as :meth:`free_memory`."""
+        """Same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     # --- gradients: one micro-step -----------------------------------------------------------------------------------

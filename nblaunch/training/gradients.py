@@ -1,7 +1,7 @@
 """Gradients of a training loop: backward, the block of a micro-step, unscaling and clipping.
 
 Methods of the ``Accelerator`` call these functions with its :class:`Preparer`. ``accumulation.py`` decides when
-gradients are synchronised, the strategy how, and the precision in which number format.
+gradients are synchronised, the strategy decides how, and the precision sets the number format.
 """
 
 from __future__ import annotations

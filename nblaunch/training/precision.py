@@ -359,7 +359,7 @@ _MULTIPLE = 16
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How ``Accelerator(mixed_precision="fp8")`` trains, by torchao.
+    """How ``Accelerator(mixed_precision="fp8")`` trains, using torchao.
 
     Args:
         config: torchao's ``Float8LinearConfig``; None: built from the last two fields. With ``emulate=True``, any

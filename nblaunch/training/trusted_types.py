@@ -19,7 +19,7 @@ import torch
 
 from nblaunch import user_code
 
-# Classes that the file of a registered object may name beside torch's own types.
+# Classes that the file of a registered object may name in addition to torch's own types.
 _PLAIN = [
     datetime.date,
     datetime.datetime,
@@ -44,7 +44,7 @@ def trusting(kinds: Sequence[Any]) -> Iterator[None]:
 
 
 def trusted_types(owner: Any = None) -> list[Any]:
-    """Return the classes that a file may name beside torch's own types. Creating them runs no library's code.
+    """Return the classes that a file may name in addition to torch's own types. Creating them runs no library's code.
 
     Args:
         owner: the registered object, model or optimizer that the state belongs to. Classes that the notebook or script
@@ -57,7 +57,7 @@ def trusted_types(owner: Any = None) -> list[Any]:
     file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
     if file and user_code.is_user_file(file):
         modules.add(type(owner).__module__)
-    # Copy the values at once, because other threads may define names meanwhile.
+    # Copy the values at once, because other threads may define names in the meantime.
     values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
     defined_here = [
         value for name, value in values if issubclass(type(value), type) and value.__module__ == name

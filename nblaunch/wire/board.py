@@ -86,7 +86,7 @@ BOUNDARY_CHECKS, _BOUNDARY_REPLY, BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
-# Tries to read a curve that changes meanwhile; a rank that dies while writing leaves its version odd forever.
+# Tries to read a curve that changes in the meantime; a rank that dies while writing leaves its version odd forever.
 _MAX_READS = 5
 
 
@@ -118,7 +118,7 @@ class SlotReading:
         loop: number of the current loop, from 1; 0 before the first.
         trained: step, total and epoch at the end of the last training loop; zeros before the first ends.
         steps_done: steps of all loops since the start.
-        job_steps: completed and total optimizer steps of the whole training, if a framework counts them; otherwise
+        job_steps: completed and total optimizer steps of the whole training run, if a framework counts them; otherwise
             zeros.
     """
 
@@ -307,7 +307,7 @@ class Slot:
         ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH] = step, total, epoch
 
     def set_job_steps(self, done: int, total: int) -> None:
-        """Set the completed and the total number of optimizer steps of the whole training."""
+        """Set the completed and the total number of optimizer steps of the whole training run."""
         ints = self._ints
         ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 

@@ -12,7 +12,7 @@ not part of a chain.
 
 All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes about
 a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
-meanwhile.
+in the meantime.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class CallReader:
                 return _group_of(line)
             group = self._sites[values[1]] if values[1] >= 0 else None
             return Site(values[0], group if isinstance(group, Group) else None, *values[2:])
-        except (ValueError, IndexError, TypeError):  # the texts were restarted meanwhile
+        except (ValueError, IndexError, TypeError):  # the texts have started again
             return Site("")
 
     def _calls(self, data: bytes, serials: range) -> tuple[Call, ...]:

@@ -126,7 +126,7 @@ class SpanReader:
         else:
             data = bytes(self._memory[start:]) + bytes(self._memory[:end])
         self._next = last + 1
-        if self._serial_at(first) != first:  # the writer has lapped the reader meanwhile
+        if self._serial_at(first) != first:  # the writer has lapped the reader in the meantime
             self.num_lost += last - first + 1
             return b""
         return data

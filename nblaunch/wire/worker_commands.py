@@ -318,7 +318,7 @@ class Reply:
         shown: a display of the value, by MIME type, if it was requested.
         number: number of the command, if it has one.
         has_torch: whether the rank of a session has imported torch.
-        is_preliminary: another reply to the same command follows. This one has the state without it.
+        is_preliminary: another reply to the same command follows, with a further state or as the last one.
     """
 
     time_s: float = 0.0

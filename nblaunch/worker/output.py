@@ -38,7 +38,7 @@ except ValueError:  # macOS uses another name
 
 
 class _Output(io.RawIOBase):
-    """A raw stream on a descriptor that drops output when the disk is full instead of ending the training.
+    """A raw stream on a descriptor that drops output when the disk is full instead of ending training.
 
     Bars go to one stream and lines to the other, but both end up in one file. A line that follows an unfinished bar
     starts with a carriage return, so that it replaces the bar instead of continuing it.

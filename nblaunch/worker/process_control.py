@@ -234,10 +234,10 @@ def watch_faults(stacks_path: str) -> None:
 
     Python answers the first signal between two of its instructions. If no answer comes, the launcher sends a second
     signal, which faulthandler answers. faulthandler works even while the interpreter is blocked in C code, when a
-    stack is most useful. But it takes no lock and may crash the process if frames change meanwhile (Python 3.11 keeps
-    a frame in its list while it frees the frame's code). For that reason Python is asked first, and only the thread
-    that the signal interrupts is read. The system chooses the main thread, which runs the function (kernel/signal.c,
-    ``complete_signal``).
+    stack is most useful. But it takes no lock and may crash the process if frames change in the meantime (Python 3.11
+    keeps a frame in its list while it frees the frame's code). For that reason Python is asked first, and only the
+    thread that the signal interrupts is read. The system chooses the main thread, which runs the function
+    (kernel/signal.c, ``complete_signal``).
     """
     # The descriptor must stay open, because faulthandler writes to it in a signal handler.
     fd = os.open(stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -23,7 +23,7 @@ def test_every_public_name_has_a_description() -> None:
     assert not offenders, f"say in a line what they are for:{listing(offenders)}"
 
 
-def test_only_parameters_that_are_there_are_described() -> None:
+def test_docstrings_describe_only_existing_parameters() -> None:
     offenders = [
         f"{module.at(node)} {node.name} has no {name}"
         for module in modules()

@@ -168,7 +168,7 @@ def test_counts_before_the_watch_are_not_reported() -> None:
     assert (notes, facts) == ([], {})
 
 
-def test_compiling_is_shown_where_it_is_to_be_expected() -> None:
+def test_expected_compilations_are_shown() -> None:
     device = Device()
     for rows in (32, 32, 32, 7):
         device.step("training", (rows,))

@@ -22,7 +22,7 @@ NvmlMaker = Callable[..., FakeNvml]
 TWO = Topology(world_size=2, local_world_size=2)
 
 
-def test_no_gpu_is_the_reason_where_there_is_none(nvml: NvmlMaker) -> None:
+def test_a_host_without_a_gpu_is_the_reason(nvml: NvmlMaker) -> None:
     nvml(has_driver=False)
     assert BACKEND.device_count() == 0
     assert BACKEND.affinity() == 0
@@ -191,7 +191,7 @@ def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == [torch.device("cuda", index) for index in (0, 1, 0)]
 
 
-def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_refused_if_the_gpu_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
@@ -201,7 +201,7 @@ def test_bf16_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.precision_refusal("bf16") is None
 
 
-def test_bf16_that_is_imitated_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example on a T4, where torch counts bf16 as supported since 2.4."""
     notes: list[str] = []
     backend = cuda.CudaBackend()

@@ -126,7 +126,7 @@ def test_every_kind_of_error_is_tried_here() -> None:
         dist.DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cuda//0"),
     ],
 )
-def test_of_other_errors_there_is_nothing_to_report(error: Exception) -> None:
+def test_other_errors_are_not_explained(error: Exception) -> None:
     assert CudaBackend().explain_failure(error) == ()
 
 

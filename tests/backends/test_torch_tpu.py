@@ -56,7 +56,7 @@ def whole(monkeypatch: pytest.MonkeyPatch, num_chips: int = 8, kind: str = "v5e"
     install(monkeypatch, "torch_tpu", "libtpu", *further)
 
 
-def test_without_the_package_or_chips_it_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_needs_the_package_and_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.affinity() == 0
     assert "torch_tpu is not installed; on a TPU host: pip install torch-tpu" in BACKEND.unavailable_reason()
     install(monkeypatch, "torch_tpu", "libtpu")
@@ -103,7 +103,7 @@ def test_a_torch_that_does_not_fit_is_named(
         assert reason in (BACKEND.overlooked() or "")
 
 
-def test_of_two_packages_the_one_that_fits_this_torch_is_used(
+def test_the_package_for_this_torch_is_preferred(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole(monkeypatch, 8, "v5e", "torch_xla")
@@ -115,7 +115,7 @@ def test_of_two_packages_the_one_that_fits_this_torch_is_used(
     assert backends.choose("auto") is xla.BACKEND
 
 
-def test_a_wish_for_the_stand_in_of_torch_xla_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pjrt_device_cpu_selects_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch, 8, "v5e", "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     assert backends.choose("auto") is xla.BACKEND
@@ -123,7 +123,7 @@ def test_a_wish_for_the_stand_in_of_torch_xla_holds(monkeypatch: pytest.MonkeyPa
     assert backends.choose("auto") is BACKEND, "without torch_xla the variable is of no meaning"
 
 
-def test_only_meshes_that_there_are_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_counts_that_form_no_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
     assert [count for count in range(1, 9) if BACKEND.count_refusal(count) is None] == [1, 4, 8]
     assert "v5e chips: valid values are 1, 4, 8" in (BACKEND.count_refusal(3) or "")

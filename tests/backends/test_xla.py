@@ -47,7 +47,7 @@ def install(
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
 
 
-def test_without_chips_or_torch_xla_it_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_needs_chips_and_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKEND.affinity() == 0
     assert "torch_xla is not installed" in BACKEND.unavailable_reason()
     assert BACKEND.overlooked() is None
@@ -78,7 +78,7 @@ def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.M
     assert BACKEND.worker_env(TOPOLOGY)["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
 
 
-def test_a_single_process_for_all_chips_has_what_the_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_for_all_chips_keeps_the_images_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setenv("TPU_CHIPS_PER_PROCESS_BOUNDS", "2,4,1")
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "8")

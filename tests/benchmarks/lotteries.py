@@ -170,7 +170,7 @@ def _peer_kernel(launcher: str) -> Any:
 
 
 def _wait(cell: Cell, timeout_s: float) -> bool:
-    """Return whether the cell ended in time; interrupt a hanging kernel twice, then give it up."""
+    """Return whether the cell ended in time; interrupt a hanging kernel twice, then give up."""
     try:
         cell.wait(timeout_s)
     except AssertionError:

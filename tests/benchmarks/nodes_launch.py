@@ -1,4 +1,4 @@
-"""Cold and warm launches on two nodes with two ranks each, beside plain Ray actors and Ray's TorchTrainer.
+"""Cold and warm launches on two nodes with two ranks each, compared with plain Ray actors and Ray's TorchTrainer.
 
     python -m tests.benchmarks nodes_launch [--rounds 10]
 

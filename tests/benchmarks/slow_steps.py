@@ -53,7 +53,7 @@ class Named:
 
 @contextmanager
 def hogs(cores: Sequence[int | None]) -> Iterator[list[int]]:
-    """Use cores while the block runs, with one process pinned to each core; for None, unpinned."""
+    """Keep cores busy while the block runs, with one process per core, pinned to it; None: not pinned."""
     processes = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in cores]
     try:
         for process, core in zip(processes, cores, strict=True):

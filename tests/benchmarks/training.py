@@ -47,7 +47,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """The choices of a seed.
+    """The loop that a seed selects.
 
     Args:
         sharing: how ranks divide the data: ``"even"``, ``"uneven"`` (with ``join_uneven_inputs``), ``"split"``,

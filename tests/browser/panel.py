@@ -1,4 +1,4 @@
-"""A training that shows every part of the panel, and queries of the panel in a browser."""
+"""A training run that shows every part of the panel, and queries of the panel in a browser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANK_BARS = ".jupyter-widgets .nbl-track[aria-label^=rank]:visible"
 RED = f"rgb({int(BAD[1:3], 16)}, {int(BAD[3:5], 16)}, {int(BAD[5:7], 16)})"
 
 # Steps of a known length until the test requests the end; no process group, so that the start is fast. The test signals
-# by files in the notebook's folder: "enough" ends a training, "looked" lets a failure end.
+# by files in the notebook's folder: "enough" ends training, "looked" lets a failure end.
 SETUP = """
 import os, time
 import torch

@@ -92,7 +92,7 @@ def test_many_lines_are_folded(page: Page) -> None:
     page.wait_until(lambda: page.text(CHATTER).count(" says ") > 200, "all lines")
 
 
-def test_a_kernel_that_is_restarted_leaves_what_was_last_known(page: Page) -> None:
+def test_a_restarted_kernel_leaves_the_last_known_table(page: Page) -> None:
     page.run(DYING)
     output = page.output(DYING)
     page.wait_until(lambda: len(bars(page, DYING)) == 2, "two bars")

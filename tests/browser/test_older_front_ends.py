@@ -106,7 +106,7 @@ def test_a_double_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Pag
 def test_a_failing_rank_turns_red_and_the_next_launch_is_good(server: Lab | Classic, page: Page) -> None:
     page.run(FAILING)
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
-    # This is still the live view: the other rank ends only on request, and the widgets report the failure meanwhile.
+    # This is still the live view: the widgets report the failure, and the other rank ends only on request.
     assert num_widgets(page, FAILING) > 0
     page.wait_for_matches(FAILING, r"^1\s+✗ failed", 1)
     wait_for_red_bar(page, FAILING, rank=1)

@@ -23,7 +23,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DefaultLab]:
 
 
 def _open_training(lab: DefaultLab, browser: Browser, name: str, background: bool, other: str) -> Page:
-    """Open a new notebook with ``TRAINING`` and the cell ``other``, run the training, and wait for its bars."""
+    """Open a new notebook with ``TRAINING`` and the cell ``other``, start training, and wait for its bars."""
     call = f"job = notebook_launcher(train, (100_000,), 2, background={background})"
     write_notebook(lab.folder / name, (SETUP, call, other))
     (lab.folder / "enough").unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def test_a_failing_rank_turns_red_and_says_why(lab: Lab, page: Page) -> None:
     page.run(FAILING)
     page.wait_until(lambda: len(bars(page, FAILING)) == 2, "two bars")
     show_lines_of(page, FAILING, rank=1, other=0)
-    # This is still the live view: the other rank ends only on request, and the widgets report the failure meanwhile.
+    # This is still the live view: the widgets report the failure, and the other rank ends only on request.
     page.wait_for_text(FAILING, "ValueError: the loss of <i>this</i> rank is nan")
     assert num_widgets(page, FAILING) > 0
     page.wait_for_matches(FAILING, r"^✗ train rank 1 failed, running for", 1)

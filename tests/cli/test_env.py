@@ -55,7 +55,7 @@ def found(*arguments: Any, **options: Any) -> dict[str, Any]:
     return dict(json.loads(report("--json", *arguments, **options).stdout))
 
 
-def test_it_reports_what_is_here() -> None:
+def test_env_reports_this_machine() -> None:
     facts = found()
     assert facts["versions"]["torch"] == metadata.version("torch")
     assert facts["versions"]["ipykernel"] == metadata.version("ipykernel")

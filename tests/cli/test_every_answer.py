@@ -211,7 +211,7 @@ def test_machine_questions_do_not_change_training_questions() -> None:
 
 
 @pytest.mark.parametrize("num_machines", ["2", "1:2"])
-def test_every_way_of_machines_to_meet_is_launched(num_machines: str) -> None:
+def test_every_rendezvous_is_launched(num_machines: str) -> None:
     name = script("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     met = set()
     for plan in walk("several", 1, num_machines=num_machines, rdzv_endpoint="{}", main_process_port="1"):

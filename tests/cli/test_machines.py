@@ -68,7 +68,7 @@ def test_machines_that_were_launched_differently_say_so_at_once(
     assert f"{others[2].strip('-')}={others[3]}" in ended[1].out
 
 
-def test_a_machine_may_begin_alone_also_where_there_is_little_time_to_meet(
+def test_a_machine_may_begin_alone_after_a_short_timeout(
     start: Callable[..., Running],
 ) -> None:
     name = script("import os\nprint('of', os.environ['WORLD_SIZE'])\n")

@@ -74,7 +74,7 @@ def test_processes_make_progress_in_the_terminal(tmp_path: Path) -> None:
     assert result[0]["data"]["text/plain"] == "42"
 
 
-def test_a_failing_cell_is_shown_and_ends_it(tmp_path: Path) -> None:
+def test_a_failing_cell_is_shown_and_ends_the_run(tmp_path: Path) -> None:
     notebook = write(
         tmp_path / "bad.ipynb",
         "print('before')",

@@ -91,7 +91,7 @@ def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
     assert terminal.shown == ["one again", "two", ""]
 
 
-def test_a_file_gets_a_table_now_and_then_and_the_last_one() -> None:
+def test_a_file_gets_few_tables_and_the_last_one() -> None:
     stream, now_s = io.StringIO(), 0.0
     screen = Screen(stream, clock=lambda: now_s)
     screen.heading("cell")

@@ -88,7 +88,7 @@ def test_a_taken_port_is_refused(command: Command) -> None:
     assert_refused(ended, str(port), "in use", "leave main_process_port out")
 
 
-def test_an_address_of_another_machine_is_refused_in_the_words_of_options(command: Command) -> None:
+def test_another_machines_address_is_refused_by_option_name(command: Command) -> None:
     options = "--cpu --num_machines 2 --main_process_ip 192.0.2.200"
     ended = command("launch", *options.split(), script("raise AssertionError('the script must not run')\n"))
     (line,) = ended.err.splitlines()
@@ -104,7 +104,7 @@ def test_options_of_the_script_are_not_options_of_the_launch(command: Command) -
     assert ended.code == 0, ended.err
 
 
-def test_what_changes_nothing_is_accepted(command: Command) -> None:
+def test_options_without_effect_are_accepted(command: Command) -> None:
     ended = command(
         "launch",
         "--cpu",

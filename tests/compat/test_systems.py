@@ -54,7 +54,7 @@ def test_windows_gets_one_sentence_and_no_missing_module() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("platform", ["emscripten", "aix"])
-def test_other_systems_get_what_does_work_there(platform: str) -> None:
+def test_unsupported_systems_get_an_explanation(platform: str) -> None:
     program = f"import os, sys\ndel os.fork\nsys.platform = {platform!r}\n{USES}"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 0, ended.stderr

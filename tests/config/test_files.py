@@ -276,14 +276,14 @@ def test_old_cpu_config_files_are_read(tmp_path: Path, ipex: str) -> None:
     assert layer.values == {"backend": "cpu", "num_processes": 2}
 
 
-def test_no_file_of_deepspeeds_is_none(tmp_path: Path) -> None:
+def test_deepspeed_config_file_may_be_none(tmp_path: Path) -> None:
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none, zero_stage: 3}\n"
     layer = files.read(written(tmp_path, text))
     assert resolve([layer])["zero_stage"] == 3
     assert "deepspeed_config_file" not in layer.values
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_symlink_is_kept(tmp_path: Path) -> None:
     target, link = tmp_path / "dotfiles.yaml", tmp_path / "config.yaml"
     link.symlink_to(target)
     for num_processes in (1, 2):  # the file does not exist the first time

@@ -116,7 +116,7 @@ def test_the_earlier_layer_wins_and_sources_are_kept() -> None:
     assert (resolved["mixed_precision"], resolved.sources["mixed_precision"]) == ("no", "default")
 
 
-def test_none_is_a_value_where_a_setting_may_be_none(tmp_path: Path) -> None:
+def test_optional_settings_accept_none(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     files.write(path, {"hang_timeout_s": None})
     for resolved in (
@@ -221,7 +221,7 @@ def test_c10d_meets_at_machine_0_unless_set_otherwise() -> None:
     assert spec_of(resolve([Layer("x", values)]), print).rdzv_endpoint == "10.0.0.1:29400"
 
 
-def test_a_python_call_leaves_none_to_the_file(tmp_path: Any) -> None:
+def test_arguments_that_are_none_defer_to_the_file(tmp_path: Any) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_processes: 3\nmixed_precision: bf16\n")
     resolved = resolved_settings(file, {"num_processes": None, "mixed_precision": "no"})

@@ -62,7 +62,7 @@ def backend(family: Family) -> Backend:
     return family.backend
 
 
-def test_it_says_what_it_is(backend: Backend) -> None:
+def test_backend_describes_itself(backend: Backend) -> None:
     assert re.fullmatch("[a-z][a-z0-9_]*", backend.name)
     assert backend.device_noun
     assert backend.dist_backend

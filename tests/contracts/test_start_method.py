@@ -249,7 +249,7 @@ def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: py
     assert len(os.listdir("/proc/self/fd")) == len(before) - NUM  # the workers' ends of the pipes
 
 
-def test_a_refused_process_leaves_none_of_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_process_ends_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     if stage.method == "forkserver":
         pytest.skip("its workers start in another process")
     fork, popen, started = posix.fork, subprocess.Popen, []

@@ -62,7 +62,7 @@ def test_long_names_of_metrics_are_short_and_keep_their_ends() -> None:
     assert (accuracy.endswith("accuracy"), loss.endswith("loss")) == (True, True)
 
 
-def test_of_many_epochs_the_last_ones_are_shown_and_kept() -> None:
+def test_only_the_last_epochs_are_shown_and_kept() -> None:
     view = view_of([*started(1), *epochs(range(1, 151), 1)])
     assert len(view.epochs) == NUM_EPOCHS
     assert [row[0] for row in tabulate_epochs(view).rows] == [str(number) for number in range(143, 151)]

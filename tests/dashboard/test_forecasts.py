@@ -27,7 +27,7 @@ def announced(
         steps_s: seconds of each step. A step ends when the loop takes the next batch.
         per_epoch: steps per epoch.
         begin_s: seconds from the start of the loop to its first batch.
-        counts_all: whether a framework counts the steps of the whole training.
+        counts_all: whether a framework counts the steps of the whole training run.
         is_stream: whether the loader does not know its number of batches.
     """
     view = view_of(started(1))
@@ -95,7 +95,7 @@ def test_pauses_that_come_again_are_forecast() -> None:
     assert largest_error(announced(steps_s, 100), steps_s, first_share=0.2) < 0.2
 
 
-def test_nothing_is_announced_of_a_first_batch() -> None:
+def test_the_first_batch_gives_no_forecast() -> None:
     """The loop takes its first batch at once, and then compiles the step for half a minute."""
     shown = announced([30.0, *[0.5] * 99], 100, 0.01)
     assert {left_s for at_s, left_s in shown if at_s <= 30.0} == {None}

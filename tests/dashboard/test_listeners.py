@@ -178,7 +178,7 @@ def test_a_launch_that_never_started_leaves_nothing_unless_it_was_shown() -> Non
     assert shown.bundles[-1]["text/plain"] == "not started"
 
 
-def test_a_job_that_was_broken_off_is_shown_as_such() -> None:
+def test_an_abandoned_job_is_shown_as_cancelled() -> None:
     shown = Publications()
     table = NotebookDashboard(publish=shown, clock=Clock())
     feed(table, started(1))

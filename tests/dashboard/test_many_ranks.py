@@ -86,7 +86,7 @@ def test_the_last_reading_before_the_end_counts() -> None:
     assert {rank.step for rank in dashboard.last.ranks} == {12}
 
 
-def test_a_reading_counts_for_what_came_before_it_only() -> None:
+def test_a_reading_clears_only_earlier_stalls() -> None:
     """A rank that has progressed is not stalled; a rank whose progress is read only later is."""
     dashboard = started(NUM_RANKS)
     dashboard.tick(1, NUM_RANKS)

@@ -69,7 +69,7 @@ def test_a_slow_rank_stays_named_once_the_job_is_over() -> None:
     ]
 
 
-def test_of_two_ranks_the_slower_one_is_named() -> None:
+def test_the_slower_of_two_ranks_is_named() -> None:
     assert texts(at_rates([4, 8]))[0].startswith("rank 0: 2.0 times slower than the others ")
 
 
@@ -273,7 +273,7 @@ def test_a_job_that_is_done_keeps_its_rates() -> None:
     assert "10.0" in tabulate(view).rows[0].cells
 
 
-def test_of_a_hang_that_was_stopped_only_the_culprit_failed() -> None:
+def test_after_a_stopped_hang_only_the_culprit_failed() -> None:
     hang = Note(-1, START_S + 70, text="no progress for 60 s:\n    rank 1: cell 5, line 9", kind="hang")
     over = [
         hang,

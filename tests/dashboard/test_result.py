@@ -129,7 +129,7 @@ def test_no_column_of_a_result_is_empty(num_ranks: int) -> None:
     assert "ETA" not in table.columns
 
 
-def test_the_losses_have_the_largest_chart_and_what_is_flat_has_none() -> None:
+def test_losses_have_the_largest_chart_and_constants_have_none() -> None:
     logged = [Metric(0, START_S, step, {"lr": 0.1, "accuracy": step / 10}) for step in range(5)]
     over = view_of([*logged, *ended(2)], trained())
     loss, accuracy = charts(over)

@@ -191,7 +191,7 @@ def test_nothing_is_redrawn_without_a_terminal() -> None:
     assert 1 <= len(stream.getvalue().splitlines()) <= 3
 
 
-def test_a_closed_stream_is_no_terminal() -> None:
+def test_a_closed_stream_is_not_a_terminal() -> None:
     stream = io.StringIO()
     stream.close()
     assert open_live(stream) is None

@@ -123,7 +123,7 @@ def test_an_interrupted_job_has_stopped_ranks_and_no_failures(outcome: str) -> N
     assert not any(rank.failure for rank in view.ranks)
 
 
-def test_without_processes_of_their_own_ranks_are_done_when_the_job_is() -> None:
+def test_inline_ranks_are_done_when_the_job_is() -> None:
     assert states(view_of([*started(1), JobEnded(-1, START_S)])) == ["done"]
 
 
@@ -368,7 +368,7 @@ def view_after(story: list[Event | list[SlotReading]]) -> JobView:
 
 @settings(deadline=None)  # other tests may occupy the processors
 @given(any_story)
-def test_whatever_is_reported_the_view_stays_sane(story: list[Event | list[SlotReading]]) -> None:
+def test_any_story_leaves_a_consistent_view(story: list[Event | list[SlotReading]]) -> None:
     view = view_after(story)
     assert [rank.rank for rank in view.ranks] == list(range(len(view.ranks)))
     assert view.elapsed_s >= 0

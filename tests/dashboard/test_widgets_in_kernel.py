@@ -169,7 +169,7 @@ def test_without_a_user_there_are_no_widgets(shared: Kernel, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["html", "text", "none"])
-def test_who_asks_for_something_else_gets_it(shared: Kernel, kind: str) -> None:
+def test_other_dashboards_create_no_widgets(shared: Kernel, kind: str) -> None:
     assert run(shared, f"run(dashboard.choose({kind!r}), 2, 12)").contents("comm_open") == []
 
 
@@ -311,7 +311,7 @@ finally:
     assert [root in end.open_ids for root in roots] == [False] * 3 + [True] * 2
 
 
-def test_on_colab_which_would_save_them_no_widget_stays(shared: Kernel) -> None:
+def test_no_widget_stays_on_colab(shared: Kernel) -> None:
     cell = run(
         shared,
         """

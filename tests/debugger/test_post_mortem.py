@@ -59,7 +59,7 @@ def _fail(kernel: Kernel) -> None:
     assert 'raise ValueError("boom")' in cell.error.text
 
 
-def test_every_rank_can_be_asked_those_in_a_collective_too(failed: Kernel) -> None:
+def test_every_rank_can_be_inspected_even_in_a_collective(failed: Kernel) -> None:
     shapes = "{rank: tuple(shape) for rank, shape in nblaunch.last_job().inspect('batch.shape').items()}"
     assert failed.run(shapes).value == {0: (8, 16), 1: (7, 16), 2: (8, 16)}
     assert failed.run("nblaunch.last_job().inspect('step + 1')").result == "[0-2] 4"
@@ -209,7 +209,7 @@ def test_a_launch_that_is_refused_leaves_the_workers(shared: Kernel, launch: str
     shared.wait_for_no_processes()
 
 
-def test_time_ends_it(kernel: Kernel) -> None:
+def test_kept_workers_end_after_a_time(kernel: Kernel) -> None:
     kernel.run(PREAMBLE + "from nblaunch.launcher import runner\nrunner._KEPT_S = 5.0")
     kernel.run(LAUNCH.format(2), raises="ValueError")
     assert kernel.run("nblaunch.last_job().find_debugger()[1]").value == 1
@@ -289,7 +289,7 @@ def test_nothing_outlives_a_kernel_that_is_killed(profile: str) -> None:
         kernel.wait_for_no_processes()
 
 
-def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
+def test_breakpoints_do_not_wait_without_a_user(failed: Kernel) -> None:
     failed.run("nblaunch.debug()", raises="RuntimeError")
     failed.run("def stops():\n    breakpoint()\n    return 5")
     cell = failed.run("notebook_launcher(stops, num_processes=2)")

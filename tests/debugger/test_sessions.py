@@ -97,7 +97,7 @@ def test_pdb_that_was_left_open_does_not_outlive_the_next_command(failed: Kernel
     failed.run(f"while set({threads}.values()) != {{0}}: pass")
 
 
-def test_interact_opens_where_a_cell_has_failed_and_keeps_nothing_of_it(failed: Kernel) -> None:
+def test_interact_opens_at_the_failure_and_keeps_no_references(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     for line in (
         "interact",
@@ -172,7 +172,7 @@ def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
     assert shared.run("session.execute('kept')").result == "[0-2] 5"
 
 
-def test_where_no_user_can_type_nothing_waits(failed: Kernel) -> None:
+def test_breakpoints_do_not_wait_without_a_user(failed: Kernel) -> None:
     assert failed.run("nblaunch.debug()", raises="RuntimeError").error is not None
     cell = failed.run("_ = session.ranks(0).execute('breakpoint()')")
     assert "no user can type here" in cell.stdout

@@ -208,7 +208,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_job_hides_no_others(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_job_does_not_hide_others(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole = _ended(JobOutcome("done", values={0: 7}), "whole-1")
     damaged = [_ended(JobOutcome("done", values={0: 8}), f"hurt-{i}") for i, _ in enumerate(DAMAGES[name])]
     for folder, data in zip(damaged, DAMAGES[name], strict=True):

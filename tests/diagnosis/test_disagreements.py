@@ -58,14 +58,14 @@ def test_the_minority_is_at_fault(other: Site) -> None:
     assert explain(found, calls).ranks == (2,)
 
 
-def test_of_two_sides_none_is_at_fault() -> None:
+def test_neither_of_two_equal_sides_is_at_fault() -> None:
     calls = {rank: calls_of(reduce(reduction="MAX" if rank < 2 else "SUM")) for rank in range(4)}
     found = find_disagreement(calls)
     assert found is not None
     assert explain(found, calls).ranks == ()
 
 
-def test_a_difference_that_is_no_longer_kept_is_not_seen_in_what_follows() -> None:
+def test_an_overwritten_difference_is_not_found_in_later_calls() -> None:
     calls = {0: calls_of(*[reduce()] * 5, first=300), 1: calls_of(*[reduce()] * 5, first=300)}
     shifted = tuple(replace(call, chain=call.chain + 1) for call in calls[1].calls)
     assert find_disagreement({**calls, 1: replace(calls[1], calls=shifted)}) is None
@@ -75,7 +75,7 @@ def last(number: int, calls: RankCalls) -> RankCalls:
     return replace(calls, calls=calls.calls[-number:])
 
 
-def test_a_rank_whose_call_is_no_longer_kept_made_the_call_of_those_it_agrees_with_since() -> None:
+def test_an_overwritten_call_is_inferred_from_later_agreement() -> None:
     maximum = reduce(10, reduction="MAX")
     calls = {
         rank: calls_of(reduce(), maximum if rank == 3 else reduce(), *[reduce()] * 8) for rank in range(4)
@@ -88,7 +88,7 @@ def test_a_rank_whose_call_is_no_longer_kept_made_the_call_of_those_it_agrees_wi
     )
 
 
-def test_a_rank_that_agrees_with_none_since_is_not_named() -> None:
+def test_a_rank_without_matching_calls_is_not_named() -> None:
     calls = {rank: calls_of(*[reduce(root=rank)] * 9) for rank in range(3)}
     found = find_disagreement({**calls, 2: last(3, calls[2])})
     assert found is not None
@@ -147,7 +147,7 @@ def test_a_loop_that_was_left_early(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_a_condition_lets_come_alone(tmp_path: Path) -> None:
+def test_a_collective_under_a_rank_condition_is_explained(tmp_path: Path) -> None:
     for calls in ({0: [("all_reduce", 5)], 1: [(BACKWARD, 3)]}, {0: [("all_reduce", 5)], 1: []}):
         found = explain_standstill(stand(tmp_path, calls, returned=[1] if not calls[1] else []))
         assert found is not None

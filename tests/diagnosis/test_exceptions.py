@@ -125,7 +125,7 @@ def test_a_class_that_takes_no_attributes_gets_its_frames() -> None:
     assert names_in(rebuilt) == ["failure", "train"]
 
 
-def test_an_exception_without_a_text_gets_one_and_stays_what_it_is() -> None:
+def test_an_exception_whose_str_raises_gets_a_text() -> None:
     rebuilt = rebuild(failure(Mute(3)))
     assert isinstance(rebuilt, Mute)
     assert type(rebuilt).__name__ == "Mute"

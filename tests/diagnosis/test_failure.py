@@ -113,7 +113,7 @@ def test_the_crash_is_found_behind_stacks_that_were_asked_for_before(log: JobLog
     assert "earlier" not in message
 
 
-def test_stacks_that_were_only_asked_for_are_no_crash(log: JobLog) -> None:
+def test_requested_stacks_do_not_count_as_a_crash(log: JobLog) -> None:
     log.stacks_path(1).write_text(CRASH.partition("\n\n")[2])
     assert "Its Python stack" not in str(failure_of(died(-9), {1: 41}, log, 0).error)
 

@@ -92,7 +92,7 @@ def test_what_a_rank_waits_in(
     ],
     ids=["compiles", "saves", "runs what was compiled", "waits for the rank that saves"],
 )
-def test_what_may_take_any_time(
+def test_long_work_is_recognised(
     frames: list[tuple[str, int, str]], is_long_work: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nblaunch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/"))

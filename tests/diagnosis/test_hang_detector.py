@@ -154,7 +154,7 @@ def printing(rank: Rank) -> Rank:
         "an import that stands still",
     ],
 )
-def test_what_is_found_once(
+def test_each_standstill_is_found_once(
     ranks: dict[int, Rank], hung: tuple[int, ...], suspected: tuple[int, ...]
 ) -> None:
     ((_, finding),) = findings(ranks)

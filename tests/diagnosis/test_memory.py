@@ -25,7 +25,7 @@ def verdict(
     return judge(record, {1: 2 * GB, 0: 3 * GB}, readings, is_killed=is_killed, message=message)
 
 
-def test_nothing_speaks_for_memory() -> None:
+def test_no_verdict_without_evidence() -> None:
     assert verdict() == []
     assert verdict(lowest=None) == []
     assert verdict(is_killed=False, message="ValueError: the loss is nan", lowest=0) == []
@@ -49,7 +49,7 @@ def test_the_system_counted_a_kill() -> None:
         "RuntimeError: std::bad_alloc",
     ],
 )
-def test_an_allocator_reported_it(message: str) -> None:
+def test_failed_allocations_are_evidence(message: str) -> None:
     found = verdict(is_killed=False, message=message)
     assert found[0] == "Memory ran out: an allocation failed."
 
@@ -64,7 +64,7 @@ def test_an_allocator_reported_it(message: str) -> None:
         "CalledProcessError: Command 'sort' died with <Signals.SIGKILL: 9>.",
     ],
 )
-def test_a_process_of_the_rank_was_killed_for_it(message: str) -> None:
+def test_killed_child_processes_are_evidence(message: str) -> None:
     assert verdict(kills=1, is_killed=False, message=message)[0].startswith(
         "Memory ran out: the system killed 1"
     )

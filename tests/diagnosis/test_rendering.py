@@ -65,7 +65,7 @@ def test_the_launchers_own_mistakes_keep_its_frames() -> None:
         ([], []),
     ],
 )
-def test_frames_that_are_worth_showing(frames: list[tuple[str, bool]], shown: list[str]) -> None:
+def test_irrelevant_frames_are_hidden(frames: list[tuple[str, bool]], shown: list[str]) -> None:
     made = [FrameInfo("train.py", 1, name, "", is_user) for name, is_user in frames]
     assert [f.name for f in worth_showing(made)] == shown
 

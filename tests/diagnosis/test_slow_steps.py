@@ -157,7 +157,7 @@ NO_CAUSES: dict[str, Callable[[], Cause | None]] = {
 
 
 @pytest.mark.parametrize("name", NO_CAUSES)
-def test_nothing_is_named_where_nothing_can_be_changed(name: str) -> None:
+def test_no_cause_is_named_if_nothing_can_be_changed(name: str) -> None:
     assert NO_CAUSES[name]() is None
 
 

@@ -144,7 +144,7 @@ def test_a_node_without_a_word_of_the_coordinator_lets_its_ranks_go_on() -> None
     assert not any(should_stop(job.ballots[rank]) for rank in (2, 3))
 
 
-def test_a_proposal_that_came_before_is_followed() -> None:
+def test_an_earlier_proposal_is_followed() -> None:
     ballot = private_slot().boundaries
     node = NodeBallots("check", {0: ballot}, lambda replies: None, Proposal("check", 1))
     node.poll([0], time.monotonic())

@@ -90,7 +90,7 @@ ray.get([one.ready.remote() for one in busy])
     notebook.run("del busy")
 
 
-def test_the_death_of_a_raylet_is_reported_as_what_it_is(tmp_path: Path, nothing_left_behind: None) -> None:
+def test_the_death_of_a_raylet_is_reported(tmp_path: Path, nothing_left_behind: None) -> None:
     with cluster() as address, Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
         kernel.run(PREAMBLE)
         kernel.run(

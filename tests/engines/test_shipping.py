@@ -110,7 +110,7 @@ def test_variables_that_are_sent_hold_no_secrets_and_no_paths() -> None:
     assert shipping.variables(environment) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
 
 
-def test_a_source_has_what_tracebacks_need() -> None:
+def test_a_sent_module_keeps_its_filename() -> None:
     (own,) = [one for one in shipping.user_modules(None) if one.name == __name__] or [
         ModuleSource(__name__, __file__, Path(__file__).read_text(), False)
     ]

@@ -253,7 +253,7 @@ def train_shards(model):
         optimizer.zero_grad()
         model(torch.ones(())).backward()
         if number == 5 and dist.get_rank() == 1:
-            time.sleep(0.2)                        # rank 0 does its step meanwhile
+            time.sleep(0.2)                        # rank 0 does its step in the meantime
             os.kill(KERNEL, signal.SIGINT)
             time.sleep(0.2)
         optimizer.step()

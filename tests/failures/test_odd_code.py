@@ -135,7 +135,7 @@ finally:
     assert "result 42" in cell.stdout
 
 
-def test_a_recursion_without_end_is_reported_soon(odd_kernel: Kernel) -> None:
+def test_infinite_recursion_is_reported_soon(odd_kernel: Kernel) -> None:
     cell = odd_kernel.run(
         """
 def train():

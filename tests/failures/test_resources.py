@@ -173,9 +173,7 @@ def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Ker
 
 
 def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
-    """For start methods in which another process forks, a control group refuses:
-    :func:`test_a_limit_on_processes_is_named`.
-    """
+    """Other start methods fork in another process; :func:`test_a_limit_on_processes_is_named` covers them."""
     cell = shared.run(
         """
 import errno, posix

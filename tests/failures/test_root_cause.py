@@ -35,7 +35,7 @@ except ValueError as error:
     assert_as_before(shared)
 
 
-def test_the_earliest_of_several_errors_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
+def test_the_earliest_error_is_the_cause(shared: Kernel, tmp_path: Path) -> None:
     # Long enough for the others to raise, too, on busy cores.
     shared.run(
         "from nblaunch.launcher import escalation\nusual_s, escalation.COLLECT_S = escalation.COLLECT_S, 10.0"

@@ -78,7 +78,7 @@ def test_what_is_a_fork_hazard(before: str) -> None:
 @pytest.mark.skipif(
     IS_NAMED_INSTANCE, reason="torch asks the driver about MIG instances that are named by UUID"
 )
-def test_asking_by_nvml_is_none() -> None:
+def test_queries_through_nvml_are_not_a_hazard() -> None:
     assert _fresh(_HAZARD.format(before="torch.cuda.is_available(); torch.cuda.device_count()")) is None
 
 
@@ -114,7 +114,7 @@ _FORK = (
         "next(iter(DataLoader([torch.ones(1)], pin_memory=True)))",
     ],
 )
-def test_where_no_hazard_is_seen_a_fork_works(before: str) -> None:
+def test_a_fork_without_a_hazard_works(before: str) -> None:
     hazard, failure = _fresh(_FORK.format(before=before))
     assert (hazard is None) <= (failure == ""), (hazard, failure)
 

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 COUNT = BACKEND.device_count()
-# Its UUID names the same device whatever CUDA_VISIBLE_DEVICES is around the tests.
+# Its UUID names the same device regardless of the CUDA_VISIBLE_DEVICES that the tests inherit.
 ONE = {"CUDA_VISIBLE_DEVICES": gpus.visible()[0] if COUNT else ""}
 IS_NAMED_INSTANCE = (env.read("CUDA_VISIBLE_DEVICES") or "").startswith("MIG-")
 SLACK_BYTES = 64 << 20

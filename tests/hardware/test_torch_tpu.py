@@ -151,7 +151,7 @@ def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> N
     assert all(one["tied"] for one in found)
 
 
-def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
+def test_training_on_tpu_equals_cpu(tpu: Kernel, report: list[str]) -> None:
     """The reference is a backward() in the kernel itself; the chips must still be free afterwards."""
     expected = tpu.run("reference()", timeout_s=120).value
     (found, *_) = _launch(tpu, report, "second launch, after a backward() in the kernel")

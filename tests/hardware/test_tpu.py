@@ -157,7 +157,7 @@ def test_one_worker_per_chip_and_one_result(tpu: Kernel, report: list[str]) -> N
     assert {one["hardware"] for one in found} == {"TPU"}
 
 
-def test_it_learns_what_the_cpu_learns(tpu: Kernel, report: list[str]) -> None:
+def test_training_on_tpu_equals_cpu(tpu: Kernel, report: list[str]) -> None:
     """The reference also runs in a worker, because a backward() in the kernel would change how later workers start."""
     (found, *_) = _launch(tpu, report, "second launch, graphs from the cache")
     expected = tpu.run("notebook_launcher(reference, num_processes=1, backend='cpu')", timeout_s=120).value

@@ -48,7 +48,7 @@ def differences() -> Iterator[tuple[str, str]]:
 
 
 def our_module(path: str) -> ModuleType | None:
-    """Return our module of this name; None if there is none."""
+    """Return our module with this name; None if there is none."""
     try:
         return importlib.import_module(f"nblaunch.{path}".rstrip("."))
     except ImportError:

@@ -75,7 +75,7 @@ from nblaunch import notebook_launcher
 from nblaunch.cli import main
 def train():
     import time
-    time.sleep(0.3)  # workers are watched meanwhile
+    time.sleep(0.3)  # workers are watched in the meantime
 notebook_launcher(train, num_processes=2)
 sys.exit(main(["env"]))
 """

@@ -50,7 +50,7 @@ def test_every_partition_is_for_a_worker(setting: str | None, expected: list[str
 
 
 @pytest.mark.parametrize("setting", [None, "0,1", "GPU-dddd4444,MIG-1111,MIG-2222"])
-def test_no_whole_gpu_is_shown_beside_a_partition(setting: str | None) -> None:
+def test_partitions_hide_whole_gpus(setting: str | None) -> None:
     assert visible_devices(PARTITIONED[::-1], setting) == ["MIG-1111", "MIG-2222"]
 
 
@@ -58,7 +58,5 @@ def test_no_whole_gpu_is_shown_beside_a_partition(setting: str | None) -> None:
     ("setting", "expected"),
     [(None, ["GPU-aaaa1111"]), ("0", []), ("1", ["GPU-aaaa1111"]), ("1,0", ["GPU-aaaa1111"])],
 )
-def test_nothing_is_shown_of_a_gpu_that_waits_to_be_partitioned(
-    setting: str | None, expected: list[str]
-) -> None:
+def test_a_gpu_without_partitions_in_mig_mode_is_hidden(setting: str | None, expected: list[str]) -> None:
     assert visible_devices((EMPTY, TWO[0]), setting) == expected

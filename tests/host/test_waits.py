@@ -81,7 +81,7 @@ def test_a_wait_for_threads_of_the_process_alone_is_endless(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", ENDED_BY_OTHERS.values(), ids=ENDED_BY_OTHERS.keys())
-def test_a_wait_that_something_else_may_end_is_none(body: str) -> None:
+def test_waits_that_others_may_end_are_not_endless(body: str) -> None:
     with process(body) as pid:
         seen = []
         while len(seen) < 20 or len(set(seen[-10:])) > 1:  # wait until it sleeps, and keeps sleeping

@@ -52,7 +52,7 @@ print(notebook_launcher(train, engine="inline"), len(accelerator._models))
     assert cell.stdout.splitlines()[-1] == "1 0"
 
 
-def test_inline_nothing_is_kept_that_the_function_prepared_with_it(shared: Kernel) -> None:
+def test_inline_launches_release_prepared_objects(shared: Kernel) -> None:
     cell = shared.run(
         f"""{CELL}
 import gc, weakref

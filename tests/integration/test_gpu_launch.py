@@ -49,7 +49,7 @@ def made_up(shared: Kernel) -> Kernel:
     return shared
 
 
-def test_who_used_cuda_is_named_and_nothing_has_to_be_restarted(fresh: Kernel) -> None:
+def test_the_first_use_of_cuda_is_named_and_needs_no_restart(fresh: Kernel) -> None:
     fresh.run(MADE_UP)
     forked = fresh.run("notebook_launcher(where) == os.getpid()")
     assert forked.result == "True"

@@ -110,7 +110,7 @@ def test_a_job_that_was_interrupted(shared: Kernel) -> None:
     assert shared.run("del model, train; left()").value == GONE
 
 
-def test_what_is_released(shared: Kernel) -> None:
+def test_ended_jobs_release_the_call(shared: Kernel) -> None:
     shared.run(PREPARED)
     cell = shared.run(
         """

@@ -412,7 +412,7 @@ job = nblaunch.last_job()
         assert lines_of(cell, rank) == ["last words", "after it"]
 
 
-def test_logs_are_private_pruned_and_where_one_asks(shared: Kernel, tmp_path: Path) -> None:
+def test_logs_are_private_and_pruned_in_the_chosen_folder(shared: Kernel, tmp_path: Path) -> None:
     cell = shared.run(
         f"""
 os.chdir({str(tmp_path)!r})
@@ -454,9 +454,7 @@ folders, text
     assert (stat.S_IMODE(log.stat().st_mode), log.read_text()) == (0o600, "4\n")
 
 
-def test_a_log_folder_that_cannot_be_is_refused_before_anything_starts(
-    shared: Kernel, tmp_path: Path
-) -> None:
+def test_an_impossible_log_folder_is_refused_before_the_start(shared: Kernel, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     cell = shared.run(

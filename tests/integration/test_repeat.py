@@ -41,7 +41,7 @@ def train():
         assert cell.wait().result == str([kernel.pid] * 3), cell.describe()
 
 
-def test_what_the_kernel_runs_by_itself_goes_on(shared: Kernel) -> None:
+def test_the_kernels_own_processes_continue(shared: Kernel) -> None:
     """Workers must not end the kernel's pools, data loaders and temporary folders."""
     cell = shared.run(
         """

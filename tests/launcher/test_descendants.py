@@ -66,7 +66,7 @@ def test_nothing_is_missed_where_the_numbers_have_begun_anew(monkeypatch: pytest
     assert job.end(groups=[]) == [f"sleep (pid {sleeper.pid})"]
 
 
-def test_a_short_job_without_descendants_takes_no_list_of_all_processes(
+def test_a_short_job_without_descendants_lists_no_processes(
     other: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)

@@ -31,7 +31,7 @@ def walk(
     return sent
 
 
-def test_after_an_interrupt_everyone_has_the_whole_grace() -> None:
+def test_every_rank_has_the_whole_grace_after_an_interrupt() -> None:
     sent = walk(Escalation.after_interrupt(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     expected = [(0.0, INT), (5.0, TERM), (5.0 + TERM_GRACE_S, KILL)]
     for rank in (0, 1):
@@ -48,7 +48,7 @@ def test_an_interrupt_after_a_failure_puts_nothing_off(at_s: float) -> None:
     assert sent[1][0] == pytest.approx(min(at_s, COLLECT_S) + UNRESPONSIVE_GRACE_S)
 
 
-def test_after_a_failure_unresponsive_ranks_have_less() -> None:
+def test_unresponsive_ranks_have_less_grace_after_a_failure() -> None:
     sent = walk(Escalation.after_failure(100.0, 5.0), noticed={0}, alive={0, 1}, until_s=60)
     assert [(at, number) for at, who, number in sent if who == 0] == [
         (COLLECT_S, INT),

@@ -94,21 +94,23 @@ def hazard(function: Any, *args: Any) -> str | None:
     [(uses_module, ()), (imports, ()), (calls, ()), (functools.partial(uses_nothing, Frame()), ()),
      (uses_nothing, (Dataset(),)), (uses_nothing, ([{"data": Dataset()}],))],
 )  # fmt: skip
-def test_a_function_that_uses_it_is_not_forked(running: None, function: Any, args: tuple[Any, ...]) -> None:
+def test_a_function_that_uses_such_a_library_is_not_forked(
+    running: None, function: Any, args: tuple[Any, ...]
+) -> None:
     assert "polars" in (hazard(function, *args) or "")
 
 
-def test_a_model_of_many_layers_beside_it_does_not_hide_it(running: None) -> None:
+def test_a_large_model_does_not_hide_the_library(running: None) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(100)))
     assert "polars" in (hazard(takes, model) or "")
     assert "polars" in (hazard(uses_nothing, [{"data": Dataset()}], model) or "")
 
 
-def test_one_that_does_not_is_forked(running: None) -> None:
+def test_a_function_without_such_libraries_is_forked(running: None) -> None:
     assert hazard(uses_nothing, 1, [2]) is None
 
 
-def test_so_is_one_where_it_runs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_threads_does_not_prevent_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polars", polars)
     assert hazard(uses_module) is None
 
@@ -127,7 +129,7 @@ def test_other_threads_do_not_hide_a_library(
     assert "polars" in (hazard(uses_module) or "")
 
 
-def test_a_hang_inside_it_names_it(running: None) -> None:
+def test_a_hang_inside_a_library_names_it(running: None) -> None:
     frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
     stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
     (line,) = fork_safety.explain_hang([stuck])

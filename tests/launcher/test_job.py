@@ -33,7 +33,7 @@ def test_logged_values_become_rows(job: Job) -> None:
 
 
 def test_metrics_do_not_grow_while_they_are_read(job: Job) -> None:
-    """pandas reads a list several times, and raises if the thread that watches the job adds rows meanwhile."""
+    """pandas reads a list several times, and raises if the thread that watches the job adds rows in the meantime."""
     job.emit(Metric(0, 103.0, step=1, values={"loss": 0.5}))
     rows = job.metrics
     job.emit(Metric(0, 104.0, step=2, values={"loss": 0.4}))

@@ -68,7 +68,7 @@ def test_a_rank_that_starts_late_is_sampled_at_once() -> None:
     assert seen == [[], [0], [], [1], []]
 
 
-def test_all_ranks_are_reported_at_once_though_they_are_read_one_by_one() -> None:
+def test_a_sample_reports_all_ranks_but_reads_one() -> None:
     host = Host(cost_s=0.2)
     seen = host.sampler().sample({0: 1, 1: 2})
     assert [(event.rank, event.num_bytes) for event in seen] == [(0, 50 * MB), (1, 60 * MB)]

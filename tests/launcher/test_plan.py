@@ -60,7 +60,7 @@ def test_the_environment_says_how_many_unless_the_call_does(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "two"])
-def test_a_number_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("NBLAUNCH_NUM_PROCESSES", text)
     with pytest.raises(ValueError, match=f"NBLAUNCH_NUM_PROCESSES='{text}': must be a whole number of"):
         planned()

@@ -63,7 +63,7 @@ def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_refusal_at_the_start_is_one(
+def test_a_refusal_at_the_start_fails_the_launch(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     def refuse(*args: object) -> None:

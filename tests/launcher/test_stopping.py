@@ -112,7 +112,7 @@ def test_unkillable_processes_are_abandoned(group: Group, tmp_path: Path) -> Non
     requests.close()
 
 
-def test_one_without_a_known_process_is_described_without_it(group: Group, tmp_path: Path) -> None:
+def test_an_unkillable_rank_without_a_process_is_described(group: Group, tmp_path: Path) -> None:
     """For example, a forkserver is blocked before it has started its workers."""
     group.known_pids = {1: os.getpid()}
     requests = JobRequests()

@@ -220,7 +220,7 @@ def wait_for_file(path: str) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_running_job_has_what_was_done_so_far(tmp_path: Path) -> None:
+def test_a_running_job_has_a_partial_timeline(tmp_path: Path) -> None:
     job = nblaunch.launch(wait_for_file, (str(tmp_path / "go"),), num_processes=1, background=True)
     try:
         counts: Counter[str] = Counter()
@@ -254,7 +254,7 @@ for (batch,) in DataLoader(TensorDataset(torch.ones(5, 4))):
 
 
 @pytest.mark.timeout(180)
-def test_the_command_line_writes_one(tmp_path: Path) -> None:
+def test_the_command_line_writes_a_timeline(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "nblaunch", "launch", "--num_processes", "2", "--cpu"]
     arguments = ["--timeline", "out.json.gz", "script.py"]

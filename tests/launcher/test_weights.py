@@ -128,7 +128,7 @@ def in_shards(state: dict[str, torch.Tensor], count: int) -> list[dict[int, dict
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_shards_come_back_as_one(device: str) -> None:
+def test_shards_are_loaded_as_full_tensors(device: str) -> None:
     state = {name: torch.randn(tensor.shape) for name, tensor in net().state_dict().items()}
     model = net().to(device)
     model[1].requires_grad_(False)
@@ -232,7 +232,7 @@ def test_modules_that_load_by_themselves_get_all_of_their_tensors() -> None:
 
 
 class Remembering(nn.Linear):
-    """A module with an extra state of any form beside its weights."""
+    """A module with an extra state of any form in addition to its weights."""
 
     def __init__(self, seen: Any) -> None:
         super().__init__(1, 1)

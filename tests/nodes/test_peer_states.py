@@ -52,7 +52,7 @@ def test_a_node_is_named_once_when_it_falls_silent_and_given_up_later() -> None:
     assert others.failures.lost == {2: "node 1 (host beta, ranks 2-3) has sent no heartbeat for 15 s"}
 
 
-def test_a_node_whose_heartbeats_go_on_is_not_given_up() -> None:
+def test_a_node_whose_heartbeats_resume_is_kept() -> None:
     others = peers([NODES[1]])
     assert others.check(107.0) == ["node 2 (host gamma, rank 4) has sent no heartbeat for 7 s"]
     _, notes = others.update([heartbeat("c", 1)], 108.0)
@@ -61,7 +61,7 @@ def test_a_node_whose_heartbeats_go_on_is_not_given_up() -> None:
     assert not others.must_end
 
 
-def test_silence_explains_a_failure_here() -> None:
+def test_a_silent_node_is_blamed_for_a_failure_here() -> None:
     others = peers([NODES[0]])
     others.check(105.0)
     assert others.can_be_waited_for

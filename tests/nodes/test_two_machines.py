@@ -109,7 +109,7 @@ def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
     assert [launch.result()["value"] for launch in launches] == [[[2, 1]], [[2, 1]]]
 
 
-def test_a_machine_that_has_failed_for_good_is_not_waited_for(pair: Pair, static: Settings) -> None:
+def test_a_machine_without_restarts_left_is_not_waited_for(pair: Pair, static: Settings) -> None:
     """The other machine has restarts left, because restarts for a change of machines are not counted."""
     launches = [
         pair[rank].start("fail_on_node_1", "raise", max_restarts=2 - 2 * rank, **static) for rank in range(2)
@@ -153,9 +153,7 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert steps[0] > 10
 
 
-def test_after_sigterm_a_machine_has_time_to_save_though_the_other_is_done(
-    pair: Pair, static: Settings
-) -> None:
+def test_a_machine_has_time_to_save_after_sigterm_if_the_other_is_done(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("save_when_stopped", background=True, **static) for rank in range(2)]
     for launch in launches:
         launch.wait_for("can be stopped")
@@ -392,7 +390,7 @@ def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) ->
 # --- not finding each other --------------------------------------------------------------------------------------
 
 
-def test_who_does_not_come_is_named(pair: Pair, static: Settings, c10d: Settings) -> None:
+def test_missing_nodes_are_named(pair: Pair, static: Settings, c10d: Settings) -> None:
     """Three jobs that miss a node, at the same time."""
     short = {"rdzv_timeout_s": 3}
     waiting = pair[0].start("train", 1, **{**static, **short})

@@ -119,7 +119,9 @@ def test_an_interrupt_while_no_command_runs_does_nothing(ranks: Ranks) -> None:
     assert (ranks.client.num_interrupts, ranks.cancelled) == (0, [])
 
 
-def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_as_a_command_begins_belongs_to_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def with_one_at_once(request: Callable[[], None]) -> Iterator[None]:
         request()
@@ -134,7 +136,7 @@ def test_an_interrupt_as_a_command_begins_is_one_of_it(ranks: Ranks, monkeypatch
     assert ranks.values() == [1, 1]
 
 
-def test_an_interrupt_when_all_have_replied_is_counted_and_kills_none(ranks: Ranks) -> None:
+def test_an_interrupt_after_all_replies_is_counted_and_kills_no_rank(ranks: Ranks) -> None:
     def interrupt_late() -> None:
         with ranks.client.command():
             ranks.answer(1, 1)

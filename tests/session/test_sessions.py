@@ -91,7 +91,7 @@ sys.stdout = Logger()
 """
 
 
-def test_output_may_be_replaced_by_what_is_no_file(shared: Kernel) -> None:
+def test_output_may_be_replaced_by_an_object_that_is_not_a_file(shared: Kernel) -> None:
     shared.run(f"session.execute({REPLACE_OUTPUT!r})")
     assert shared.run("_ = session.execute('print(\"seen\")')").stdout == "[0-3] seen\n"
     shared.run("session.execute('sys.stdout = sys.stdout.terminal')")
@@ -735,7 +735,7 @@ def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
         ).error
 
 
-def test_only_a_session_is_taken_for_one(shared: Kernel) -> None:
+def test_other_types_are_refused_as_session(shared: Kernel) -> None:
     cell = shared.run("notebook_launcher(print, (), session='session')", raises="TypeError")
     assert cell.error is not None
     assert "'session'" in cell.error.value
@@ -854,7 +854,7 @@ def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_idle_ranks_are_asked_among_their_variables(kernel: Kernel, start_method: str) -> None:
+def test_idle_ranks_evaluate_in_their_global_variables(kernel: Kernel, start_method: str) -> None:
     """This covers ranks before the first command, and after a command that runs no code."""
     kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
     assert kernel.run("dict(session.inspect('__name__'))").value == {0: "__main__", 1: "__main__"}

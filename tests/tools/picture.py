@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def photograph(page: Page) -> None:
-    """Run the notebook and photograph the launching cell during the training."""
+    """Run the notebook and photograph the launching cell during training."""
     page.run(0)
     page.wait_until_idle(0, 60)
     page.run(1)

@@ -235,7 +235,7 @@ def _needed_versions(libraries: list[Path]) -> dict[str, str]:
 
 
 def _compile_stub(target: Path, symbols: dict[str, list[str]]) -> None:
-    """Compile a shared library of this name whose functions do nothing. ``symbols``: version -> symbols."""
+    """Compile a shared library with this name whose functions do nothing. ``symbols``: version -> symbols."""
     target.with_name(target.name + ".stub").touch()
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "stub.c"), Path(scratch, "versions")

@@ -38,8 +38,8 @@ _IMPORTED = (
     "tests.training.ranks",
     "hypothesis",
 )
-# Imports of some modules, which take up to two seconds in each rank. Not with a device, which Accelerate may search
-# for.
+# Modules that some tests import, which takes up to two seconds in each rank. Import none if the ranks use a device,
+# because Accelerate may search for one.
 _IMPORTED_BY_SOME = (
     "accelerate",
     "nblaunch.notebook",

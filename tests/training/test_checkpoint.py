@@ -455,7 +455,7 @@ def test_projects() -> None:
     assert Accelerator(project_dir="a").project_configuration.logging_dir == "a"
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_invalid_folders_are_refused(tmp_path: Path) -> None:
     accelerator = Accelerator()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="save_state needs an output_dir"):
@@ -680,7 +680,7 @@ def _refuse() -> None:
     raise ValueError("Unsupported class of state")
 
 
-def test_an_error_of_an_object_that_was_to_be_executed_is_its_own(tmp_path: Path) -> None:
+def test_an_unpickled_objects_own_error_is_reported(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.register_for_checkpointing(Registered({"made": _Refuses()}))
     accelerator.save_state(tmp_path / "state")

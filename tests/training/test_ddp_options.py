@@ -117,7 +117,7 @@ def test_parameters_that_take_no_part() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_in_half_precision_come_near(accumulation: int, alone: dict[int, dict[str, Any]]) -> None:
+def test_half_precision_gradients_are_close(accumulation: int, alone: dict[int, dict[str, Any]]) -> None:
     answers = ranks.run(_train, 2, {"comm_hook": Hook.FP16}, accumulation)
     _compare(answers, alone[accumulation], rtol=0.03)
     exact = alone[accumulation]["weights"]["head.weight"]

@@ -398,7 +398,7 @@ def _warnings_of_own_parts(dataset: Any, even_batches: bool) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_rank_0_says_that_nothing_evens_the_parts_of_a_stream() -> None:
+def test_rank_0_warns_about_uneven_parts_of_a_stream() -> None:
     (message,), others = ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), True)
     assert others == []
     assert "join_uneven_inputs" in message
@@ -624,7 +624,7 @@ def _ask_twice_for_a_timeout() -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_a_timeout_that_was_asked_for_before_is_in_effect() -> None:
+def test_an_earlier_timeout_stays_in_effect() -> None:
     for messages in ranks.run(_ask_twice_for_a_timeout, 2):
         assert len(messages) == 1
         assert "timeout=0:01:00 has no effect" in messages[0]

@@ -27,7 +27,7 @@ def _expanded(kind: str) -> torch.Tensor:
 
 
 class Network(nn.Module):
-    """A layer beside a tensor."""
+    """A layer and a tensor."""
 
     def __init__(self, kind: str, role: str) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ def test_parameters_have_no_memory_and_buffers_do() -> None:
     assert not nn.Linear(1, 1).weight.is_meta  # after the block, everything is as before
 
 
-def test_buffers_may_have_none_either() -> None:
+def test_buffers_may_be_created_without_memory() -> None:
     with init_empty_weights(include_buffers=True):
         model = nn.BatchNorm1d(3)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

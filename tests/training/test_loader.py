@@ -194,7 +194,7 @@ def test_a_seedable_order_follows_set_seed_whatever_was_drawn_since() -> None:
     assert orders[0] == expected
 
 
-def test_a_batch_sampler_given_as_sampler_is_shared_as_one() -> None:
+def test_a_batch_sampler_given_as_sampler_is_shared_in_batches() -> None:
     dataset = _rows(8)
     sampler = BatchSampler(SequentialSampler(dataset), 2, False)
     given = DataLoader(dataset, sampler=sampler, batch_size=None)
@@ -415,7 +415,7 @@ def test_a_kept_look_does_not_affect_later_epochs() -> None:
     assert loader.epochs.left == 0
 
 
-def test_a_look_that_is_kept_may_go_within_an_epoch() -> None:
+def test_a_kept_iterator_may_be_dropped_within_an_epoch() -> None:
     accelerator, train, loader, _ = _prepared_for_epochs()
     held = iter(loader)
     next(held)

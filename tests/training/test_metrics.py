@@ -226,7 +226,7 @@ def _read_by_two() -> list[Any]:
     return sorted(seen)
 
 
-def test_of_a_stream_that_several_processes_read_nothing_is_cut() -> None:
+def test_a_stream_read_by_several_processes_is_not_cut() -> None:
     """Each process has its own last batch, so the length says nothing about the stream's last batch."""
     for seen in ranks.run(_read_by_two, 2):
         assert set(seen) == set(range(7))

@@ -50,7 +50,7 @@ def test_assigned_fields_are_checked_on_use() -> None:
         Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
 
 
-def test_no_compiler_may_be_none() -> None:
+def test_the_dynamo_backend_may_be_none() -> None:
     assert not TorchDynamoPlugin(backend=None).is_on
 
 

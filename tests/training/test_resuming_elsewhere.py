@@ -1,4 +1,4 @@
-"""The middle of an epoch, saved by one number of ranks and resumed by another: each sample is seen once."""
+"""Resume in the middle of an epoch with another number of ranks: each sample is seen once."""
 
 from __future__ import annotations
 

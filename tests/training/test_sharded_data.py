@@ -24,7 +24,7 @@ ROWS = 24
 
 @pytest.fixture(autouse=True)
 def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep bars of datasets from starting a permanent thread."""
+    """Keep the progress bars of ``datasets`` from starting a permanent thread."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
 
 

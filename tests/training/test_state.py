@@ -139,7 +139,7 @@ def test_looking_for_an_attribute_of_a_state_joins_no_job() -> None:
     assert context.current().training is not None
 
 
-def test_more_of_a_process() -> None:
+def test_a_process_state_has_accelerates_attributes() -> None:
     state = PartialState()
     assert (state.debug, state.fork_launched, state.default_device) == (False, False, torch.device("cpu"))
     state.set_device()
@@ -357,7 +357,7 @@ def _log(path: str) -> None:
     handler.close()
 
 
-def test_who_logs_when(tmp_path: Any) -> None:
+def test_loggers_log_on_the_chosen_ranks_in_order(tmp_path: Any) -> None:
     path = tmp_path / "log"
     ranks.run(_log, 3, str(path))
     lines = path.read_text().splitlines()

@@ -108,7 +108,7 @@ def test_a_loader_alone_makes_a_gradient_state() -> None:
         assert GradientState().in_dataloader
 
 
-def test_the_users_own_stateful_loader_stays_one() -> None:
+def test_a_stateful_loader_stays_stateful() -> None:
     given = StatefulDataLoader(range(8), batch_size=2, snapshot_every_n_steps=3)
     loader = Accelerator().prepare(given)
     assert isinstance(loader, StatefulDataLoader)

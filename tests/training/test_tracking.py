@@ -502,7 +502,7 @@ def test_mlflow(calls: list[Any]) -> None:
     assert calls[5][1:] == (({"loss": 0.5, "of/a": 1},), {"step": 3})
 
 
-def test_where_a_run_is_seen_is_reported(tmp_path: Path, emitted: list[Event]) -> None:
+def test_the_location_of_a_run_is_reported(tmp_path: Path, emitted: list[Event]) -> None:
     class Silent(GeneralTracker):
         name, requires_logging_directory, tracker = "silent", False, None
 

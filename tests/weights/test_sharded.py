@@ -20,5 +20,5 @@ def test_stretches_of_elements_go_to_their_places_in_any_tensor() -> None:
         assert torch.equal(target, whole)
 
 
-def test_an_element_that_no_stretch_has_is_missing() -> None:
+def test_an_element_outside_all_shards_is_missing() -> None:
     assert ShardedTensor([TensorShard((2, 2), (0,), torch.ones(3), is_flat=True)]).num_missing == 1

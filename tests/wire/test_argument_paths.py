@@ -117,7 +117,7 @@ def test_objects_that_lie_about_themselves_do_no_harm() -> None:
     assert paths([Liar()]) == []
 
 
-def test_a_field_that_was_never_set_is_none() -> None:
+def test_an_unset_field_is_skipped() -> None:
     setup = Setup(net())
     del setup.others
     setup.__class__ = type("Bare", (Setup,), {})

@@ -1,4 +1,4 @@
-"""The last collectives of a rank are read completely, whatever is overwritten meanwhile."""
+"""The last collectives of a rank are read completely, whatever is overwritten in the meantime."""
 
 from __future__ import annotations
 

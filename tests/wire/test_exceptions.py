@@ -90,7 +90,7 @@ def test_required_constructor_arguments() -> None:
     assert (str(arrived), arrived.status, arrived.reason) == ("status 503: busy", 503, "busy")
 
 
-def test_a_text_that_can_not_be_made_is_no_obstacle() -> None:
+def test_an_exception_whose_str_raises_arrives() -> None:
     arrived = there_and_back(Mute(3))
     assert type(arrived) is Mute
     assert arrived.args == (3,)
@@ -199,7 +199,7 @@ def test_a_text_can_be_put_in_place_of_its_own(error: BaseException) -> None:
         assert (changed.errno, changed.filename) == (2, "a.txt")
 
 
-def test_one_with_another_text_is_pickled_as_what_it_was() -> None:
+def test_an_exception_with_a_changed_text_is_pickled_unchanged() -> None:
     changed = exceptions.with_text(ValueError("long"), "short")
     again = pickle.loads(pickle.dumps(changed))
     assert type(again) is ValueError
@@ -207,7 +207,7 @@ def test_one_with_another_text_is_pickled_as_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.xfail, pytest.exit])
-def test_outcomes_of_pytest_arrive_as_what_they_are(outcome: Any) -> None:
+def test_outcomes_of_pytest_keep_their_type(outcome: Any) -> None:
     with pytest.raises(outcome.Exception) as raised:
         outcome("why")
     body = exceptions.dump(raised.value)

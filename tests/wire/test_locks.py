@@ -71,7 +71,7 @@ def test_every_second_rank_waits_and_others_do_not() -> None:
     os.close(fd)
 
 
-def test_a_process_that_is_killed_in_its_turn_blocks_no_other() -> None:
+def test_a_process_killed_inside_does_not_block_others() -> None:
     fd = create_memory_file("locks")
     first = _hold(fd, 0)
     assert os.read(first[1], 2) == b"in"

@@ -188,7 +188,7 @@ def test_views_share_memory_again(load: Any, file: int) -> None:
     assert read["strides"][0].stride() == (1, 4)
 
 
-def test_a_view_does_not_take_the_rest_of_its_memory_along(file: int) -> None:
+def test_a_view_is_sent_without_the_rest_of_its_memory(file: int) -> None:
     matrix = torch.zeros(1000, 1000)
     payload.dump((matrix[5, 10:20], matrix[:, 3], matrix[:, 7], np.zeros(10**6)[::1000]), file)
     assert os.fstat(file).st_size < 20_000
@@ -271,7 +271,7 @@ def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
     assert (unreadable.value, "ValueError" in unreadable.value_error) == (None, True)
 
 
-def test_a_full_disk_takes_nothing_of_what_was_written_before(file: int) -> None:
+def test_a_full_disk_leaves_earlier_values_intact(file: int) -> None:
     """The written part of the weights does not stay in memory, either."""
     box = outbox.Outbox(file)
     location = box.put_value({"loss": torch.ones(1000)})

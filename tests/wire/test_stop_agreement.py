@@ -19,7 +19,7 @@ from nblaunch.wire.stop_agreement import StopAgreement, should_stop
 LIMIT_S = 20.0
 
 
-def test_no_rank_stops_unasked() -> None:
+def test_no_rank_stops_without_a_proposal() -> None:
     slot = private_slot()
     assert [should_stop(slot) for _ in range(1000)] == [False] * 1000
     assert slot.num_checks == 1000

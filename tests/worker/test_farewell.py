@@ -59,7 +59,7 @@ def function(path, how):
     ("how", "error", "leaves"),
     [("return", None, True), ("raise", "AssertionError", False), ("exit", "WorkerDied", False)],
 )
-def test_only_who_has_done_its_part_leaves_the_group_in_order(
+def test_only_a_rank_that_succeeded_destroys_its_group(
     kernel: Kernel, tmp_path: Path, how: str, error: str | None, leaves: bool
 ) -> None:
     """Destroying an NCCL group waits for operations with other ranks, which may also wait, until all are killed."""
@@ -101,9 +101,7 @@ def test_files_that_are_left_open_are_written(kernel: Kernel, tmp_path: Path, st
 
 
 @pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", "WorkerDied"), ("1 / 0", "ZeroDivisionError")])
-def test_they_are_written_after_a_failure_too(
-    kernel: Kernel, tmp_path: Path, ending: str, error: str
-) -> None:
+def test_files_are_flushed_after_a_failure(kernel: Kernel, tmp_path: Path, ending: str, error: str) -> None:
     kernel.run(OPENING)
     kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 1)", raises=error)
     assert (tmp_path / "text").read_text() == "of the worker\n"
@@ -230,7 +228,7 @@ def close():
 
 
 @pytest.mark.parametrize("stream", ["Logger", "FlushedLogger"])
-def test_output_may_be_replaced_by_what_is_no_file(kernel: Kernel, stream: str) -> None:
+def test_output_may_be_replaced_by_an_object_that_is_not_a_file(kernel: Kernel, stream: str) -> None:
     kernel.run(REPLACING)
     cell = kernel.run(f"notebook_launcher(talk, ({stream},), 1)")
     assert cell.value == 5

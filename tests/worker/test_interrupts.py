@@ -72,7 +72,7 @@ def test_an_interrupt_just_behind_the_function_costs_no_value(interrupts: Interr
     assert slot.read(0).interrupts == 1
 
 
-def test_an_interrupt_of_the_function_itself_is_raised_in_it(interrupts: Interrupts) -> None:
+def test_an_interrupt_in_the_function_is_raised_there(interrupts: Interrupts) -> None:
     with pytest.raises(KeyboardInterrupt):
         value_of(interrupts, interrupt, after=lambda: None)
 

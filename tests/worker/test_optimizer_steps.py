@@ -66,7 +66,7 @@ def test_an_interrupt_in_a_step_is_raised_at_its_end(steps: OptimizerSteps) -> N
     assert steps.num_done == 2
 
 
-def test_a_step_inside_of_another_is_part_of_it(steps: OptimizerSteps) -> None:
+def test_a_nested_step_is_part_of_the_outer_one(steps: OptimizerSteps) -> None:
     inner = Adding(interrupt)
     outer = Adding(inner.step)
     with pytest.raises(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def test_a_step_inside_of_another_is_part_of_it(steps: OptimizerSteps) -> None:
     assert (inner.parameter.item(), outer.parameter.item(), steps.num_done) == (2.0, 2.0, 1)
 
 
-def test_a_step_that_has_raised_hides_no_later_one(steps: OptimizerSteps) -> None:
+def test_a_step_that_raised_does_not_hide_later_ones(steps: OptimizerSteps) -> None:
     with pytest.raises(ZeroDivisionError):
         Adding(lambda: 1 // 0).step()
     Adding().step()

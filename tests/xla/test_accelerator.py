@@ -294,7 +294,7 @@ accelerator.wait_for_everyone()
 with one_at_a_time():
     times[2 * rank] = time.monotonic()
     model.to(accelerator.device)
-    time.sleep(0.1)         # all would be inside meanwhile
+    time.sleep(0.1)         # all would be inside in the meantime
     times[2 * rank + 1] = time.monotonic()
 accelerator.prepare(model)
 """,

@@ -201,11 +201,11 @@ def notes(kernel: Kernel, body: str, num_processes: int = 1, **options: str) -> 
 
 
 @pytest.mark.parametrize("variant", FAULTLESS)
-def test_nothing_is_found_fault_with_in_a_loop_as_it_should_be(loops: Kernel, variant: str) -> None:
+def test_a_correct_loop_gets_no_notes(loops: Kernel, variant: str) -> None:
     assert notes(loops, FAULTLESS[variant]) == []
 
 
-def test_nothing_is_found_fault_with_in_several_processes(loops: Kernel) -> None:
+def test_correct_loops_on_several_ranks_get_no_notes(loops: Kernel) -> None:
     body = "loops = Loops(num_micro=2); [(loops.train().item(), loops.evaluate()) for _ in range(3)]"
     assert notes(loops, body, 2) == []
 

@@ -183,7 +183,7 @@ def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
 @pytest.mark.parametrize(
     "host", [name for name in RUN if HOSTS[name].metadata and HOSTS[name].num_chips > 1], indirect=True
 )
-def test_where_a_server_answers_it_is_what_torch_xla_sets(host: Host) -> None:
+def test_with_a_metadata_server_the_environment_equals_torch_xlas(host: Host) -> None:
     count = host.num_chips
     names = [name for name in tpu.TOPOLOGY_VARIABLES if not name.startswith("PJRT")]
     for rank in range(count):

@@ -139,7 +139,9 @@ def ask(question):
 
 
 @pytest.mark.parametrize("order", ["import nblaunch, accelerate", "import accelerate, nblaunch"])
-def test_an_import_is_no_wish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str) -> None:
+def test_importing_torch_xla_does_not_select_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str
+) -> None:
     """Without a TPU, torch_xla's import sets PJRT_DEVICE to CPU; transformers and Accelerate import it."""
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path)}) as kernel:

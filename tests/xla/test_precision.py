@@ -45,7 +45,7 @@ def probing(shared: Kernel) -> Kernel:
 
 
 @pytest.mark.parametrize("arguments", TABLE)
-def test_what_numbers_are_on_the_device(probing: Kernel, arguments: str) -> None:
+def test_the_device_uses_the_chosen_precision(probing: Kernel, arguments: str) -> None:
     cell = probing.run(
         f"notebook_launcher(lambda: probe({arguments}), num_processes=1, dashboard='text')", timeout_s=40
     )

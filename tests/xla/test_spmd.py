@@ -95,7 +95,7 @@ notebook_launcher(late, (build(),), num_processes=1)
     assert "before the process first uses the device" in cell.raised.value
 
 
-def test_bf16_is_what_is_reported(training: Kernel) -> None:
+def test_bf16_models_compute_in_bf16(training: Kernel) -> None:
     """Values that were only sent come back unchanged there, so the types in the program count."""
     training.run(
         """

@@ -1,6 +1,6 @@
 """Save rounds: a collective without a deadline, through the process group's store, in which ranks save together.
 
-    rank 0    opens a round ── who comes? ── fixes present ranks and folder ── writes ──> collects reports ── outcome
+    rank 0    opens a round ── who arrives? ── fixes present ranks and folder ── writes ──> collects reports ── outcome
     others    answer: in save_state, or in another collective ── write their own files, report ──> outcome
 
 Before the ranks write, they compare the states of registered objects, if rank 0 has any.

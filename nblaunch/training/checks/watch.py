@@ -1,4 +1,4 @@
-"""Run the checks: :class:`Watch` calls them in the first steps of a training, and in a few later ones.
+"""Run the checks: :class:`Watch` calls them in the first steps of a training run, and in a few later ones.
 
     steps of optimizers   0 ... 9      16 ... 21      32 ... 37      64 ... 69      128 ...
 
@@ -154,7 +154,7 @@ class Watch:
                 self._call("before_step", self._prepared, optimizer)
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of all checks. Drop a check that fails, because it must not end the training."""
+        """Call a method of all checks. Drop a check that fails, because it must not end training."""
         for check in list(self._checks):
             try:
                 getattr(check, method)(*arguments)

@@ -108,7 +108,7 @@ def send_to_device(
         return tensor.to(device, non_blocking=non_blocking)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
     is_mapping = isinstance(tensor, Mapping)
-    # A named tuple may have a field of this name.
+    # A named tuple may have a field with this name.
     if callable(getattr(tensor, "to", None)) and not (is_mapping and skipped):
         try:
             return tensor.to(device, non_blocking=non_blocking)

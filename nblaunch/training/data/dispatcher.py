@@ -257,7 +257,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError if a leaf is not a tensor: every rank would get the whole leaf beside its part of the rows."""
+    """Raise TypeError if a leaf is not a tensor: every rank would get the whole leaf with its part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

@@ -374,7 +374,7 @@ class EpochPosition:
 
 
 def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
-    """Return ``index_sampler``, or a rank's share of one, that skips in its first epoch what was read."""
+    """Return ``index_sampler``, which may be a rank's share, with a first epoch that skips the samples read so far."""
     if isinstance(index_sampler, BatchSamplerShard):
         shard = copy.copy(index_sampler)
         shard.batch_sampler = rest_of_index_sampler(index_sampler.batch_sampler, position)
@@ -386,7 +386,7 @@ def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
 
 
 def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> Any:
-    """Return ``dataset``, a stream or a rank's share of one, that skips in its first epoch what was read."""
+    """Return ``dataset``, which may be a rank's share, with a first epoch that skips the samples read so far."""
     if isinstance(dataset, IterableDatasetShard):
         shard = copy.copy(dataset)
         shard.dataset = rest_of_stream(dataset.dataset, has_batches, position)

@@ -1,4 +1,4 @@
-"""The inventory of inherited state: every kind of state that a kernel may hold, and what a worker gets of it.
+"""The inventory of inherited state: every kind of state that a kernel may hold, and what a worker gets.
 
 A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker that
 forkserver or spawn starts is a fresh interpreter. It gets only what the launch sends: the call, and the state that

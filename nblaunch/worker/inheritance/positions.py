@@ -180,8 +180,8 @@ def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
 
     The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
     to that bit of its index in ``fds``, and then every descriptor reads the flag. Over all rounds, a descriptor reads
-    the index of the last descriptor that shares its description. Descriptors that a thread closes meanwhile are left
-    out.
+    the index of the last descriptor that shares its description. Descriptors that a thread closes in the meantime are
+    left out.
     """
     if len(fds) == 1:
         return [fds]

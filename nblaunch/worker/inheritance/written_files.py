@@ -188,7 +188,7 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
 def _identity(fd: int) -> tuple[int, ...] | None:
     """Return what distinguishes a file from a later one with the same descriptor or inode.
 
-    None if a thread, such as IPython's history thread, has closed the file meanwhile.
+    None if a thread, such as IPython's history thread, has closed the file in the meantime.
     """
     try:
         status = os.fstat(fd)

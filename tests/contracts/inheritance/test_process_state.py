@@ -31,7 +31,7 @@ def test_exit_handlers_of_the_kernel_run_in_the_kernel_alone(kernel: Kernel, sta
 
 
 @contract("signal handlers")
-def test_handlers_of_cells_are_there_by_fork_alone(kernel: Kernel, start_method: str) -> None:
+def test_only_forked_workers_keep_handlers_of_cells(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import signal, nblaunch\n"
         "def note(number, frame): print('handled')\n"
@@ -109,7 +109,7 @@ def test_the_environment_is_the_kernels_and_the_workers_own(kernel: Kernel, star
 
 
 @contract("environment variables")
-def test_variables_that_no_program_can_be_started_with_arrive(kernel: Kernel, start_method: str) -> None:
+def test_variables_too_large_for_exec_arrive(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, nblaunch\n"
         "os.environ['LARGE'] = 'x' * 200_000\n"  # more than one variable may have

@@ -197,7 +197,7 @@ def test_a_restart_has_the_settings_of_the_launch(shared: Kernel) -> None:
 
 
 @contract("numeric settings of torch")
-def test_modes_of_torch_around_a_launch_hold_in_it(shared: Kernel, start_method: str) -> None:
+def test_torch_modes_around_a_launch_apply_in_it(shared: Kernel, start_method: str) -> None:
     shared.run(
         "def modes():\n"
         "    product = torch.ones(2, 2, device='cpu') @ torch.ones(2, 2, device='cpu')\n"
@@ -232,7 +232,7 @@ def of_modes():
 
 
 @contract("numeric settings of torch")
-def test_function_and_dispatch_modes_around_a_launch_hold_in_it(shared: Kernel, start_method: str) -> None:
+def test_function_and_dispatch_modes_around_a_launch_apply_in_it(shared: Kernel, start_method: str) -> None:
     shared.run(OWN_MODES)
     shared.run(
         "with torch.device('meta'), Doubles(), Negates():\n"

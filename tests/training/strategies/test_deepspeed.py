@@ -596,7 +596,7 @@ def test_prepare_needs_all_objects_of_an_engine() -> None:
         accelerator.backward(model(torch.ones(2, 8)).sum())
 
 
-def test_without_deepspeed_there_is_nothing_to_stand_for() -> None:
+def test_placeholders_need_a_deepspeed_plugin() -> None:
     with pytest.raises(ValueError, match="needs Accelerator"):
         Accelerator().prepare(DummyOptim(_module().parameters()))
     with pytest.raises(ValueError, match="needs Accelerator"):

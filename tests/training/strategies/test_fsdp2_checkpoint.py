@@ -540,7 +540,7 @@ def _fail_before_writing(folder: str) -> str:
     return message
 
 
-def test_a_rank_that_fails_before_it_writes_keeps_none_waiting(tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_it_writes_does_not_block_others(tmp_path: Path) -> None:
     for message in ranks.run(_fail_before_writing, 2, str(tmp_path / "state")):
         assert "No space left on device" in message
     assert os.listdir(tmp_path) == ["state_later"]

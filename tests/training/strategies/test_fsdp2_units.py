@@ -82,7 +82,7 @@ def test_uncalled_modules_are_not_units() -> None:
     assert _units(model, auto_wrap_policy=lambda module: True) == ["1.0", "0"]
 
 
-def test_an_unknown_class_is_answered_with_those_there_are() -> None:
+def test_an_unknown_class_lists_the_existing_ones() -> None:
     with pytest.raises(ValueError) as caught:
         _units(network(), transformer_cls_names_to_wrap=["Block", "LlamaLayer"])
     assert str(caught.value) == (
@@ -335,7 +335,7 @@ def _report_of_bf16_weights() -> list[str]:
     return [event.text for event in emitted if isinstance(event, Note) and "sharded over" in event.text]
 
 
-def test_weights_that_are_trained_in_fp32_are_counted_so() -> None:
+def test_weights_trained_in_fp32_are_counted_as_fp32() -> None:
     first, other = ranks.run(_report_of_bf16_weights, 2)
     assert "4.10 kB of weights sharded over 2 ranks, 2.05 kB each" in first[0]
     assert other == []

@@ -2,7 +2,7 @@
 
 ``weights.py`` initialises one module after the other, so no rank ever holds the whole model.
 
-    StandIns        the model's tensors meanwhile: only shapes, except in the current module
+    StandIns        the model's tensors until then: only shapes, except in the current module
     unwritten       creates tensors that show which elements were not written
     constructor     writes the tensors as building the model on the CPU would
 """

@@ -80,7 +80,7 @@ class ShardingSettings:
         state_dict_type: ``"SHARDED_STATE_DICT"`` (default): ``save_state`` writes each rank's shard, and any number of
             ranks can load them. ``"FULL_STATE_DICT"``: the main process writes the same files as without sharding.
         activation_checkpointing: recompute the activations of units in backward instead of keeping them.
-        activation_checkpointing_offload: keep the inputs of these units in host memory meanwhile.
+        activation_checkpointing_offload: keep the inputs of these units in host memory until backward.
         cpu_ram_efficient_loading: if only rank 0 has weights, and other ranks built the model on the meta device, rank
             0 sends them shard by shard. False: reject such a model instead.
         param_init_fn: initialises a module that is on the meta device on every rank. It is called with each module that
