@@ -27,5 +27,5 @@ def is_shown(note: Note) -> bool:
     if not _notes.isEnabledFor(level):
         return False
     if note.text:  # a note without text withdraws an earlier note
-        _notes.log(level, "%s", note.text, extra={"rank": note.rank})
+        _notes.log(level, "%s", note.text, extra={"rank": note.rank, "kind": note.kind})
     return True

@@ -13,7 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import left_behind, watchman
+from tests import alarms, left_behind, watchman
+from tests.alarms import no_false_alarms  # noqa: F401  a fixture
 from tests.golden_files import Golden
 from tests.kernels import Kernel, close_forkservers, remember_environment
 
@@ -58,6 +59,7 @@ def pytest_configure() -> None:
     # Keep the tests' detached jobs apart from the user's.
     os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"nblaunch-tests-{os.getuid()}")
     watchman.begin()
+    alarms.begin()
     # The time of an example depends on the machine's load more than on the code; pytest's timeout applies instead.
     hypothesis.settings.register_profile("nblaunch", deadline=None)
     hypothesis.settings.load_profile("nblaunch")
@@ -86,6 +88,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     close_forkservers()
+    alarms.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ import zmq
 from jupyter_client.launcher import launch_kernel
 from jupyter_client.manager import KernelManager
 
-from tests import left_behind
+from tests import alarms, left_behind
 from tests.forkserver import TOKEN_LENGTH, TOKEN_VARIABLE, ForkedProcess, Forkserver, imported_with
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -620,7 +620,7 @@ class Kernel:
         # Use a descriptor: each forked worker would close a file object, with a warning, when it sets its own.
         self.run(
             f"__import__('faulthandler').enable(__import__('os').open({file!r}, {os.O_WRONLY | os.O_CREAT}, 0o600))\n"
-            "__import__('atexit').register(__import__('gc').freeze)",
+            "__import__('atexit').register(__import__('gc').freeze)\n" + alarms.handler_source(),
             silent=True,
             store_history=False,
         )

@@ -56,7 +56,7 @@ class SilentErrors:
         self._seen: dict[tuple[Any, ...], dict[int, Observation]] = {}
         self._since_s: dict[tuple[Any, ...], float] = {}
         self._reported: set[str] = set()
-        self._num_hints = 0
+        self._hints: list[str] = []  # names of their checks
 
     def receive(self, observation: Event) -> None:
         """Process an observation of a rank; ignore other events."""
@@ -77,20 +77,21 @@ class SilentErrors:
     def end(self) -> None:
         """Warn about each mistake that is certain if no more observations arrive."""
         self._warn(is_end=True)
-        if self._num_hints:
+        if self._hints:
             self._emit(
                 Note.of_job(
-                    f"{formatting.count(self._num_hints, 'hint')} about the training loop: nblaunch.last_job().hints()"
+                    f"{formatting.count(len(self._hints), 'hint')} about the training loop ({', '.join(self._hints)}): "
+                    "nblaunch.last_job().hints()"
                 )
             )
-            self._num_hints = 0
+            self._hints = []
 
     def _warn(self, is_end: bool) -> None:
         for key in list(self._seen):
             is_hint = next(iter(self._seen[key].values())).is_hint
             text = self._judge(key, is_end)
             if text and is_hint:
-                self._num_hints += 1
+                self._hints.append(key[0])
                 self._emit(Hint(-1, time.time(), text))
             elif text:
                 self._emit(Note.of_job(text, "warning"))

@@ -4,6 +4,9 @@ loops that look odd are not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from tests.kernels import Kernel
@@ -197,7 +200,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("error", WRONG)
+def _declared(names: Iterable[str]) -> list[Any]:
+    """Return the names of programs as parameters of a test, each of which causes the alarm of its program."""
+    return [pytest.param(name, marks=pytest.mark.alarms(name.partition("=")[0])) for name in names]
+
+
+@pytest.mark.parametrize("error", _declared(WRONG))
 def test_a_silent_error_is_named_once_with_ranks_line_and_check(shared: Kernel, error: str) -> None:
     name, _, subject = error.partition("=")
     program = f"def train():{WRONG[error]}\nnotebook_launcher(train, num_processes=3)"
@@ -224,6 +232,7 @@ NAN = """
         optimizer.zero_grad()"""
 
 
+@pytest.mark.alarms("nan_on_one_rank")
 def test_nan_is_traced_to_the_rank_on_which_it_came_first(shared: Kernel) -> None:
     shared.run(SETUP)
     shown = " ".join(
@@ -283,7 +292,7 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize("hint", HINTS)
+@pytest.mark.parametrize("hint", _declared(HINTS))
 def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None:
     shared.run(SETUP)
     cell = shared.run(
@@ -682,6 +691,7 @@ def test_odd_loops_that_are_right_get_no_warning(shared: Kernel, loop: str) -> N
     assert shared.run("nblaunch.last_job().hints()").value == []
 
 
+@pytest.mark.alarms("zero_learning_rate")
 def test_a_check_is_silenced_by_name_and_all_of_them_by_off(fresh: Kernel) -> None:
     program = f"def train():{WRONG['zero_learning_rate']}\nnotebook_launcher(train, num_processes=2)"
     fresh.run(SETUP)

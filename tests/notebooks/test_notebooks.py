@@ -78,6 +78,7 @@ def check(notebook: Any, path: Path) -> None:
         assert "NBLAUNCH_CHECKS=-gradients_not_cleared" in texts(notebook)
     else:
         assert "NBLAUNCH_CHECKS" not in texts(notebook), "an alarm about a loop that is right"
+        assert "about the training loop" not in texts(notebook), "a hint about a loop that is right"
     if path.stem == "04_when_things_go_wrong":
         assert "rank 0 puts its things away" in texts(notebook)
         assert {cell.id for cell in notebook.cells if raised(cell)} == RAISED.keys()

@@ -241,6 +241,7 @@ def train_for_epochs() -> list[int]:
                 announced.append(context.current().slot.read(0).num_epochs)
             accelerator.backward(model(batch).sum())
             optimizer.step()
+            optimizer.zero_grad()
     return announced
 
 

@@ -241,6 +241,7 @@ def mixed() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.alarms("zero_learning_rate")  # the losses are known in advance
 def test_an_accelerator_and_a_plain_loader_report_each_loss_once() -> None:
     view, _ = run_job(mixed)
     for rank in view.ranks:
@@ -260,6 +261,7 @@ def prepared() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.alarms("zero_learning_rate")  # the losses are known in advance
 def test_a_prepared_loader_is_counted_once() -> None:
     view, _ = run_job(prepared)
     for rank in view.ranks:

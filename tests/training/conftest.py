@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from nblaunch import backends, context
+from nblaunch.events import Event, Observation
+from tests import alarms
 from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 
 @pytest.fixture(autouse=True)
-def lone_process() -> Iterator[None]:
+def lone_process(no_false_alarms: None) -> Iterator[None]:
     """Start every test in a process without a job that computes on the CPU."""
-    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu")))
+    observed: list[Event] = []
+    lone = context.ProcessContext(context.Topology(), backends.choose("cpu"), emit=observed.append)
+    context.install(lone)
     yield
     context.take()
+    alarms.judge([event for event in observed if isinstance(event, Observation)], 1)

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import backends, context, env
+from nblaunch.events import Event, Observation
 from nblaunch.topology import Topology
+from tests import alarms
 
 
 class RankFailed(AssertionError):
@@ -115,9 +117,10 @@ def run(
             sender.close()
             ranks.append((process, receiver))
         deadline = time.monotonic() + timeout_s
-        results = [_result(rank, receiver, deadline) for rank, (_, receiver) in enumerate(ranks)]
+        answers = [_answer(rank, receiver, deadline) for rank, (_, receiver) in enumerate(ranks)]
         patience_s = 20.0
-        return results
+        alarms.judge([seen for _, observations in answers for seen in observations], world_size)
+        return [result for result, _ in answers]
     finally:
         stuck = [
             rank for rank, (process, receiver) in enumerate(ranks) if not _end(process, receiver, patience_s)
@@ -139,16 +142,19 @@ def _end(process: Any, receiver: multiprocessing.connection.Connection, patience
     return is_ended
 
 
-def _result(rank: int, receiver: multiprocessing.connection.Connection, deadline: float) -> Any:
+def _answer(
+    rank: int, receiver: multiprocessing.connection.Connection, deadline: float
+) -> tuple[Any, list[Observation]]:
+    """Return what a rank's function has returned, and what its checks have observed."""
     if not receiver.poll(max(0.0, deadline - time.monotonic())):
         raise RankFailed(f"rank {rank} did not finish in time")
     try:
-        is_error, value = pickle.loads(receiver.recv_bytes())
+        is_error, value, observations = pickle.loads(receiver.recv_bytes())
     except EOFError:
         raise RankFailed(f"rank {rank} died without a result") from None
     if is_error:
         raise RankFailed(f"rank {rank} raised:\n{value}")
-    return value
+    return value, observations
 
 
 def _rank_main(
@@ -162,13 +168,15 @@ def _rank_main(
     warnings.simplefilter("error")  # as in the test process
     warnings.filterwarnings("ignore", "the last accumulation window of the loader has")
     torch.set_num_threads(1)
-    context.install(context.ProcessContext(topology, chosen))
+    observed: list[Event] = []
+    context.install(context.ProcessContext(topology, chosen, emit=observed.append))
     try:
         function, args = cloudpickle.loads(call)
         answer = (False, function(*args))
     except BaseException:
         answer = (True, traceback.format_exc())
-    sender.send_bytes(pickle.dumps(answer))
+    observations = [event for event in observed if isinstance(event, Observation)]
+    sender.send_bytes(pickle.dumps((*answer, observations)))
     sender.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch import Accelerator, env
+from nblaunch import Accelerator, backends, context, env
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +29,34 @@ def _train(num_steps: int, after_step: Callable[[Accelerator, nn.Module], object
         optimizer.zero_grad()
 
 
-def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
-    def clip(accelerator: Accelerator, model: nn.Module) -> None:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+def _clip(accelerator: Accelerator, model: nn.Module) -> None:
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
+
+@pytest.fixture
+def unwatched(lone_process: None) -> None:
+    """No launcher receives what checks observe."""
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_watched=False))
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
     with pytest.warns(UserWarning, match="NBLAUNCH_CHECKS=-clipping_after_step") as caught:
-        _train(20, clip)
+        _train(20, _clip)
     assert [one.filename for one in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_a_warning_that_filters_make_an_error_is_raised() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="clipping_after_step"):
+            _train(20, _clip)
+
+
+@pytest.mark.alarms("clipping_after_step")
+def test_observations_without_a_launcher_are_alarms_of_a_test() -> None:
+    _train(20, _clip)
 
 
 def calls_of_checks(num_steps: int) -> list[int]:

@@ -67,6 +67,7 @@ class Watch:
         self._prepared: Prepared | None = None
         self._remove_hook: Callable[[], None] | None = None
         self._reported: set[str] = set()
+        self._warnings: list[str] = []
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -119,9 +120,9 @@ class Watch:
         process = self._context()
         if process is None:
             return
-        if not process.is_launched:
+        if not process.is_watched:
             if judged_by == "itself" and not check.is_hint:
-                warn(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check.name} silences this)")
+                self._warnings.append(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check.name} silences this)")
             return
         frame = user_frame()
         process.emit(
@@ -160,6 +161,8 @@ class Watch:
                 getattr(check, method)(*arguments)
             except Exception:
                 self._checks.remove(check)
+        while self._warnings:
+            warn(self._warnings.pop(0))  # raises if the user's filters make warnings errors
 
 
 _ended: list[Callable[[], None]] = []
