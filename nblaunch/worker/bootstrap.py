@@ -226,6 +226,7 @@ class _Worker:
         span_hooks.record_garbage(self.slot)
         num_collectives = collective_hooks.record_collectives(self.slot)
         writes = file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives)
+        writes.watch_open()
         saves.watch(writes.note, partial(span_hooks.record_save, self.slot))
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)

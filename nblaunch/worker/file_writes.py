@@ -1,20 +1,23 @@
 """Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
-Each save to a path (``saves.py``) is an :class:`~nblaunch.events.Observation`. Ranks race if they write one file at
-the same point of the program, with no collective and no optimizer step between the writes. Files that a library
-writes for itself, such as a cache, are left out: only libraries that write what the user passes to them may stand
-between the user's line and the call.
+Each save to a path (``saves.py``), and each ``open`` that empties a file, is an
+:class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
+collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
+out: only libraries that write what the user passes to them may stand between the user's line and the call.
 """
 
 from __future__ import annotations
 
+import _io
 import os
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
-from nblaunch import context, env
+from nblaunch import context, env, packages
 from nblaunch.events import Event, Observation
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.board import Slot
@@ -24,8 +27,14 @@ CHECK = "same_file"
 _MAX_NOTED = 256
 """Largest number of files that a rank reports, so that a function that writes thousands stays fast."""
 
-_WRITERS = frozenset({"safetensors", "transformers"})
-"""Top-level packages that write data that the user passes to them."""
+_SAVERS = frozenset({"safetensors", "transformers"})
+"""Top-level packages that save data that the user passes to them."""
+
+_OPENERS = frozenset({"IPython", "PIL", "matplotlib", "numpy", "pandas", "pathlib"})
+"""The same, for packages that open files. Transformers is left out, because it also opens files of its own."""
+
+_OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
+"""Modules with a name for ``open``; cells use IPython's."""
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -50,14 +59,21 @@ class FileWrites:
         self._num_left = _MAX_NOTED
         self._pid = os.getpid()
 
-    def note(self, file: Any, frame: FrameType) -> None:
+    def watch_open(self) -> None:
+        """Report the files that ``open`` empties, until this process ends."""
+        opener = packages.replacement_of(_io.open)(_Opener(self))
+        opener.__module__ = "io"  # by which it is pickled; in Python 3.13, the original's is _io
+        for module, name in _OPENS:
+            packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
+
+    def note(self, file: Any, frame: FrameType, writers: frozenset[str] = _SAVERS) -> None:
         """Report a file that is about to be written; see :data:`nblaunch.worker.saves.Begin`."""
         if self._num_left <= 0 or not isinstance(file, (str, os.PathLike)) or os.getpid() != self._pid:
             return
         if self._num_left == _MAX_NOTED and {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
             self._num_left = 0
             return
-        users = _users_frame(frame)
+        users = _users_frame(frame, writers)
         path = os.path.realpath(os.fspath(file))
         if users is None or not isinstance(path, str) or path.startswith(_NO_FILES):
             return
@@ -78,10 +94,30 @@ class FileWrites:
         )
 
 
-def _users_frame(frame: FrameType | None) -> FrameType | None:
+def _replace(module: Any, *, name: str, opener: _Opener) -> None:
+    if getattr(module, name) is _io.open:
+        setattr(module, name, opener)
+
+
+class _Opener:
+    """``open``, which also reports what it empties. Not a function: a class may have ``open`` as an attribute."""
+
+    def __init__(self, writes: FileWrites) -> None:
+        self._note = writes.note
+
+    def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, str) and "w" in mode:
+            self._note(file, sys._getframe(1), _OPENERS)
+        return _io.open(file, mode, *args, **kwargs)
+
+    def __reduce__(self) -> str:
+        return "open"
+
+
+def _users_frame(frame: FrameType | None, writers: frozenset[str]) -> FrameType | None:
     """Return the user's frame on whose behalf a library writes; None if the library writes for itself."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _WRITERS:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in writers:
             return None
         frame = frame.f_back
     return frame

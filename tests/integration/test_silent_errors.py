@@ -12,7 +12,7 @@ import pytest
 from tests.kernels import Kernel
 
 SETUP = """
-import contextlib, copy, random
+import builtins, contextlib, copy, io, pickle, random
 from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
 
@@ -186,6 +186,15 @@ WRONG = {
     "same_file=": """
     from safetensors.torch import save_file
     save_file({"weight": torch.ones(2)}, PATH)  # here""",
+    "same_file=open": """
+    with open(PATH, "w") as file:  # here
+        file.write("accuracy: 0.5")""",
+    "same_file=path": """
+    import pathlib
+    pathlib.Path(PATH).write_text("accuracy: 0.5")  # here""",
+    "same_file=numpy": """
+    import numpy
+    numpy.save(PATH, numpy.ones(3))  # here""",
     "statistics_differ": """
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     model, optimizer, loader = accelerator.prepare(*parts(norm=True))
@@ -667,6 +676,26 @@ RIGHT = {
     if accelerator.is_main_process:
         torch.save([1], PATH + "-main")
     torch.save([1], os.devnull)""",
+    "files opened in turn, of each rank, of the main process, and by all to add lines": """
+    accelerator = Accelerator()
+    class Reader:
+        open = builtins.open  # unlike a function, not bound to readers
+    def write(path, mode="w"):
+        with open(path, mode) as file:
+            file.write("line")
+    with accelerator.main_process_first():
+        write(PATH + "-turn")
+    write(f"{PATH}-{accelerator.process_index}")
+    os.makedirs(f"{PATH}-folder-{accelerator.process_index}")
+    write(f"{PATH}-folder-{accelerator.process_index}/same")
+    if accelerator.is_main_process:
+        write(PATH + "-main")
+    for mode in ("a", "x" if accelerator.is_main_process else "a", "r+"):
+        write(PATH + "-add", mode) if mode != "x" else write(PATH + "-x", mode)
+    write(os.devnull)
+    with Reader().open(PATH + "-turn") as file:
+        assert file.read() == "line"
+    assert io.open is builtins.open is copy.deepcopy(io.open) is pickle.loads(pickle.dumps(io.open))""",
     "gradients averaged by hand": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts())
