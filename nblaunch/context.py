@@ -51,6 +51,7 @@ class ProcessContext:
             comes from the environment.
         is_watched: whether another process reads the slot and events; False if the context comes from the environment.
         num_commands: number of session commands that this process has started.
+        num_collectives: returns how many collectives this process has called; None = unknown.
         reports: the reports that this process writes to the board (``progress/reports.py``); None before their first
             use; opaque here.
         training: the ``SharedState`` of ``nblaunch.training`` in this process; None before its first use; opaque here.
@@ -79,6 +80,7 @@ class ProcessContext:
     is_launched: bool = False
     is_watched: bool = True
     num_commands: int = 0
+    num_collectives: Callable[[], int] | None = field(default=None, compare=False, repr=False)
     reports: Any = field(default=None, compare=False, repr=False)
     training: Any = None
     was_reset: bool = False

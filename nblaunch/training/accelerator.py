@@ -790,6 +790,7 @@ class Accelerator(AcceleratorProperties):
 
             accelerator.log({"loss": loss.item(), "lr": scheduler.get_last_lr()[0]}, step=step)
         """
+        self._shared.watch.before_show(values)
         self._trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

@@ -99,16 +99,18 @@ class LoaderStack:
         active = self.innermost
         if active is None or active.end_of_dataloader:
             return active
-        read_before = self.entries[-1].num_read
+        is_in_turns = self._is_in_turns
         return next(
-            (
-                loader
-                for loader in self.entered()
-                if loader.end_of_dataloader
-                and _num_read(loader) > read_before.get(id(loader), _num_read(loader))
-            ),
-            None,
+            (loader for loader in self.entered() if loader.end_of_dataloader and is_in_turns(loader)), None
         )
+
+    def in_turns(self) -> list[Any]:
+        """Return the loaders that are read in turns with the active one, as ``zip`` does, without that one."""
+        return [loader for loader in self.entered() if self._is_in_turns(loader)]
+
+    def _is_in_turns(self, loader: Any) -> bool:
+        """Return whether ``loader`` was read from since the loop over the active loader began."""
+        return _num_read(loader) > self.entries[-1].num_read.get(id(loader), _num_read(loader))
 
     def entered(self) -> list[Any]:
         """Return all loaders being read, outermost first."""
@@ -362,6 +364,11 @@ class AccumulationState:
     def loaders(self) -> list[Any]:
         """All loaders being read, outermost first."""
         return self._stack.entered()
+
+    @property
+    def loaders_in_turns(self) -> list[Any]:
+        """The loaders that are read in turns with the active one, as ``zip`` does, without that one."""
+        return self._stack.in_turns()
 
     @property
     def end_of_dataloader(self) -> bool:

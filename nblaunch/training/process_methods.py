@@ -149,6 +149,8 @@ class ProcessMethods(ABC):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each machine; do nothing on other ranks."""
         if self.is_local_main_process:
+            if (training := context.current().training) is not None:
+                training.watch.before_show(args)
             print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:

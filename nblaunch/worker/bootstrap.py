@@ -252,6 +252,7 @@ class _Worker:
                 debug_connection=CommandConnection(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,
+                num_collectives=num_collectives,
             )
         )
         plain_loops.watch()

@@ -14,6 +14,7 @@ from tests.kernels import Kernel
 SETUP = """
 import builtins, contextlib, copy, io, pickle, random
 from torch.utils.data import DataLoader, TensorDataset
+from nblaunch import DataLoaderConfiguration
 from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
 
 def parts(rows=192, rate=0.01, norm=False):
@@ -301,13 +302,49 @@ HINTS = {
 }
 
 
+ONE_SHARE = """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    held_out = accelerator.prepare(parts()[2])
+    for epoch in range(2):
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses = [loss_of(model, batch) for batch in held_out]
+        model.train()
+        mean = torch.stack(losses).mean()"""
+
+PAIRS = """
+    accelerator = Accelerator()
+    model, optimizer, inputs = accelerator.prepare(*parts())
+    targets = accelerator.prepare(DataLoader(TensorDataset(torch.ones(192, 1)), 8, shuffle=True))
+    for (first, _), (second,) in zip(inputs, targets):
+        accelerator.backward(loss_of(model, (first, second)))
+        optimizer.step()
+        optimizer.zero_grad()"""
+
+HINTS |= {
+    "metric_of_one_share": ONE_SHARE
+    + """
+        accelerator.print(f"epoch {epoch}, loss {mean:.3f}")""",
+    "metric_of_one_share=log": ONE_SHARE
+    + """
+        accelerator.log({"lr": 0.1})
+        accelerator.log({"eval/mse": mean})""",
+    "loaders_in_different_orders": PAIRS,
+}
+
+
 @pytest.mark.parametrize("hint", _declared(HINTS))
 def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None:
     shared.run(SETUP)
     cell = shared.run(
         f"def train():{HINTS[hint]}\nnotebook_launcher(train, num_processes=2)\nnblaunch.last_job().hints()"
     )
-    assert [f"NBLAUNCH_CHECKS=-{hint} " in text for text in cell.value] == [True]
+    assert [f"NBLAUNCH_CHECKS=-{hint.partition('=')[0]} " in text for text in cell.value] == [True]
     assert cell.shown.count("NBLAUNCH_CHECKS") == 1, "as the value of the cell"
     assert "1 hint" in cell.shown
 
@@ -706,6 +743,39 @@ RIGHT = {
             parameter.grad = accelerator.reduce(parameter.grad, "mean")
         optimizer.step()
         optimizer.zero_grad()""",
+}
+
+
+RIGHT |= {
+    "a metric of all ranks, and other numbers": ONE_SHARE
+    + """
+        accelerator.print(f"train loss: {losses[0]:.3f}, train_mse={losses[0]:.3f}, evaluated in {0.25} s")
+        accelerator.log({"train/loss": losses[0], "lr": 0.5, "epoch": epoch})
+        accelerator.print(f"loss: {accelerator.reduce(mean, 'mean'):.3f}")
+        accelerator.log({"eval_loss": mean})""",
+    "labelled and unlabelled data, pairs of one data set, and pairs that one seed shuffles": """
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    data = TensorDataset(torch.randn(192, 4), torch.randn(192, 1))
+    again = copy.copy(data)
+    model, optimizer, *loaders = accelerator.prepare(
+        *parts()[:2], *(DataLoader(each, 8, shuffle=True) for each in (data, again)))
+    for (first, _), (_, second) in zip(*loaders):
+        accelerator.backward(loss_of(model, (first, second)))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator = Accelerator()
+    fewer = DataLoader(TensorDataset(torch.randn(96, 4)), 8, shuffle=True)
+    loaders = accelerator.prepare(*(DataLoader(data, 8, shuffle=True) for _ in range(2)), fewer)
+    for others in (loaders[1:2], loaders[2:]):
+        for batch, *_ in zip(loaders[0], *others):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    for batch in DataLoader(again, 96, shuffle=True):
+        for batch in loaders[0]:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()""",
 }
 
 

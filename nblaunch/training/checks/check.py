@@ -56,6 +56,9 @@ class Check(ABC):
     def after_evaluation(self, prepared: Prepared) -> None:
         """Check after a loop over a prepared loader without an optimizer step."""
 
+    def before_show(self, prepared: Prepared, shown: Any) -> None:
+        """Check before ``shown`` is printed or logged after an evaluation without collectives."""
+
     def report(
         self,
         problem: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
@@ -128,6 +129,48 @@ class UntrainedParameters(Check):
                 f"{formatting.first(names, _MAX_NAMED)} got no gradient in {2 * _NUM_STEPS} steps",
                 "If the forward should use them, look for a detach() or a layer that is left out",
             )
+
+
+class MetricOfOneShare(Check):
+    """The loop shows a metric after an evaluation in which the ranks, which read different data, exchanged nothing."""
+
+    name = "metric_of_one_share"
+    is_hint = True
+
+    def before_show(self, prepared: Prepared, shown: Any) -> None:
+        metric = _METRIC.search(str(shown))
+        if metric is not None and prepared.shared.num_data_ranks > 1:
+            self.report(
+                f"{metric[1]!r} is shown after an evaluation without a collective: it is of one share of the samples",
+                "Compute it from accelerator.gather_for_metrics((predictions, labels)) of all batches",
+            )
+
+
+_NAMES = "acc|accuracy|loss|f1|auc|auroc|bleu|rouge|mse|mae|rmse|perplexity|ppl|wer"
+_METRIC = re.compile(
+    rf"(?<!train.)(?<!training.)\b(?!train)((?:\w+_)?(?:{_NAMES}))\b\W{{1,4}}(?:tensor\(|np\.float\d+\()?\d*\.\d",
+    re.IGNORECASE,
+)
+"""A name and a number, but not of the training."""
+
+
+class DifferentOrders(Check):
+    """Two loaders of as many samples are read in turns, and each shuffles in an order of its own."""
+
+    name = "loaders_in_different_orders"
+    is_hint = True
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        active = prepared.accumulation.active_loader
+        for other in prepared.accumulation.loaders_in_turns:
+            first, second = (getattr(loader, "shuffled_by", ()) for loader in (active, other))
+            if not first or not second or active.dataset is other.dataset:
+                continue
+            if len(active.dataset) == len(other.dataset) and first != second:
+                self.report(
+                    f"two loaders of {len(active.dataset):,} samples each, shuffled differently, are read in turns",
+                    "If samples of the two belong together, put them into one data set, which one loader shuffles",
+                )
 
 
 class NeverStepped(Check):

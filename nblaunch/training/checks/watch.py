@@ -23,8 +23,10 @@ from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.data import FixedOrder, SameSamples
 from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
 from nblaunch.training.checks.hints import (
+    DifferentOrders,
     EvalModeTraining,
     LossDividedTwice,
+    MetricOfOneShare,
     NeverStepped,
     TrainModeEvaluation,
     UntrainedParameters,
@@ -38,7 +40,7 @@ CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
     DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
     SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
-    UntrainedParameters, NeverStepped,
+    UntrainedParameters, NeverStepped, MetricOfOneShare, DifferentOrders,
 )  # fmt: skip
 """All checks."""
 
@@ -65,6 +67,7 @@ class Watch:
             kind(self.report) for kind in CHECKS if not {"off", f"-{kind.name}"} & settings
         ]  # fmt: skip
         self._prepared: Prepared | None = None
+        self._evaluated_alone: tuple[int | None, int] | None = None
         self._remove_hook: Callable[[], None] | None = None
         self._reported: set[str] = set()
         self._warnings: list[str] = []
@@ -99,10 +102,30 @@ class Watch:
         if self.is_looking:
             self._call("before_clip", self._prepared, optimizers)
 
-    def after_evaluation(self) -> None:
-        """Run checks after a loop over a prepared loader without an optimizer step."""
+    def num_collectives(self) -> int | None:
+        """Return how many collectives this process has called; None if that is unknown."""
+        process = self._context()
+        return None if process is None or process.num_collectives is None else process.num_collectives()
+
+    def after_evaluation(self, num_collectives: int | None) -> None:
+        """Run checks after a loop over a prepared loader without an optimizer step.
+
+        Args:
+            num_collectives: number of collectives when the loop began.
+        """
         if self._prepared is not None:
             self._call("after_evaluation", self._prepared)
+            is_alone = num_collectives is not None and num_collectives == self.num_collectives()
+            self._evaluated_alone = (num_collectives, self._slot.num_updates) if is_alone else None
+
+    def before_show(self, shown: Any) -> None:
+        """Run checks before ``shown`` is printed or logged, if ranks have not met since the last evaluation began."""
+        if self._evaluated_alone is None:
+            return
+        if self._evaluated_alone == (self.num_collectives(), self._slot.num_updates):
+            self._call("before_show", self._prepared, shown)
+        else:
+            self._evaluated_alone = None
 
     def leave_out(self, model: torch.nn.Module) -> None:
         """Allow different weights of ``model`` on the ranks."""

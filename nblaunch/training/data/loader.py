@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, default_collate
 
 from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
@@ -155,6 +155,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._start_epoch()
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
+        num_collectives = shared.watch.num_collectives()
         try:
             yield shared, loop
             shared.process.backend.end_loop()
@@ -168,7 +169,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             shared.losses.flush()
             shared.busy_time.pause()
             if loop.state is WorkerState.EVALUATING and is_complete:
-                shared.watch.after_evaluation()
+                shared.watch.after_evaluation(num_collectives)
             # Once another training loop has begun, later training steps belong to that loop.
             has_trained = (
                 shared.losses.num_trained > num_trained and shared.loops.last_training == loop.number
@@ -414,6 +415,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             id(generator): generator for generator in generators if isinstance(generator, torch.Generator)
         }
         return list(unique.values())
+
+    @property
+    def shuffled_by(self) -> list[Any]:
+        """What decides the random order of this epoch, equal for loaders with equal orders; empty without one."""
+        sampler = nested_samplers(index_sampler_of(self))[-1]
+        if isinstance(sampler, SeedableRandomSampler):
+            return [sampler.initial_seed, sampler.epoch]
+        is_shuffled = isinstance(sampler, RandomSampler)
+        return [state.numpy().tobytes() for state in self.epochs.start] if is_shuffled else []
 
     # --- saving the position, and continuing from it -------------------------------------------------------------
 
