@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -395,6 +396,43 @@ def test_weights_are_averaged_now_and_then() -> None:
     assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
     with pytest.raises(ValueError, match="local_sgd_steps=0 is less than 1"):
         LocalSGD(Accelerator(), _model(), 0)
+
+
+class _ManyParameters(nn.Module):
+    """A frozen parameter, small ones of two types, and two large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        small = [
+            nn.Parameter(torch.zeros(3, dtype=torch.float64 if number < 4 else None)) for number in range(9)
+        ]
+        self.parts = nn.ParameterList([*small, *(nn.Parameter(torch.zeros(4 << 20)) for _ in range(2))])
+        self.parts[0].requires_grad_(False)
+
+
+def _local_averages() -> list[float]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(_ManyParameters())
+    parameters = accelerator.unwrap_model(model).parts
+    for number, parameter in enumerate(parameters):
+        nn.init.constant_(parameter, number + accelerator.process_index)
+    num_exchanges, original = 0, dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = count
+    with LocalSGD(accelerator, model, local_sgd_steps=1):
+        pass
+    dist.all_reduce = original
+    return [num_exchanges, *(float(parameter.detach().mean()) for parameter in parameters)]
+
+
+def test_parameters_are_averaged_together() -> None:
+    means = [number + 0.5 for number in range(1, 11)]
+    assert ranks.run(_local_averages, 2) == [[3, rank, *means] for rank in range(2)]
 
 
 def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:

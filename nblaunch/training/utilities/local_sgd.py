@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.collectives import operations
+
+_BUCKET_BYTES = 25 << 20
+"""Largest size of parameters that are averaged together, as in DistributedDataParallel; they are copied."""
 
 
 class LocalSGD:
@@ -78,6 +83,21 @@ class LocalSGD:
     def _average(self) -> None:
         self.accelerator.wait_for_everyone()
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.copy_(operations.reduce(parameter.detach(), "mean"))
+            for bucket in _buckets(self.model.parameters()):
+                flat = torch.cat([parameter.detach().reshape(-1) for parameter in bucket])
+                means = operations.reduce(flat, "mean").split([parameter.numel() for parameter in bucket])
+                for parameter, mean in zip(bucket, means, strict=True):
+                    parameter.copy_(mean.view_as(parameter))
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Yield the trained parameters in groups of one type and device, of limited size."""
+    trained = (parameter for parameter in parameters if parameter.requires_grad)
+    for _, group in groupby(trained, key=lambda parameter: (parameter.dtype, parameter.device)):
+        bucket: list[torch.nn.Parameter] = []
+        for parameter in group:
+            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
