@@ -38,7 +38,7 @@ class StepTimes:
         num_steps: number of steps.
         period_s: seconds of all steps.
         seconds: seconds by kind, without other kinds inside.
-        counts: number of spans by kind.
+        counts: number of spans by kind; for garbage collections, number of steps with one.
         evaluated_s: seconds of evaluations, including spans inside.
         num_workers: worker processes of the last loader.
         elements: mean size of a batch; 0 if it was not measured.
@@ -188,6 +188,8 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
             evaluated_s += duration_s if kind is SpanKind.EVALUATION else 0.0
         around.append(span)
     by_kind = {kind: [span for span in inside if span.kind == kind] for kind in SpanKind}
+    # Many collections in a row, such as after a profile, are not a property of the steps.
+    counts[SpanKind.GARBAGE] = len({bisect_right(ends, span.began_s) for span in by_kind[SpanKind.GARBAGE]})
     data, collectives = by_kind[SpanKind.DATA], by_kind[SpanKind.COLLECTIVE]
     names = Counter(span.detail for span in collectives if 0 <= span.detail < len(COLLECTIVES))
     return StepTimes(

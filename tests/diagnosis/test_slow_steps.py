@@ -189,6 +189,18 @@ def test_what_lies_inside_is_counted_once() -> None:
     assert (own.num_workers, own.elements, own.collective) == (2, 500.0, "broadcast")
 
 
+def test_collections_in_a_row_count_as_one_of_a_step() -> None:
+    """As after an epoch under torch's profiler, whose tables make the collector run many times."""
+    spans = [span for span in _spans() if span.kind != SpanKind.GARBAGE]
+    for step in (2, 6):
+        for began_s in (step + 0.91, step + 0.93, step + 0.95, step + 0.97):
+            spans.append(Span(SpanKind.GARBAGE, 0, 0.0, began_s, began_s + 0.01, len(spans) + 1))
+    own = step_times(spans)
+    assert own is not None
+    assert own.counts[SpanKind.GARBAGE] == 2
+    assert own.seconds[SpanKind.GARBAGE] == pytest.approx(0.08)
+
+
 def test_the_closure_of_an_optimizer_is_not_the_optimizers_time() -> None:
     """Lightning computes forward and backward inside the optimizer's step."""
     spans: list[Span] = []
