@@ -203,4 +203,7 @@ class NeverStepped(Check):
                 f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
+                # Steps on some ranks are reported as such.
+                judged_by="distinct" if prepared.shared.num_data_ranks > 1 else "itself",
+                step=0,
             )
