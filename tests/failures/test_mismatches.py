@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.alarms import noted, undeclared
 from tests.failures.mismatches import MISMATCHES, PREAMBLE, Mismatch
 from tests.failures.right_programs import RIGHT_PROGRAMS, RightProgram
 from tests.kernels import Kernel
@@ -66,10 +67,12 @@ def test_a_mismatch_is_explained(kernel: Kernel, name: str) -> None:
 @pytest.mark.parametrize("program", RIGHT_PROGRAMS, ids=lambda program: program.name)
 def test_a_right_program_gets_no_message(kernel: Kernel, program: RightProgram) -> None:
     kernel.run(program.source)
-    cell = kernel.run(
-        f"notebook_launcher(train, num_processes={program.num_ranks}, hang_timeout_s=15, on_hang='stop')"
-    )
+    with noted() as notes:
+        cell = kernel.run(
+            f"notebook_launcher(train, num_processes={program.num_ranks}, hang_timeout_s=15, on_hang='stop')"
+        )
     assert cell.result == "'right'"
+    assert not undeclared(notes)
     assert "very rank" not in cell.shown, "no advice is given"
     assert "collective " not in cell.shown
 
