@@ -58,7 +58,7 @@ def test_a_variable_that_imports_read_needs_a_new_interpreter(tmp_path: Path) ->
         assert kernel.run("import found_here, sys; 'torch' in sys.modules").value is False
 
 
-def test_what_it_starts_is_found_by_its_token(kernel: Kernel) -> None:
+def test_a_kernels_processes_are_found_by_its_token(kernel: Kernel) -> None:
     kernel.run("import os, signal\nif (pid := os.fork()) == 0:\n    signal.pause()")
     forked = kernel.run("pid").value
     with Kernel.start() as other:

@@ -42,7 +42,7 @@ def test_a_size_is_right_to_three_digits(num_bytes: int) -> None:
     assert float(found[1]) * UNITS[found[2]] == pytest.approx(num_bytes, rel=0.0051)
 
 
-def test_sizes_are_parsed_that_read_alike_are_one() -> None:
+def test_equal_looking_sizes_are_shown_once() -> None:
     assert formatting.size_range([1_001_000, 1_000_000]) == "1.00 MB"
     assert formatting.size_range([4000, 1000, 2000]) == "1.00 kB to 4.00 kB"
 

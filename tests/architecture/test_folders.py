@@ -44,7 +44,7 @@ def test_a_folder_lists_its_modules(folder: Path) -> None:
     )
 
 
-def test_the_list_of_the_debuggers_modules_names_what_is_there() -> None:
+def test_the_list_of_the_debuggers_modules_is_complete() -> None:
     assert not missing(PACKAGE, _description(PACKAGE, "debugging.py"))
 
 

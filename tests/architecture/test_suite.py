@@ -81,7 +81,7 @@ def test_waits_and_lower_bounds_are_allowed(source: str) -> None:
     assert not _timed(source)
 
 
-def test_what_begins_first_exists() -> None:
+def test_listed_long_tests_exist() -> None:
     for group in LONGEST_FIRST:
         assert (ROOT / group).exists(), f"{group} of LONGEST_FIRST in tests/conftest.py"
 

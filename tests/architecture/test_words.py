@@ -99,7 +99,7 @@ RIGHT_TURNS = {
 """File -> lines on which a phrase is right."""
 
 
-def test_turns_that_are_not_used() -> None:
+def test_phrases_that_are_not_used() -> None:
     paths = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "docs").rglob("*.md"))]
     paths += [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))]
     offenders = [

@@ -128,7 +128,7 @@ def test_the_probe_neither_looks_at_gpus_nor_warns(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_descriptors(tmp_path: Path) -> None:
+def test_open_devices_are_found_by_descriptor(tmp_path: Path) -> None:
     folder = tmp_path / "fd"
     folder.mkdir()
     (folder / "0").symlink_to("/dev/null")

@@ -127,7 +127,7 @@ def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pyt
     assert BACKEND.device_noun == "CPU core", "what the user has set holds"
 
 
-def test_an_environment_without_its_chips_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_chips_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert BACKEND.affinity() == 0
@@ -207,7 +207,7 @@ def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.Monk
     assert "restart the kernel" in (BACKEND.launch_refusal() or "")
 
 
-def test_chips_that_another_process_uses_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_in_use_by_another_process_are_refused_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(tpu, "lock_holder", lambda: 4242)
     monkeypatch.setattr(tpu, "command_of", lambda pid: "python train.py")

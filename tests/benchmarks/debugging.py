@@ -70,7 +70,7 @@ def measure(rounds: int = 100) -> Iterator[Row]:
         started.run("nblaunch.last_job().release()")
         started.wait_for_no_processes()
     yield count(
-        "failures at whose line pdb stands, variables at hand", sum(one.stands for one in done), rounds
+        "failures at whose line pdb stops, with the variables", sum(one.stands for one in done), rounds
     )
     yield count("... after which every rank gives a variable", sum(one.asked for one in done), rounds)
     yield at_most(

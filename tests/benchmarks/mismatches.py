@@ -158,7 +158,7 @@ def _explained(kernel: Kernel, chosen: Sequence[Mismatch]) -> Iterator[Row]:
     limit = len(chosen) - int(MAX_UNEXPLAINED * len(chosen))
     yield Row("mismatches explained", f"{num_good}/{len(chosen)}", f">= {limit}", num_good >= limit)
     yield Row("of these, innocent ranks accused", str(num_blamed), "0", num_blamed == 0)
-    what = f"the longest of {len(after_hangs_s) - 1} hangs, from its being known to its explanation"
+    what = f"the longest of {len(after_hangs_s) - 1} hangs, from its detection to its explanation"
     yield at_most(what, max(after_hangs_s), MAX_AFTER_HANG_S, " s")
     what = f"the longest of {len(after_progress_s) - 1} others, from the last progress to the end of the job"
     yield Row(what, f"{max(after_progress_s):.1f} s")

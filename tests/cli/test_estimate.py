@@ -171,7 +171,7 @@ def test_code_of_a_model_runs_where_it_is_trusted(
     assert "--trust_remote_code" in capfd.readouterr().err
 
 
-def test_models_of_timm_are_made_by_it(
+def test_timm_creates_its_models(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "timm", raising=False)

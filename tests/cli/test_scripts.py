@@ -43,7 +43,7 @@ def by_python(*words: str) -> dict[str, object]:
     return json.loads(subprocess.check_output([sys.executable, *words], text=True))  # type: ignore[no-any-return]
 
 
-def test_a_script_finds_what_it_would_find_under_python() -> None:
+def test_a_script_runs_as_under_python() -> None:
     Path("sub").mkdir()
     Path("sub/helper.py").write_text("")
     name = script(FACTS, "sub/train.py")
@@ -78,7 +78,7 @@ if __name__ == "__main__":
     assert ended.code == 0, ended.err
 
 
-def test_a_module_finds_what_it_would_find_under_python_m() -> None:
+def test_a_module_runs_as_under_python_m() -> None:
     Path("package").mkdir()
     Path("package/__init__.py").write_text("")
     Path("helper.py").write_text("")

@@ -180,7 +180,7 @@ def test_every_name_of_utils_is_there_or_explained() -> None:
     assert [name for name in lost if name not in INSTEAD] == []
 
 
-def test_what_is_explained_exists_there_and_not_here() -> None:
+def test_explained_names_exist_only_in_accelerate() -> None:
     theirs = {name for names in snapshot().values() for name in names}
     modules = {path.rpartition(".")[2] for path in snapshot()} | {"commands"}
     assert set(INSTEAD) <= theirs | modules

@@ -326,7 +326,7 @@ def test_unused_features_in_accelerate_files_are_accepted(tmp_path: Path) -> Non
     assert not files.read(written(tmp_path, text)).values
 
 
-def test_what_has_no_effect_here_is_left_out(tmp_path: Path) -> None:
+def test_settings_without_effect_are_left_out(tmp_path: Path) -> None:
     text = "same_network: true\nenable_cpu_affinity: true\ndeepspeed_hostfile: hosts\n"
     of_fsdp_1 = "fsdp_config: {fsdp_use_orig_params: false}\n"
     assert not files.read(written(tmp_path, text + of_fsdp_1)).values

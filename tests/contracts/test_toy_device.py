@@ -112,7 +112,7 @@ def test_its_precisions_and_errors_are_its_own(toy: Kernel) -> None:
     assert "toy chips melt at zero" in error.text
 
 
-def test_commands_offer_it() -> None:
+def test_commands_offer_the_device() -> None:
     program = f"""{DEVICE}
 from nblaunch.cli import environment, questions
 from nblaunch.config.settings import SETTINGS

@@ -40,7 +40,7 @@ def last_line(num_done: int, **options: Any) -> str:
         ({"total": 10, "desc": "too far"}, "too far 21 [", None),
     ],
 )
-def test_bars_of_tqdm_are_read(options: dict[str, Any], counted: str, fraction: float | None) -> None:
+def test_tqdm_bars_are_read(options: dict[str, Any], counted: str, fraction: float | None) -> None:
     bar = read_bar(last_line(21, **options))
     assert bar is not None
     assert bar.text.startswith(counted)

@@ -111,7 +111,7 @@ def test_thinned_lines_keep_their_ends() -> None:
         ([1e8, 2e8], ["1e8", "2e8"]),
     ],
 )
-def test_numbers_at_ticks_have_equal_digits(values: list[float], expected: list[str]) -> None:
+def test_tick_labels_have_equally_many_digits(values: list[float], expected: list[str]) -> None:
     html = chart("x", [(0, values[0]), (1, values[-1])])
     texts = numbers(html)
     assert [text for text in texts[: texts.index("step")] if text in expected] == expected

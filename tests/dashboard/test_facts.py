@@ -10,7 +10,7 @@ from nblaunch.events import AttemptStarted, Fact
 STARTED = AttemptStarted(-1, 1.0, num_processes=2, backend="xla", start_method="fork", mixed_precision="bf16")
 
 
-def test_facts_stand_in_the_head_and_the_last_of_a_name_counts() -> None:
+def test_the_head_shows_the_last_fact_of_each_name() -> None:
     view = fold(JobView(), STARTED)
     assert tabulate(view).setting == "2 processes (xla, fork, bf16)"
     view = fold(view, Fact(-1, 2.0, "compilations", "1 graph compiled in 0.5 s"))

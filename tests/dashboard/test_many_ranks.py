@@ -112,7 +112,7 @@ def test_a_failure_among_many_lines_is_shown_at_the_next_update() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_events_that_are_read_together_say_what_they_say_one_by_one(seed: int) -> None:
+def test_events_in_a_batch_equal_single_events(seed: int) -> None:
     rng = random.Random(seed)
     view = fold(JobView(), AttemptStarted(-1, 1.0, "train", 4, "cpu", "fork"))
     events = [_drawn(rng, 2.0 + index) for index in range(60)]

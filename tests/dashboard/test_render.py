@@ -225,7 +225,7 @@ def test_the_table_in_a_notebook_word_for_word(golden: Golden) -> None:
 # --- charts ----------------------------------------------------------------------------------------------------------
 
 
-def test_charts_stand_in_the_summary_only() -> None:
+def test_charts_appear_only_in_the_summary() -> None:
     view = view_of(
         [Metric(0, START_S, step, {"accuracy": step / 10, "name": "x"}) for step in range(9)], trained(2)
     )
@@ -303,7 +303,7 @@ def test_one_failure_of_all_ranks_is_one_card() -> None:
     assert Reader(render_html(view)).text.count("bad shape") == 1
 
 
-def test_a_cause_has_its_explanation() -> None:
+def test_a_failure_shows_its_explanation() -> None:
     end = JobEnded(-1, START_S + 5, "failed", 1, "was killed by SIGKILL", ("Memory ran out.", "Use less."))
     view = view_of([*started(2), killed(1, -9), end])
     (failure,) = tabulate(view).failures

@@ -393,7 +393,7 @@ def test_a_rank_that_is_done_shows_its_training() -> None:
         assert (rank.step, rank.total, rank.epoch, rank.num_epochs, rank.steps_per_s) == (22, 22, 3, 3, rate)
 
 
-def test_a_rank_that_only_evaluates_shows_that() -> None:
+def test_evaluation_steps_are_shown() -> None:
     seen = sample(0, 6, 6, epoch=0, state=WorkerState.EVALUATING)
     (rank,) = view_of(ended(1), fold_readings(view_of(started(1)), [seen], START_S)).ranks
     assert (rank.step, rank.total, rank.epoch) == (6, 6, 0)

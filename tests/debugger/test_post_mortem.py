@@ -256,7 +256,7 @@ def fails():
 @pytest.mark.parametrize(
     ("death", "error"), [("pass", "KeyboardInterrupt"), ("os.kill(os.getpid(), 9)", "WorkerDied")]
 )
-def test_exit_handlers_run_where_nothing_is_kept(shared: Kernel, death: str, error: str) -> None:
+def test_exit_handlers_run_if_no_worker_is_kept(shared: Kernel, death: str, error: str) -> None:
     """An interrupt ends the job, and so does a rank that a signal kills."""
     shared.run(f"""
 def waits():

@@ -529,7 +529,7 @@ path.mkdir(mode=0o700)
 """
 
 
-def test_the_display_of_an_attach_that_is_refused_says_so(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_refused_attach_is_displayed(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(OF_ANOTHER_VERSION.format(str(tmp_path)))
     cell = kernel.run("nblaunch.attach()", raises="LookupError")
     assert "another version" in str(cell.displays[0].data)

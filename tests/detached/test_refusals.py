@@ -24,7 +24,7 @@ from nblaunch import PayloadError, notebook_launcher
         ({"engine": "inline"}, "inline"),
     ],
 )
-def test_what_needs_the_kernel_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_need_the_kernel_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         notebook_launcher(print, **{"background": True, "detach": True, **settings})
 

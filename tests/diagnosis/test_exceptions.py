@@ -143,7 +143,7 @@ def test_what_can_not_travel_is_reported() -> None:
     assert (type(rebuilt.__cause__).__name__, str(rebuilt.__cause__)) == ("KeyError", "'lr'")
 
 
-def test_what_can_not_be_read_here_says_why() -> None:
+def test_an_unreadable_exception_says_why() -> None:
     sent = dataclasses.replace(failure(ValueError("x")), exception=b"not a pickle")
     rebuilt = rebuild(sent)
     assert isinstance(rebuilt, WorkerFailed)

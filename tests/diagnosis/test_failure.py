@@ -186,7 +186,7 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     ]
 
 
-def test_a_rank_that_we_had_to_end_is_reported_too(log: JobLog) -> None:
+def test_a_rank_killed_by_the_launcher_is_reported(log: JobLog) -> None:
     report = AttemptReport(returned={0: Returned(0, 1.0)}, signalled={1: 1.5})
     report.exits = {0: (ExitStatus(0), 1.0), 1: (ExitStatus(-9), 2.0)}
     failure = failure_of(report, {}, log, 0)

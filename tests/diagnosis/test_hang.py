@@ -67,7 +67,7 @@ BOOTSTRAP = ("/site/nblaunch/worker/bootstrap.py", 100, "_call")
         ([], ""),
     ],
 )
-def test_what_a_rank_waits_in(
+def test_waits_are_recognised_by_their_frames(
     frames: list[tuple[str, int, str]], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nblaunch.diagnosis.stacks.is_user_file", lambda name: name.startswith("/home/"))

@@ -71,7 +71,7 @@ class Witness:
         return unpickled.append, ("this ran",)
 
 
-def test_a_death_there_is_reported_with_its_signal(tmp_path: Path) -> None:
+def test_a_remote_death_is_reported_with_its_signal(tmp_path: Path) -> None:
     found = failure(RemoteFailures(LABELS, exits={2: (ExitStatus(-9), 2.0)}), tmp_path)
     assert found.sentence == "rank 2 was killed by SIGKILL (on node 1 (host beta))"
     assert isinstance(found.error, WorkerDied)

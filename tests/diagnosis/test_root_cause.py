@@ -135,7 +135,7 @@ def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
         (3, "ended with exit code 3 before the function returned", "sys.exit(3)"),
     ],
 )
-def test_deaths_in_words(code: int, happened: str, meaning: str) -> None:
+def test_exit_statuses_are_described(code: int, happened: str, meaning: str) -> None:
     cause = RootCause(1, status=ExitStatus(code))
     assert what_happened(cause, report(exits={1: (code, 1.0)})) == happened
     assert meaning in what_it_means(cause)

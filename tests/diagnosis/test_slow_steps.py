@@ -178,7 +178,7 @@ def _spans() -> list[Span]:
     return spans
 
 
-def test_what_lies_inside_is_counted_once() -> None:
+def test_nested_spans_are_counted_once() -> None:
     own = step_times(_spans())
     assert own is not None
     assert own.num_steps == 9

@@ -107,7 +107,7 @@ def test_a_message_that_comes_back_to_its_sender_is_not_read(pair: Pair) -> None
         pair.coordinator.receive()
 
 
-def test_the_end_is_seen_behind_what_was_sent(pair: Pair) -> None:
+def test_the_end_is_seen_after_sent_messages(pair: Pair) -> None:
     pair.agree()
     pair.node.send(Request("stop"))
     pair.close(pair.node.writing_fd)

@@ -77,7 +77,7 @@ print(subprocess.run(fresh, capture_output=True, text=True).stdout)
     assert there.stdout.split() == ["8", "7", "42", str(folder / "helpers.py"), "True", "helpers", "42"]
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_modules_are_named() -> None:
     assert shipping.missing(["sys", "torch", "no_such_module_here", "another_missing"]) == [
         "no_such_module_here",
         "another_missing",

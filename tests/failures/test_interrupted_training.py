@@ -214,7 +214,7 @@ model = Net()
     assert_as_before(shared)
 
 
-def test_a_call_on_a_session_keeps_them_too(shared: Kernel) -> None:
+def test_a_call_on_a_session_keeps_its_weights(shared: Kernel) -> None:
     shared.run(
         """
 def train_in_session(model):

@@ -119,7 +119,7 @@ def test_it_costs_a_launch_nothing(prepared: Kernel, tmp_path: Path, where: str)
 
 
 @pytest.mark.parametrize("where", IN_RANKS)
-def test_it_costs_a_background_job_nothing(prepared: Kernel, where: str) -> None:
+def test_a_background_job_loses_nothing(prepared: Kernel, where: str) -> None:
     prepared.run(f"moment = {where!r}\njob = notebook_launcher({LAUNCH}, background=True)")
     prepared.run("wait_for('sending'); job.interrupt(); job.wait(30)")
     assert prepared.run("numbers(job.result()), model.weight.item()").value == ([0, 1], 7.0)

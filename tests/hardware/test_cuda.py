@@ -70,7 +70,7 @@ HAZARDS = {
 
 
 @pytest.mark.parametrize("before", HAZARDS)
-def test_what_is_a_fork_hazard(before: str) -> None:
+def test_fork_hazards_are_found(before: str) -> None:
     found, expected = _fresh(_HAZARD.format(before=before)), HAZARDS[before]
     assert found is None if expected is None else expected in found
 

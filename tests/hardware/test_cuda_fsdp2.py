@@ -66,7 +66,7 @@ def _train_in_fp16() -> tuple[list[bool], float]:
     return skipped, total
 
 
-def test_all_ranks_leave_out_a_step_that_overflows_on_one() -> None:
+def test_all_ranks_skip_a_step_that_overflows_on_one() -> None:
     (first, total), (second, _) = ranks.run(_train_in_fp16, 2, backend="cuda")
     assert first == second
     assert first[0]

@@ -151,7 +151,7 @@ def _collect() -> dict[str, Any]:
     }
 
 
-def test_what_lies_on_gpus_is_collected() -> None:
+def test_gpu_tensors_are_collected() -> None:
     for found in ranks.run(_collect, 2, backend="cuda"):
         assert found == {
             "padded": (True, [[0, 0], [-1, -1], [1, 1], [1, 1]]),

@@ -16,7 +16,7 @@ from nblaunch.backends import discover
     "backend", [pytest.param("cuda", marks=pytest.mark.cuda), pytest.param("xla", marks=pytest.mark.tpu)]
 )
 @pytest.mark.timeout(600)
-def test_all_is_well_on_every_device(backend: str) -> None:
+def test_every_device_passes_the_self_check(backend: str) -> None:
     found = discover()[backend]
     if found.affinity() < 10:  # an XLA backend on CPU cores does not count as an accelerator
         pytest.skip(f"no device for backend={backend!r} here")

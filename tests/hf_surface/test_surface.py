@@ -37,7 +37,7 @@ def test_every_listed_deviation_still_exists() -> None:
     assert not stale, f"no longer differ, take them out of deviations.py: {stale}"
 
 
-def test_the_snapshot_has_what_is_in_use() -> None:
+def test_the_snapshot_covers_the_used_names() -> None:
     assert len(snapshot()["utils"]) > 200
     assert "gather_for_metrics" in snapshot()[""]["Accelerator"]["members"]
 

@@ -47,7 +47,7 @@ def test_growth_is_refused_for_want_of_room_alone(
         ({}, "No space left"),
     ],
 )
-def test_what_the_file_system_lacks_is_named(
+def test_the_exhausted_resource_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_up: dict[str, int], wanted: str
 ) -> None:
     names = (

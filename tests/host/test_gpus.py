@@ -22,7 +22,7 @@ PARTITIONED = (Gpu("GPU-cccc3333", ("MIG-1111", "MIG-2222")), Gpu("GPU-dddd4444"
 NvmlMaker = Callable[..., FakeNvml]
 
 
-def test_the_fake_has_only_what_the_real_module_has() -> None:
+def test_the_stub_matches_the_real_module() -> None:
     names = [name for name in vars(FakeNvml) if name.startswith("nvml")]
     assert len(names) > 10
     for name in names:
@@ -116,9 +116,7 @@ def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
     assert gpus.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
 
 
-def test_a_meter_reads_what_is_visible_in_the_order_of_ranks(
-    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_meter_reads_visible_gpus_in_rank_order(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FakeGpu("GPU-aaaa1111", utilisation=40)
     driver = nvml(first, FakeGpu("GPU-aabb2222"), FakeGpu("GPU-cc"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")

@@ -34,7 +34,7 @@ def test_two_cores_per_chip_are_known(pci: Path) -> None:
     assert tpu.has_two_cores(tpu.chips_on(pci))
 
 
-def test_device_files_stand_in_for_a_hidden_bus(tmp_path: Path) -> None:
+def test_device_files_replace_a_hidden_bus(tmp_path: Path) -> None:
     assert tpu.device_files_in(tmp_path, True) == 0
     (tmp_path / "vfio").mkdir()
     for name in ("vfio/vfio", "vfio/0", "vfio/1"):

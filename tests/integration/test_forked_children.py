@@ -199,7 +199,7 @@ in_cell, notebook_launcher(once, num_processes=2, return_all=True)
         assert lines_of(cell, rank) == ["shown by a child"]
 
 
-def test_a_crash_of_a_forked_process_is_not_taken_for_the_ranks(shared: Kernel) -> None:
+def test_a_crash_of_a_forked_process_is_not_reported_for_the_rank(shared: Kernel) -> None:
     cell = shared.run(
         CHILDREN
         + """

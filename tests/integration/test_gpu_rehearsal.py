@@ -95,7 +95,7 @@ def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_out.value == "not measured: nowhere is not installed"
 
 
-def test_the_report_has_what_passed_what_did_not_and_every_figure(tmp_path: Path) -> None:
+def test_the_report_has_all_outcomes_and_figures(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 0\n"
         "@pytest.mark.skip('no GPU')\ndef test_other(): pass\n"
@@ -122,7 +122,7 @@ def test_every_part_of_the_report_exists() -> None:
     assert {part.benchmark for part in report.PARTS} - {""} <= TITLES.keys()
 
 
-def test_what_is_asked_of_a_fresh_process() -> None:
+def test_fresh_processes_check_hazards_and_forks() -> None:
     """Without GPUs, no query is a hazard, and no fork can use one."""
     hazard, failure = test_cuda._fresh(test_cuda._FORK.format(before="torch.cuda.is_available()"))
     assert hazard is None

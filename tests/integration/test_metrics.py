@@ -19,7 +19,7 @@ def train():
 @pytest.mark.parametrize(
     "how", ["num_processes=2", "num_processes=2, start_method='forkserver'", "engine='inline'"]
 )
-def test_what_is_logged_reaches_the_job(shared: Kernel, how: str) -> None:
+def test_logged_metrics_reach_the_job(shared: Kernel, how: str) -> None:
     cell = shared.run(
         f"""{TRAIN}
 notebook_launcher(train, {how})

@@ -335,7 +335,7 @@ drawn, draw()
     assert drawn == {method: [own, own] for method in START_METHODS}
 
 
-def test_workers_pickle_what_cells_defined_by_name(shared: Kernel, tmp_path: Path) -> None:
+def test_workers_pickle_definitions_of_cells_by_name(shared: Kernel, tmp_path: Path) -> None:
     """This covers checkpoints with a class of the notebook, gathered objects, and tasks of a process pool."""
     shared.run(
         """

@@ -57,7 +57,7 @@ def test_an_orphan_ends_and_is_named(
     assert other.is_running()
 
 
-def test_nothing_is_missed_where_the_numbers_have_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descendants_are_found_after_process_ids_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([1 << 30, 5, 5, 5, 5])
     monkeypatch.setattr(descendants, "_newest_pid", lambda: next(numbers))
     monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)

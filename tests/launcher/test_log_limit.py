@@ -93,7 +93,7 @@ def test_output_faster_than_reading_is_skipped(tail: LogTail, path: Path) -> Non
     assert numbers(got) == list(range(numbers(got)[0], 100_100))
 
 
-def test_its_own_holes_are_skipped_without_asking_the_file_system(
+def test_holes_are_skipped_without_querying_the_file_system(
     tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems first write a file to the disk or the server when they are queried about it."""

@@ -108,7 +108,7 @@ def test_the_rest_is_read_to_its_end_though_parts_of_it_show_nothing(
     assert lines(tail.read_rest()) == ["first", "", "last", "unfinished"]
 
 
-def test_a_rest_larger_than_memory_is_read_a_part_at_a_time(tail: LogTail, path: Path) -> None:
+def test_a_large_rest_is_read_in_parts(tail: LogTail, path: Path) -> None:
     append(path, b"a line of 16 B.\n" * (20 << 16))
     rest = tail.read_rest()
     next(rest)

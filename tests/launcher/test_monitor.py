@@ -147,7 +147,7 @@ def test_each_command_has_its_own_peak() -> None:
     assert (event.peak_bytes, event.job_peak_bytes) == (50 * MB, 50 * MB)
 
 
-def test_without_the_true_number_own_pages_are_reported_as_such() -> None:
+def test_without_proportional_sizes_own_pages_are_reported() -> None:
     host = Host(shared=None)
     (event,) = host.sampler().sample({0: 2})
     assert (event.num_bytes, event.is_proportional) == (20 * MB, False)

@@ -106,7 +106,7 @@ def test_modules_used_without_arguments_are_named(function: Callable[..., Any], 
 @pytest.mark.parametrize(
     "function", [uses_nothing, uses_frozen, takes, print, dict, functools.partial(takes, frozen)]
 )
-def test_nothing_is_reported_where_nothing_trainable_is_reached(function: Callable[..., Any]) -> None:
+def test_functions_without_trainable_modules_get_no_note(function: Callable[..., Any]) -> None:
     assert describe_uncollected_modules(function, "train") == ""
 
 

@@ -24,7 +24,7 @@ def board() -> Iterator[Board]:
     board.close()
 
 
-def test_queues_are_left_alone_while_a_rank_runs_that_may_read_them(board: Board) -> None:
+def test_queues_are_left_alone_while_ranks_may_read_them(board: Board) -> None:
     queue = multiprocessing.get_context("fork").Queue()
     unread = UnreadQueues(board, lambda event: None)
     unread.receive(PutUnread(1, 0.0, (pipe_of(queue),)))

@@ -196,7 +196,7 @@ def observed_net() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch recommends torchao instead
-def test_modules_that_reshape_what_they_load_are_left_to_it() -> None:
+def test_modules_that_reshape_loaded_tensors_load_them_themselves() -> None:
     model, trained = observed_net(), observed_net()
     trained(torch.randn(5, 2))  # observers of channels begin without channels
     state = dict(trained.state_dict())

@@ -16,7 +16,7 @@ from nblaunch.spec import LaunchSpec
 from tests.benchmarks.bench import free_port
 
 
-def test_after_a_restart_that_fails_no_descriptor_of_others_is_closed(
+def test_a_failed_restart_closes_no_foreign_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = LaunchSpec(function=print, num_nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=29500)

@@ -98,7 +98,7 @@ def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
     assert follower.stop.is_settled
 
 
-def test_no_rank_follows_before_there_is_a_proposal() -> None:
+def test_no_rank_stops_before_a_proposal() -> None:
     follower = Node(1)
     follower.stop.poll(follower.slots, 0.0)
     follower.peers[0] = StopState(is_wanted=True)
@@ -153,7 +153,7 @@ def test_the_next_node_leads_when_the_ranks_of_the_first_have_returned() -> None
 
 
 @pytest.mark.parametrize("is_withdrawn", [False, True])
-def test_a_proposal_that_a_finished_leader_left_is_replaced_by_a_later_one(is_withdrawn: bool) -> None:
+def test_a_finished_leaders_proposal_is_replaced_by_a_later_one(is_withdrawn: bool) -> None:
     """Other nodes' ranks have replied to it, and may wait at it. Only the leader's ranks were close to it."""
     nodes = first, second, third = Node(0, 3), Node(1, 3), Node(2, 3)
     for slot in first.slots.values():

@@ -335,7 +335,7 @@ def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneve
     assert uneven[1].result(SOON_S)["error"] == "NodeLost"
 
 
-def test_returned_machine_does_not_wait_for_a_dead_one(uneven: list[Launch]) -> None:
+def test_a_machine_that_returned_does_not_wait_for_a_dead_one(uneven: list[Launch]) -> None:
     uneven[1].kill(whole_machine=True)
     assert uneven[0].result(SOON_S)["value"] == [10]
 

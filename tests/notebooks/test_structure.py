@@ -39,7 +39,7 @@ def test_it_begins_with_a_promise(path: Path) -> None:
     assert 80 < len(promise) < 400
 
 
-def test_it_installs_only_what_is_missing(path: Path) -> None:
+def test_notebooks_install_only_missing_packages(path: Path) -> None:
     lines = [line for cell in read(path).cells for line in cell.source.splitlines() if "%pip" in line]
     assert lines
     assert all(line.startswith("    ") for line in lines), "an install that is not behind a condition"

@@ -212,7 +212,7 @@ def test_declared_transitive_dependencies_are_required() -> None:
         assert canonicalize_name(name) in always, f"{dependency} does not bring {name}"
 
 
-def test_it_is_imported_where_nothing_else_is_installed(built: Built, python: Path) -> None:
+def test_the_wheel_imports_without_other_packages(built: Built, python: Path) -> None:
     code = "import nblaunch; print(nblaunch.__file__, nblaunch.__version__, len(dir(nblaunch)))"
     file, version, count = run(str(python), "-c", code).split()
     assert Path(file).is_relative_to(python.parents[1])

@@ -378,7 +378,7 @@ KNOWN: dict[str, tuple[Callable[[], Steps], int]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_shown_is_true(name: str) -> None:
+def test_displayed_progress_is_true(name: str) -> None:
     function, num_ranks = KNOWN[name]
     if name == "fastai" and not FASTAI.exists():
         pytest.skip(f"{FASTAI} is missing: `make setup` makes it")

@@ -181,7 +181,7 @@ class _Shown:
         pass
 
 
-def test_the_rows_of_a_long_command_show_what_came_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_long_command_include_earlier_events(monkeypatch: pytest.MonkeyPatch) -> None:
     of_session, lines, rows = SessionOutput(), _Shown(), _Shown()
     early = [
         Fact(-1, 1.0, name="precision", text="bf16"),

@@ -213,7 +213,7 @@ def test_a_session_may_be_closed_while_a_command_runs(kernel: Kernel) -> None:
     kernel.run("session.close()")
 
 
-def test_figures_are_shown_without_asking(shared: Kernel) -> None:
+def test_figures_are_shown_without_a_call(shared: Kernel) -> None:
     cell = shared.run(
         "_ = session.ranks(0, 2).execute('import matplotlib.pyplot as plt\\n_ = plt.plot([1, 2])')"
     )
@@ -247,7 +247,7 @@ del group, model, optimizer
 """
 
 
-def test_the_threads_of_a_group_end_with_the_command_that_destroys_it(shared: Kernel) -> None:
+def test_a_destroyed_groups_threads_end_with_the_command(shared: Kernel) -> None:
     shared.run(f"session.execute({GROUP_OF_A_COMMAND!r})")
     shared.run("session.execute('num_after = len(os.listdir(\"/proc/self/task\"))')")
     cell = shared.run("[list(session[name].values()) for name in ('num_within', 'num_after')]")
@@ -481,7 +481,7 @@ def test_an_interrupt_ends_what_a_command_awaits(shared: Kernel) -> None:
     assert shared.run("session.execute('await asyncio.sleep(0, 1)')").result == "[0-3] 1"
 
 
-def test_a_session_of_one_rank_has_a_process_group_too(kernel: Kernel) -> None:
+def test_a_session_of_one_rank_has_a_process_group(kernel: Kernel) -> None:
     kernel.run("import torch\nfrom nblaunch import Session\nsession = Session(1)")
     assert kernel.run("session.execute('torch.distributed.get_world_size()')").result == "[0] 1"
     kernel.run("session.execute('group = torch.distributed.group.WORLD')")
@@ -844,7 +844,7 @@ def test_a_call_on_a_session_that_has_ended_shows_no_table(kernel: Kernel) -> No
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_fresh_workers_have_what_they_are_sent(kernel: Kernel, start_method: str) -> None:
+def test_fresh_workers_receive_functions_and_values(kernel: Kernel, start_method: str) -> None:
     kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
     kernel.run("factor = 3\ndef scale(x): return x * factor\nsession.put(y=2)")
     assert kernel.run("session.run(scale, (5,), return_all=True)").value == [15, 15]

@@ -134,7 +134,7 @@ def test_handlers_pass_values_that_differ_from_defaults() -> None:
     assert hooked.to_kwargs() == {"static_graph": True}  # the form that DistributedDataParallel accepts
 
 
-def test_where_mixed_precision_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_has_the_documented_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(**arguments: Any) -> str:
         PartialState._reset_state()
         return Accelerator(**arguments).mixed_precision

@@ -290,7 +290,7 @@ def _compare_on_demand() -> list[str]:
     return refused
 
 
-def test_shapes_are_compared_where_a_state_is_asked_for_it() -> None:
+def test_shapes_are_compared_on_request() -> None:
     for refused in ranks.run(_compare_on_demand, 2):
         assert len(refused) == 4
         assert all("rank 0" in text and "rank 1" in text for text in refused)

@@ -51,7 +51,7 @@ def _changed_groups(first: nn.Linear, second: nn.Linear) -> tuple[Any, ...]:
         (_changed_groups, r"optimizer\.bin does not fit the optimizer: .*\[2\].*\[1, 1\]"),
     ],
 )
-def test_nothing_is_changed_where_a_part_does_not_fit(
+def test_nothing_is_changed_if_a_part_does_not_fit(
     tmp_path: Path, safe: bool, change: Callable[..., Any], message: str
 ) -> None:
     accelerator = Accelerator()

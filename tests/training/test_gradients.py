@@ -581,7 +581,7 @@ def test_repeated_blocks_can_be_compiled_alone() -> None:
     torch.testing.assert_close(model(torch.ones(1, 2)), expected)
 
 
-def test_where_compilation_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_has_the_documented_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(1, 1)
     assert Accelerator().prepare(module) is module
     with pytest.raises(ValueError, match=r"'nosuch' .*aot_eager"):

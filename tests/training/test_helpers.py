@@ -57,7 +57,7 @@ def test_some_keys_stay_where_they_are() -> None:
     assert utils.send_to_device(batch, torch.device("meta"), skip_keys="b")["a"].is_meta
 
 
-def test_questions_about_data() -> None:
+def test_utilities_describe_data() -> None:
     batch = {"text": ["x"], "rows": torch.ones(3, 2), "flag": torch.ones(1)}
     assert utils.find_batch_size(batch) == 3
     assert utils.find_batch_size({"text": "x"}) is None
@@ -223,7 +223,7 @@ def test_every_availability_function_answers() -> None:
     assert not utils.is_numpy_available(min_version="99")
 
 
-def test_a_state_exists_once_there_is_an_accelerator() -> None:
+def test_a_state_is_initialised_by_an_accelerator() -> None:
     PartialState._reset_state()
     assert not is_initialized()
     PartialState()

@@ -294,7 +294,7 @@ def test_eval_on_the_unwrapped_model_counts() -> None:
     assert seen == [WorkerState.EVALUATING, WorkerState.TRAINING] * 2
 
 
-def test_steps_of_a_loop_count_with_another_loop_in_every_one() -> None:
+def test_steps_of_nested_loops_are_all_counted() -> None:
     outer, inner = Accelerator().prepare(DataLoader(_rows(4)), DataLoader(_rows(2)))
     before = _board().steps_done
     for _ in outer:

@@ -69,7 +69,7 @@ def test_uneven_batches_add_nothing(length: int, batch: int, world: int, split: 
 
 
 @given(LENGTHS, BATCHES, WORLDS, st.booleans(), st.booleans())
-def test_drop_last_drops_incomplete_rounds_only(
+def test_drop_last_drops_only_incomplete_rounds(
     length: int, batch: int, world: int, split: bool, even: bool
 ) -> None:
     size = batch * world if split else batch

@@ -193,7 +193,7 @@ def test_a_loader_that_knows_its_position_goes_on_where_a_part_of_it_was(
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
 @pytest.mark.parametrize("num_batches", [None, 4])
-def test_epochs_are_whole_after_a_resumed_one(tmp_path: Path, kind: str, num_batches: int | None) -> None:
+def test_epochs_after_a_resumed_one_are_complete(tmp_path: Path, kind: str, num_batches: int | None) -> None:
     accelerator, loader = _resumable(kind)
     epochs: list[Any] = [_lists(loader) for _ in range(3)]
     accelerator, loader = _resumable(kind)

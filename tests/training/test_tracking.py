@@ -371,7 +371,7 @@ def test_settings_without_names_are_refused() -> None:
         Accelerator(log_with=Notebook()).init_trackers("project", [0.1, 3])
 
 
-def test_a_step_that_is_not_a_number_warns_and_keeps_its_text(emitted: list[Event]) -> None:
+def test_a_non_numeric_step_warns_and_keeps_its_text(emitted: list[Event]) -> None:
     accelerator = Accelerator()
     accelerator.log({"loss": 0.5}, step=torch.tensor([3]))
     with pytest.warns(UserWarning, match="step='epoch 1'.*not a number"):

@@ -61,7 +61,7 @@ def test_each_module_is_listed_once() -> None:
     assert paths([model, model], {"again": model}) == ["args[0][0]"]
 
 
-def test_a_part_of_another_is_not_listed() -> None:
+def test_a_module_inside_another_is_not_listed() -> None:
     encoder = net()
     whole = nn.Sequential(encoder, net())
     assert paths(encoder, whole) == [1]

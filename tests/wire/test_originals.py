@@ -149,7 +149,7 @@ def in_a_fork(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(("change", "names"), CHANGED)
-def test_a_forked_worker_finds_what_it_has_changed(change: Callable[[Net], None], names: set[str]) -> None:
+def test_a_forked_worker_finds_its_changes(change: Callable[[Net], None], names: set[str]) -> None:
     net = Net()
     originals = Originals.of_this_process()
     assert originals is not None
@@ -164,7 +164,7 @@ def test_a_forked_worker_finds_what_it_has_changed(change: Callable[[Net], None]
 
 
 @pytest.mark.parametrize(("change", "names"), CHANGED)
-def test_a_fresh_worker_finds_what_it_has_changed(change: Callable[[Net], None], names: set[str]) -> None:
+def test_a_fresh_worker_finds_its_changes(change: Callable[[Net], None], names: set[str]) -> None:
     fd = create_memory_file("test")
     payload.dump(("something before", Net()), fd)
     (_, net), address = payload.load_mapped_with_address(fd)

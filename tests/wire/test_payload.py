@@ -57,7 +57,7 @@ def test_any_view_of_any_tensor(shape: list[int], dtype: torch.dtype, data: st.D
     assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
 
 
-def test_ties_stay_tied_and_copies_stay_apart() -> None:
+def test_tied_tensors_stay_tied_and_copies_stay_separate() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     base = torch.zeros(10)
@@ -142,7 +142,7 @@ def test_loaded_values_outlive_the_file_and_are_writable() -> None:
     assert (tensor.sum(), array.sum()) == (5000, 5000)
 
 
-def test_what_is_taken_keeps_nothing_of_the_file(file: int) -> None:
+def test_copied_values_keep_no_reference_to_the_file(file: int) -> None:
     """A loss that a caller keeps must not keep the weights next to it, nor a descriptor."""
     small, array, large = torch.ones(3), np.arange(5000), torch.arange(MB)
     at = payload.PayloadWriter(file).append(
@@ -241,7 +241,7 @@ def test_functions_may_use_modules_with_a_class_of_their_own() -> None:
     assert copy() == (torch.backends.cudnn, torch.backends)
 
 
-def test_an_outbox_keeps_what_can_be_kept(file: int) -> None:
+def test_an_outbox_keeps_the_picklable_parts(file: int) -> None:
     class Unreadable:
         def __reduce__(self) -> Any:
             return int, ("not a number",)

@@ -44,7 +44,7 @@ _HEARTBEAT = Heartbeat(
 )  # fmt: skip
 
 
-def test_what_is_written_comes_back() -> None:
+def test_dumped_messages_load_unchanged() -> None:
     assert schema.load(Heartbeat, schema.dump(_HEARTBEAT)) == _HEARTBEAT
     assert schema.load(Node, schema.dump(NODE)) == NODE
 

@@ -19,14 +19,14 @@ class Witness:
         return unpickled.append, ("this ran",)
 
 
-def test_what_is_signed_comes_back() -> None:
+def test_signed_values_load_unchanged() -> None:
     key = signing.new_key()
     assert signing.load(signing.dump({"a": [1, 2]}, key), key) == {"a": [1, 2]}
     assert signing.load(signing.dump("no key", b""), b"") == "no key"
 
 
 @pytest.mark.parametrize("signature", [b"", b"\0" * 32, b"\0" * 40], ids=["none", "wrong", "longer"])
-def test_what_is_not_signed_is_not_read(signature: bytes) -> None:
+def test_unsigned_values_are_not_unpickled(signature: bytes) -> None:
     with pytest.raises(ValueError, match="does not carry the signature of this job"):
         signing.load(signature + pickle.dumps(Witness()), signing.new_key())
     assert unpickled == []

@@ -145,7 +145,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("host", RUN, indirect=True)
-def test_every_worker_gets_what_torch_xla_needs(host: Host) -> None:
+def test_every_worker_gets_the_variables_that_torch_xla_needs(host: Host) -> None:
     count = BACKEND.device_count()
     assert count == host.num_chips
     assert BACKEND.launch_refusal() is None

@@ -72,7 +72,7 @@ def configured(kind: str, rank: int) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("left_over", LEFT_OVER)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_nothing_left_over_in_the_environment_gets_through(kind: str, left_over: str) -> None:
+def test_leftover_variables_are_overridden(kind: str, left_over: str) -> None:
     num_chips = HOSTS[kind][0]
     with mock.patch.dict(os.environ):
         expected = configured(kind, num_chips - 1)

@@ -94,7 +94,7 @@ def test_workers_are_not_forked_from_a_process_that_is_connected(shared: Kernel,
 
 
 @contract("experiment tracker runs")
-def test_a_run_of_the_kernel_takes_what_workers_log(shared: Kernel, start_method: str) -> None:
+def test_workers_log_to_the_kernels_run(shared: Kernel, start_method: str) -> None:
     shared.run("import wandb\nwandb.init('r1')\ndef log(): return wandb.log({'loss': 1})")
     try:
         assert shared.run(f"launch(log, {start_method!r})").value == [("r1", {"loss": 1})] * 2

@@ -95,7 +95,7 @@ def test_processes_that_a_worker_spawns_find_them_too(shared: Kernel) -> None:
     assert shared.run("launch(of_child, 'forkserver')").value == ["of package.part"]
 
 
-def test_what_imports_find_anyway_is_not_sent(shared: Kernel) -> None:
+def test_importable_modules_are_not_sent(shared: Kernel) -> None:
     places = shared.run(
         "import nblaunch, textwrap, torch, pandas\n"
         "from nblaunch.worker.inheritance.modules import places_of_this_process\n"

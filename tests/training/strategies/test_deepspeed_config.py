@@ -314,7 +314,7 @@ def test_optimizer_and_scheduler_of_the_configuration() -> None:
     }  # fmt: skip
 
 
-def test_torch_computes_adam_where_no_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_adam_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     described = AUTO | {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
     optimizer = DummyOptim(MODEL.parameters())
     monkeypatch.setattr(deepspeed_config.shutil, "which", lambda name: f"/usr/bin/{name}")

@@ -159,7 +159,9 @@ def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
         ({"reshard_after_forward": "True"}, True, False),
     ],
 )
-def test_words_of_version_1_for_resharding(settings: dict[str, Any], reshards: Any, is_hybrid: bool) -> None:
+def test_version_1_names_for_resharding_are_accepted(
+    settings: dict[str, Any], reshards: Any, is_hybrid: bool
+) -> None:
     plugin = FullyShardedDataParallelPlugin(**settings)
     assert plugin.reshard_after_forward is reshards
     assert plugin.is_hybrid == is_hybrid
@@ -278,7 +280,7 @@ def test_settings_may_change_until_they_are_used() -> None:
         plugin.set_mixed_precision("fp8")
 
 
-def test_the_name_is_where_users_look_for_it() -> None:
+def test_the_plugin_is_also_in_utils() -> None:
     assert nblaunch.utils.FullyShardedDataParallelPlugin is nblaunch.FullyShardedDataParallelPlugin
 
 
