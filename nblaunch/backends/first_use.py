@@ -336,7 +336,7 @@ def _answer(reader: int, timeout_s: float) -> str | None:
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):
-        return f"backward() does not end within {timeout_s:g} s in a forked process"
+        return f"backward() did not end within {timeout_s:g} s in a forked process"
     message = os.read(reader, 65536)
     if message == _GOOD:
         return None

@@ -77,7 +77,7 @@ def _report_nan(step: int) -> None:
             here.topology.rank,
             time.time(),
             NAN_CHECK,
-            f"losses are NaN since step {step}, here first, and one step later on all other ranks",
+            f"losses have been NaN since step {step} on this rank, and since the next step on all others",
             "Look at the samples that the rank has read for this step: their gradients made all weights NaN",
             step,
             step,

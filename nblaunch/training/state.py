@@ -129,7 +129,7 @@ def reset_message(cls: type[View]) -> str:
     name = cls.__name__
     return (
         f"`{name}` object has no attribute of the process. This happens if `{name}._reset_state()` was "
-        f"called, and no `Accelerator()` or `{name}()` was created since: create one"
+        f"called, and no `Accelerator()` or `{name}()` has been created since: create one"
     )
 
 

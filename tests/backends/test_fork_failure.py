@@ -37,7 +37,7 @@ def test_a_child_that_dies_is_a_failure() -> None:
 
 def test_a_child_that_hangs_is_killed() -> None:
     failure = first_use.fork_failure(lambda: threading.Event().wait() and None, timeout_s=0.2)
-    assert failure == "backward() does not end within 0.2 s in a forked process"
+    assert failure == "backward() did not end within 0.2 s in a forked process"
 
 
 def test_a_process_with_many_open_files() -> None:

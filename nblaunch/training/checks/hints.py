@@ -141,7 +141,7 @@ class MetricOfOneShare(Check):
         metric = _METRIC.search(str(shown))
         if metric is not None and prepared.shared.num_data_ranks > 1:
             self.report(
-                f"{metric[1]!r} is shown after an evaluation without a collective: it is of one share of the samples",
+                f"{metric[1]!r} is shown after an evaluation without a collective: it covers one share of the samples",
                 "Compute it from accelerator.gather_for_metrics((predictions, labels)) of all batches",
             )
 

@@ -85,7 +85,7 @@ class StepsOnSomeRanks(Check):
             if seen.num_passes == _NUM_PASSES and (often or not seen.num_changes):
                 self.report(
                     f"optimizers change the {type(model.module).__name__} on some ranks only",
-                    "Call optimizer.step() on every rank, also if only the main process saves and logs",
+                    "Call optimizer.step() on every rank, even if only the main process saves and logs",
                     value=("often" if often else "never",),
                     judged_by="equal",
                     step=_NUM_PASSES,

@@ -27,7 +27,7 @@ class ZeroLearningRate(Check):
         is_zero = bool(rates) and not any(rates)
         if self._streaks.add(optimizer, is_zero) == _NUM_ZERO:
             self.report(
-                f"the learning rate of the {type(optimizer).__name__} is 0 for {_NUM_ZERO} steps, which change nothing",
+                f"the learning rate of the {type(optimizer).__name__} was 0 in {_NUM_ZERO} steps, which change nothing",
                 "Check the scheduler. A prepared one advances by the number of ranks in each step, so its total counts "
                 "the batches of all ranks: compute it from the length of the loader before prepare",
             )
