@@ -7,6 +7,7 @@ what is sharded, and how.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -154,25 +155,28 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of shards and full tensors as one vector. A collective over ranks that shard the same tensors.
 
+    It is computed in single precision at least: in 16 bits, squares of norms overflow, and sums of them are inexact.
+
     Args:
         norm_type: the p of the norm; infinity for the largest element.
         device: device on which ranks can exchange numbers.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if is_sharded(tensor) and any(place.is_partial() for place in tensor.placements):
-            tensor = _summed(tensor)
+        tensor = summed(tensor)
         key = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
         kinds.setdefault(key, []).append(local(tensor))
     norms = []
     for key, held in kinds.items():
-        norm = _norm([tensor for tensor in held if tensor.numel()], norm_type, device)
+        norm = _norm(held, norm_type, device)
         norms.append(norm if key is None else _norm_over(key[0], key[1], norm, norm_type))
     return _norm(norms, norm_type, device)
 
 
-def _summed(gradient: Any) -> Any:
-    """Return the sum of a gradient; each rank holds one summand."""
+def summed(gradient: Any) -> Any:
+    """Return the sum of a gradient of which each rank holds one summand; other gradients unchanged."""
+    if not (is_sharded(gradient) and any(place.is_partial() for place in gradient.placements)):
+        return gradient
     from torch.distributed.tensor import Replicate
 
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]
@@ -180,9 +184,16 @@ def _summed(gradient: Any) -> Any:
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.tensor(0.0, device=device)
-    return torch.nn.utils.get_total_norm(tensors, norm_type).to(device)
+    # A rank without elements must exchange a number of the same type as the others.
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    parts = [
+        tensor if tensor.dtype == dtype else torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
+        for tensor in tensors
+        if tensor.numel()
+    ]
+    if not parts:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.nn.utils.get_total_norm(parts, norm_type).to(device)
 
 
 def _norm_over(mesh: Any, placements: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -76,6 +76,7 @@ class DTensorStrategy(Strategy):
     def clip_grad_value(self, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
+                parameter.grad = dtensor.summed(parameter.grad)  # the sum is clipped, not each rank's summand
                 dtensor.local(parameter.grad).clamp_(-clip_value, clip_value)
 
     # --- states --------------------------------------------------------------------------------------------------
