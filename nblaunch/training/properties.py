@@ -250,7 +250,16 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether any optimizer skipped its last step because fp16 gradients overflowed."""
+        """Whether any optimizer skipped its last step because fp16 gradients overflowed.
+
+        Check it wherever something follows each step of the optimizer, such as an average of the weights::
+
+            optimizer.step()
+            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                average.update_parameters(model)  # torch.optim.swa_utils.AveragedModel
+
+        In the middle of an accumulation window, it describes the step before the window.
+        """
         return any(optimizer.step_was_skipped for optimizer in self._preparer.optimizers)
 
     # --- checkpoints and trackers ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
 import nblaunch
 from nblaunch import Accelerator, context
@@ -217,6 +218,34 @@ def test_a_step_that_overflows_is_skipped_and_so_is_its_schedule(fused: bool) ->
         assert accelerator.optimizer_step_was_skipped is (factor == float("inf"))
         assert schedule.get_last_lr() == plain_schedule.get_last_lr()
         torch.testing.assert_close(module.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_average_of_weights_leaves_out_steps_that_overflow(fused: bool) -> None:
+    """Expected: the average over the steps that were taken, in double precision."""
+    factors = (1.0, float("inf"), 2.0, 3.0, float("inf"), 0.5)
+    accelerator = _accelerator("fp16", init_scale=1024.0)
+    accelerator.gradient_accumulation_steps = 2
+    module, expected = _layer(0), _layer(0).double()
+    plain, _ = _adamw_with_schedule(expected, fused=False)
+    model, optimizer = accelerator.prepare(module, _adamw_with_schedule(module, fused)[0])
+    average, mean = (swa_utils.AveragedModel(one, use_buffers=True) for one in (module, expected))
+    for factor in factors:
+        for number in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(_batches()[number]).square().sum() * factor)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                average.update_parameters(module)
+        if factor < float("inf"):
+            sum(expected(one.double()).square().sum() * factor / 2 for one in _batches()[:2]).backward()
+            plain.step()
+            plain.zero_grad()
+            mean.update_parameters(expected)
+    assert average.n_averaged == mean.n_averaged == 4
+    found, wanted = average.module.double().state_dict(), mean.module.state_dict()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _adamw_with_schedule(module: nn.Module, fused: bool) -> tuple[torch.optim.AdamW, Any]:
