@@ -248,7 +248,10 @@ def _place_in(loop: ast.For, frame: FrameType) -> Place:
         raise _UnknownError
     value = frame.f_locals.get(counter, frame.f_globals.get(counter))
     numbers = range(len(items)) if is_counted else items
-    places = [place for place, item in enumerate(numbers) if item is value or _are_equal(item, value)]
+    if isinstance(numbers, range):  # computed, since a loop over steps may have millions of them
+        places = [numbers.index(value)] if type(value) is int and value in numbers else []
+    else:
+        places = [place for place, item in enumerate(numbers) if item is value or _are_equal(item, value)]
     if len(places) != 1:
         raise _UnknownError
     return Place(places[0], len(items), _num_before(loop.iter, items))

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 # Remaining epochs of each loop, including the one that begins; `note()` marks where a loader is read.
 KNOWN: dict[str, tuple[str, list[int]]] = {
     "range": ("for epoch in range(3):\n    note()", [3, 2, 1]),
+    "many rounds": ("for step in range(10_000_000_000):\n    note()\n    break", [10_000_000_000]),
     "a variable": ("n = 2\nfor epoch in range(n):\n    note()", [2, 1]),
     "from one": ("for epoch in range(1, 3 + 1):\n    note()", [3, 2, 1]),
     "backwards": ("for left in range(2, 0, -1):\n    note()", [2, 1]),
