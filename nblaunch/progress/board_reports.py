@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -29,7 +30,7 @@ from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, UPDATES, LossCurve, Slot
-from nblaunch.wire.spans import SpanKind
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +138,19 @@ class LoopStack:
     def begin_anew(self) -> None:
         """Forget all loops of an earlier command, which tracebacks or variables keep alive unfinished."""
         self._stack, self.running, self.shown, self.plan = [], None, None, None
+        self.unsettle()
         self.num_commands += 1
+
+    def settle(self, counted: Loop | None, until_s: float) -> None:
+        """Let steps of optimizers count iterations of ``counted``, or of no loop, without a look at the loops.
+
+        It ends at ``until_s`` (monotonic clock), or when loops change.
+        """
+        self._slot.counted, self._slot.settled_until_s = counted, until_s
+
+    def unsettle(self) -> None:
+        """Look at the loops in the next step."""
+        self._slot.settled_until_s = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -171,6 +184,7 @@ class LoopStack:
             return False
         self._stack.remove(loop)
         self.running = self._stack[-1] if self._stack else None
+        self.unsettle()
         if loop.state is WorkerState.EVALUATING and self._slot.spans is not None:
             self._slot.spans.put(SpanKind.EVALUATION, loop.began_s, monotonic(), value=loop.step)
         is_shown = self.shown is loop
@@ -187,6 +201,7 @@ class LoopStack:
 
     def _show(self, loop: Loop) -> None:
         self.shown = loop
+        self.unsettle()
         is_training = loop.state is WorkerState.TRAINING
         epoch, num_epochs = (loop.epoch, loop.num_epochs) if is_training else (self.epoch, self._num_epochs)
         self._slot.start_loop(loop.total, epoch, loop.state, loop.step, loop.number, num_epochs)
@@ -238,8 +253,12 @@ class BusyTime:
         self.is_in_backward = False
         since_s = self._since
         self._since = now_s = monotonic()
-        if self._spans is not None:
-            self._spans.put(_BACKWARD, began_s, now_s)
+        spans = self._spans
+        if spans is not None and get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+            serial = next(spans.serials)
+            spans.pack(
+                spans.memory, serial % NUM_SPANS * SPAN_BYTES, _BACKWARD, 0, 0.0, began_s, now_s, serial
+            )
         if since_s:
             self._sum_s += began_s - since_s
             self._num_steps += 1

@@ -35,10 +35,13 @@ from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.user_code import is_user_file
-from nblaunch.wire.spans import SpanKind
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
 
 _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
+
+_LOOK_PAUSE = 20
+"""Times the processor time of an inspection until the next one."""
 
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # measure one batch in this many
@@ -51,11 +54,12 @@ _HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
 
 def watch() -> None:
     """Set the hooks in this worker, now or when torch is imported."""
+    _hooks_of_closures.clear()
     _made.clear()  # the fork has copied the kernel's loops, perhaps in the middle of a failed backward pass
     packages.observe_when_imported("torch.utils.data.dataloader", _watch_loaders)
     packages.observe_when_imported("torch.autograd", _watch_backward)
     packages.observe_when_imported("torch.amp.grad_scaler", _watch_scaler)
-    packages.observe_when_imported("torch.optim.optimizer", _watch_optimizers)
+    context.current().slot.note_step = _note_step
 
 
 def _watch_loaders(module: Any) -> None:
@@ -79,7 +83,10 @@ def _watch_loaders(module: Any) -> None:
         try:
             if spans is not None:
                 size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
-                spans.put(_DATA, began_s, ended_s, self._num_workers, size)
+                if threading.get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+                    serial, num_workers = next(spans.serials), self._num_workers
+                    place = serial % NUM_SPANS * SPAN_BYTES
+                    spans.pack(spans.memory, place, _DATA, num_workers, size, began_s, ended_s, serial)
             if not hasattr(self, _REPORTED):
                 plain_loops().note_batch(self, batch)
         except Exception as error:
@@ -135,41 +142,34 @@ def _watch_scaler(module: Any) -> None:
     module.GradScaler.scale = scale_and_note
 
 
-def _watch_optimizers(module: Any) -> None:
+def _note_step(frame: FrameType, has_arguments: bool) -> None:
+    """Note that an optimizer begins a step; the hook in ``worker/optimizer_steps.py`` calls it."""
+    try:
+        plain = plain_loops()
+        plain.note_step(frame)
+        plain.settle()
+    except Exception as error:
+        give_up(error)
+    if has_arguments and not _hooks_of_closures:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        _hooks_of_closures.append(register_optimizer_step_post_hook(_note_end_of_step))
+
+
+def _note_end_of_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     import torch
 
-    shows_closures = False
+    if torch.compiler.is_dynamo_compiling():
+        return
+    try:
+        plain = plain_loops()
+        if plain._held:  # by a closure
+            plain.show_losses()
+    except Exception as error:
+        give_up(error)
 
-    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal shows_closures
-        if torch.compiler.is_dynamo_compiling():
-            return
-        try:
-            if _made:
-                plain = _made[-1]
-                running = plain.reports.loops.running
-                is_alone = running is not None and not plain._readings and not plain._held
-                # A prepared loader reports its steps itself.
-                if is_alone and (running is not plain._without_loader or plain._advance_iterations(running)):
-                    return
-            plain_loops().note_step(sys._getframe(2))
-        except Exception as error:
-            give_up(error)
-        if (len(args) > 1 or kwargs) and not shows_closures:
-            shows_closures = True
-            module.register_optimizer_step_post_hook(end)
 
-    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
-        try:
-            plain = plain_loops()
-            if plain._held:  # by a closure
-                plain.show_losses()
-        except Exception as error:
-            give_up(error)
-
-    module.register_optimizer_step_pre_hook(begin)
+_hooks_of_closures: list[Any] = []
 
 
 @dataclass(eq=False)
@@ -286,6 +286,7 @@ class PlainLoops:
         frame = sys._getframe(3)
         reading = _Reading(weakref.ref(iterator), length, places_around(frame) if _is_users(frame) else None)
         self._readings.append(reading)
+        self.reports.loops.unsettle()
         return reading
 
     def _trains_ahead(self, reading: _Reading) -> bool:
@@ -330,6 +331,7 @@ class PlainLoops:
         self._thread = None
         self._is_in_backward = False
         self._without_loader = None
+        self.reports.loops.unsettle()
         self._readings.clear()
         self._held.clear()
 
@@ -363,6 +365,7 @@ class PlainLoops:
         """Keep the loss until the optimizer steps."""
         if loss is not None and len(self._held) < _MAX_HELD:
             self._held.append(loss)
+            self.reports.loops.unsettle()
 
     def show_losses(self) -> None:
         """Show the losses of this optimizer step."""
@@ -411,20 +414,19 @@ class PlainLoops:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _advance_iterations(self, loop: Any) -> bool:
-        """Count an iteration of the loop without a loader; return False if the caller must call :meth:`note_step`.
+    def settle(self) -> None:
+        """Let the hook on optimizers count the next steps, until a look at the loops is due or loops change.
 
-        Most steps need only this method, so it calls as few functions as possible.
+        A prepared loader reports its own batches. A loop without a loader has one iteration per step.
         """
-        now_s, home = monotonic(), self.home()
-        is_due = now_s >= self._next_look_s or 0 <= loop.total <= loop.step
-        if is_due or self.reports.loops.shown is not loop or threading.get_ident() != self._thread:
-            return False
-        if home is None or not home.is_current:
-            return False
-        loop.step += 1
-        home.slot.advance(0, now_s)
-        return True
+        loops = self.reports.loops
+        running = loops.running
+        if running is None or self._readings or self._held:
+            return
+        if running is not self._without_loader:
+            loops.settle(None, math.inf)
+        elif loops.shown is running and not 0 <= running.total <= running.step:
+            loops.settle(running, self._next_look_s)
 
     def note_step(self, frame: FrameType | None) -> None:
         """Record that an optimizer begins a step: an iteration of the user's innermost loop if no loader is read."""
@@ -436,8 +438,10 @@ class PlainLoops:
             if running is not None and now_s < self._next_look_s and not 0 <= running.total <= running.step:
                 loops.advance(running)
             else:
-                self._next_look_s = now_s + _PLACE_S
+                began_s = time.thread_time()
                 self._show_iterations(running, places_around(frame, is_inside=True))
+                # A look takes longer the more items the user's loops have.
+                self._next_look_s = now_s + max(_PLACE_S, _LOOK_PAUSE * (time.thread_time() - began_s))
         num_trained = len(self._held)
         if num_trained:
             self.show_losses()

@@ -365,7 +365,9 @@ class Accelerator(AcceleratorProperties):
         Raises:
             RuntimeError: this is a worker, and the Accelerator has prepared objects in the notebook.
         """
-        gradients.backward(self._parts()["_preparer"], loss, kwargs)
+        home = self._home  # without a call where possible, because this runs in every step
+        parts = self._own_parts if home is not None and home.is_current else self._parts()
+        gradients.backward(parts["_preparer"], loss, kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> gradients.MicroStep:
         """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
@@ -385,7 +387,9 @@ class Accelerator(AcceleratorProperties):
                     optimizer.step()  # does nothing in three of four micro-steps
                     optimizer.zero_grad()
         """
-        return gradients.MicroStep(self._parts()["_preparer"], models)
+        home = self._home  # as in backward
+        parts = self._own_parts if home is not None and home.is_current else self._parts()
+        return gradients.MicroStep(parts["_preparer"], models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Run the block without reducing gradients in ``backward``. Does nothing in a single process."""

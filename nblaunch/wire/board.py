@@ -25,8 +25,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from types import FrameType
+from typing import Any
 
 from nblaunch.events import WorkerState
 from nblaunch.host import descriptors
@@ -71,13 +74,13 @@ _FIRST_MEAN = 40
 _WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
-# Words of a slot; those without an underscore are read through ``Slot.words`` at every step.
+# Words of a slot; those without an underscore are used at every step, through ``Slot.words`` and ``Slot.doubles``.
 # Integers unless marked; a double is stored in the same 8 bytes through another view.
-_STATE, _STEP, _TOTAL, _EPOCH, _SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
-_HAS_LOSS, _STEPS_DONE = 7, 15
+_STATE, STEP, _TOTAL, _EPOCH, SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
+_HAS_LOSS, STEPS_DONE = 7, 15
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
-_LOSS, _STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
+_LOSS, STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
 _BUSY_STEPS, UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
@@ -229,6 +232,14 @@ class Slot:
         """Records the rank's time spans; None before :meth:`record_spans`."""
         self.words: memoryview
         """The integers of the slot, for code that runs at every step, where a method call would be slow."""
+        self.doubles: memoryview
+        """The same words as doubles."""
+        self.note_step: Callable[[FrameType, bool], None] | None = None
+        """Called before an optimizer's step, with the user's frame and whether the step has arguments."""
+        self.counted: Any = None
+        """The loop that has one iteration per step, until ``settled_until_s``; None if there is no such loop."""
+        self.settled_until_s = 0.0
+        """Until when ``note_step`` need not be called (monotonic clock); 0 if loops have changed."""
         self._write_to(memory)
 
     def record_spans(self) -> None:
@@ -244,7 +255,7 @@ class Slot:
 
     def _write_to(self, memory: memoryview) -> None:
         self._ints = self.words = memory.cast("q")
-        self._doubles = memory.cast("d")
+        self.doubles = memory.cast("d")
         self.boundaries = StepBoundaries(self._ints)
         self._ints[_TOTAL] = -1
         self._read_curve = (0, NO_LOSSES)
@@ -266,7 +277,7 @@ class Slot:
             ints[_TOTAL],
             ints[_EPOCH],
             WorkerState(ints[_STATE]),
-            ints[_STEP],
+            ints[STEP],
             ints[_LOOP],
             ints[_NUM_EPOCHS],
         )
@@ -277,7 +288,7 @@ class Slot:
         self.end_training(0, 0, 0)
         self.set_job_steps(0, 0)
         self.set_losses(NO_LOSSES)
-        self._ints[_HAS_LOSS], self._doubles[_STEP_TIME] = 0, 0.0
+        self._ints[_HAS_LOSS], self.doubles[STEP_TIME] = 0, 0.0
 
     def start_loop(
         self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
@@ -295,11 +306,11 @@ class Slot:
         ints = self._ints
         ints[_LOOP] = number
         ints[_NUM_EPOCHS] = num_epochs
-        ints[_STEP] = step
+        ints[STEP] = step
         ints[_TOTAL] = total
         ints[_EPOCH] = epoch
         ints[_STATE] = state
-        self._doubles[_STEP_TIME] = monotonic()
+        self.doubles[STEP_TIME] = monotonic()
 
     def end_training(self, step: int, total: int, epoch: int) -> None:
         """Record the end of a loop over a training loader."""
@@ -311,38 +322,33 @@ class Slot:
         ints = self._ints
         ints[_JOB_STEPS], ints[_JOB_TOTAL] = done, total
 
-    def advance(self, samples: int = 0, now_s: float | None = None) -> None:
-        """Count a batch that the displayed loop hands to the user. Called at every step.
-
-        Args:
-            samples: number of samples in the batch.
-            now_s: ``monotonic()``, if the caller has just called it.
-        """
+    def advance(self, samples: int = 0) -> None:
+        """Count a batch of ``samples`` that the displayed loop hands to the user. Called at every step."""
         ints = self._ints
-        ints[_STEP] += 1
-        ints[_STEPS_DONE] += 1
+        ints[STEP] += 1
+        ints[STEPS_DONE] += 1
         if samples:
-            ints[_SAMPLES] += samples
-        self._doubles[_STEP_TIME] = monotonic() if now_s is None else now_s
+            ints[SAMPLES] += samples
+        self.doubles[STEP_TIME] = monotonic()
 
     def advance_to(self, step: int) -> None:
         """Set the number of batches that the displayed loop has handed to the user."""
         ints = self._ints
-        ints[_STEPS_DONE] += step - ints[_STEP]
-        ints[_STEP] = step
-        self._doubles[_STEP_TIME] = monotonic()
+        ints[STEPS_DONE] += step - ints[STEP]
+        ints[STEP] = step
+        self.doubles[STEP_TIME] = monotonic()
 
     def count_step(self) -> None:
         """Count the step with which an outer loop was resumed."""
-        self._ints[_STEPS_DONE] += 1
+        self._ints[STEPS_DONE] += 1
 
     def count_samples(self, samples: int) -> None:
         """Count samples of a loop that was not displayed when it handed them to the user."""
-        self._ints[_SAMPLES] += samples
+        self._ints[SAMPLES] += samples
 
     def set_loss(self, loss: float) -> None:
         """Set the last loss; it may be infinite or nan."""
-        self._doubles[_LOSS] = loss
+        self.doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
     def set_losses(self, curve: LossCurve) -> None:
@@ -353,7 +359,7 @@ class Slot:
         ints[_CURVE_STEPS_PER_BIN] = curve.steps_per_bin
         ints[_CURVE_LENGTH] = len(curve.means)
         for index, mean in enumerate(curve.means, _FIRST_MEAN):
-            self._doubles[index] = mean
+            self.doubles[index] = mean
         ints[_CURVE_VERSION] += 1
 
     def note_interrupt(self) -> None:
@@ -362,7 +368,7 @@ class Slot:
 
     def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
         """Add the time of steps, each from one backward to the next, without waiting for other ranks."""
-        self._doubles[_BUSY_TIME] += seconds
+        self.doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += num_steps
 
     def note_progress(self) -> None:
@@ -388,19 +394,19 @@ class Slot:
         return SlotReading(
             rank=rank,
             state=WorkerState(ints[_STATE]),
-            step=ints[_STEP],
+            step=ints[STEP],
             total=ints[_TOTAL],
             epoch=ints[_EPOCH],
-            samples=ints[_SAMPLES],
-            loss=self._doubles[_LOSS] if ints[_HAS_LOSS] else None,
+            samples=ints[SAMPLES],
+            loss=self.doubles[_LOSS] if ints[_HAS_LOSS] else None,
             losses=self._losses(),
-            step_time_s=self._doubles[_STEP_TIME],
+            step_time_s=self.doubles[STEP_TIME],
             interrupts=ints[_INTERRUPTS],
             built_bytes=ints[_BUILT_BYTES],
             device_bytes=ints[_DEVICE_BYTES],
             device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
-            busy_time_s=self._doubles[_BUSY_TIME],
+            busy_time_s=self.doubles[_BUSY_TIME],
             busy_steps=ints[_BUSY_STEPS],
             num_updates=ints[UPDATES],
             num_progress_signs=ints[_PROGRESS_SIGNS],
@@ -408,7 +414,7 @@ class Slot:
             num_epochs=ints[_NUM_EPOCHS],
             loop=ints[_LOOP],
             trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
-            steps_done=ints[_STEPS_DONE],
+            steps_done=ints[STEPS_DONE],
             job_steps=(ints[_JOB_STEPS], ints[_JOB_TOTAL]),
         )
 
@@ -419,7 +425,7 @@ class Slot:
             version = ints[_CURVE_VERSION]
             if version == self._read_curve[0]:
                 break
-            means = tuple(self._doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
+            means = tuple(self.doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
             curve = LossCurve(ints[_CURVE_STEPS], ints[_CURVE_STEPS_PER_BIN], means)
             self._read_curve = (version, curve)
             if version % 2 == 0 and version == ints[_CURVE_VERSION]:
@@ -432,7 +438,7 @@ class Slot:
             if memory is not None:
                 memory.release()
         self._ints.release()
-        self._doubles.release()
+        self.doubles.release()
 
 
 def private_slot() -> Slot:

@@ -71,14 +71,15 @@ class SpanWriter:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._thread = threading.get_ident()
-        self._serials = count(1)
-        self._pack = _ENTRY.pack_into
+        # Code that runs at every step does by itself what :meth:`put` does.
+        self.memory = memory
+        self.thread = threading.get_ident()
+        self.serials = count(1)
+        self.pack = _ENTRY.pack_into
 
     def detach(self) -> None:
         """Stop writing, in a process that was forked from the rank."""
-        self._thread = 0
+        self.thread = 0
 
     def put(
         self, kind: SpanKind, began_s: float, ended_s: float, detail: int = 0, value: float = 0.0
@@ -92,11 +93,11 @@ class SpanWriter:
             detail: at most 32,767.
             value: see :class:`SpanKind`.
         """
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.thread:
             return
-        serial = next(self._serials)
-        self._pack(
-            self._memory, serial % NUM_SPANS * SPAN_BYTES,
+        serial = next(self.serials)
+        self.pack(
+            self.memory, serial % NUM_SPANS * SPAN_BYTES,
             kind, detail if detail < _MAX_DETAIL else _MAX_DETAIL, value, began_s, ended_s, serial,
         )  # fmt: skip
 

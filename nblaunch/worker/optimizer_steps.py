@@ -25,8 +25,16 @@ from typing import Any
 
 from nblaunch.backends import process_group
 from nblaunch.wire import stop_agreement
-from nblaunch.wire.board import BOUNDARY_CHECKS, BOUNDARY_PROPOSAL, UPDATES, Slot
-from nblaunch.wire.spans import SpanKind
+from nblaunch.wire.board import (
+    BOUNDARY_CHECKS,
+    BOUNDARY_PROPOSAL,
+    STEP,
+    STEP_TIME,
+    STEPS_DONE,
+    UPDATES,
+    Slot,
+)
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
 
 HOLD_S = 1.0
 """How long a step may delay an interrupt."""
@@ -58,6 +66,8 @@ class OptimizerSteps:
         import torch
 
         kind = SpanKind.OPTIMIZER  # looking up an enum member at every step is slow
+        monotonic, get_ident = time.monotonic, threading.get_ident
+        main_thread = threading.main_thread().ident
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
             # torch may still be importing when this hook is set, so its parts are looked up in every step.
@@ -71,7 +81,19 @@ class OptimizerSteps:
             if proposal and stop_agreement.holds(slot.boundaries, number, proposal):
                 self._stop_here()
             self._active = optimizer
-            self._began_s = time.monotonic()
+            self._began_s = now_s = monotonic()
+            if now_s >= slot.settled_until_s or len(args) > 1 or kwargs:
+                if slot.note_step is not None:
+                    slot.note_step(sys._getframe(2), len(args) > 1 or bool(kwargs))
+                return
+            loop = slot.counted
+            if loop is not None and get_ident() == main_thread:  # as ``LoopStack.advance``, without a call
+                loop.step = done = loop.step + 1
+                words[STEP] += 1
+                words[STEPS_DONE] += 1
+                slot.doubles[STEP_TIME] = now_s
+                if done == loop.total:
+                    slot.settled_until_s = 0.0
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():  # a compiled step must not access foreign memory
@@ -81,8 +103,11 @@ class OptimizerSteps:
             if groups is None or (groups and not groups.keys() <= process_group.kept):
                 process_group.keep_groups()
             if self._active is optimizer:
-                if slot.spans is not None:
-                    slot.spans.put(kind, self._began_s, time.monotonic())
+                spans = slot.spans
+                if spans is not None and get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+                    serial, began_s = next(spans.serials), self._began_s
+                    place = serial % NUM_SPANS * SPAN_BYTES
+                    spans.pack(spans.memory, place, kind, 0, 0.0, began_s, monotonic(), serial)
                 self._active = None
                 self.num_done += 1
                 self.is_cut = False

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from time import monotonic
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import GradientState
+from nblaunch.wire.board import SAMPLES, STEP, STEP_TIME, STEPS_DONE
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -209,7 +211,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if current is nothing:
                 return
             # Look these up once: with cheap samples, every tenth of a microsecond per step matters.
-            loops, is_shown, show = shared.loops, shared.is_shown, shared.process.slot.advance
+            loops, is_shown, slot = shared.loops, shared.is_shown, shared.process.slot
             count = nested.count_rows if is_shown and shared.counts_samples else _count_none
             rows = count(current)
             is_plain = is_placed and self._has_even_batches
@@ -221,8 +223,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     loops.advance(loop, rows)
                 else:
                     loop.step += 1
-                    if is_shown:
-                        show(rows)
+                    if is_shown:  # as ``Slot.advance``, without a call
+                        words = slot.words
+                        words[STEP] += 1
+                        words[STEPS_DONE] += 1
+                        words[SAMPLES] += rows
+                        slot.doubles[STEP_TIME] = monotonic()
                 if counts_steps:
                     self._begin_step(shared, loop, current)
                 yield current

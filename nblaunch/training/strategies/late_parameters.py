@@ -49,6 +49,9 @@ class LateParameters:
         module: the user's module inside it.
     """
 
+    were_found = False
+    """Whether any model of this process has late parameters."""
+
     def __init__(self, model: DistributedDataParallel, module: torch.nn.Module) -> None:
         _Registrations.watch()
         named = dict(module.named_parameters())
@@ -72,6 +75,7 @@ class LateParameters:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        LateParameters.were_found |= bool(self.parameters)
         _Registrations.watch()
         self._not_late = set(map(id, state["_not_late"]))  # unpickled parameters have new ids
         self._num_registrations = -1  # another process has its own count
@@ -101,6 +105,7 @@ class LateParameters:
                 # Ranks may have initialised the parameter with different values.
                 operations.broadcast(parameter.detach())
         if late:
+            LateParameters.were_found = True
             _report(model, list(late))
 
     def _check_frozen(self, model: Any) -> None:

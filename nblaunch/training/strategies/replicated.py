@@ -158,6 +158,8 @@ class DdpStrategy(Strategy):
         self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
     ) -> None:
         super().backward(loss, divisor, precision, options)
+        if not LateParameters.were_found:  # the usual case; iterating over weak keys costs several calls
+            return
         for ddp, late in self._late.items():
             if late.parameters and ddp.require_backward_grad_sync:
                 late.average_gradients(ddp._join_config.enable)
