@@ -232,7 +232,7 @@ class Slot:
         """Records the rank's time spans; None before :meth:`record_spans`."""
         self.words: memoryview
         """The integers of the slot, for code that runs at every step, where a method call would be slow."""
-        self.doubles: memoryview
+        self.doubles: memoryview[float]
         """The same words as doubles."""
         self.note_step: Callable[[FrameType, bool], None] | None = None
         """Called before an optimizer's step, with the user's frame and whether the step has arguments."""
