@@ -5,7 +5,7 @@
 
 An alarm is a warning of a check, a hint, or a note about a hang or slow steps. Jobs log it (``nblaunch.notes``), in the
 process of the tests and in kernels. Ranks without a launcher (``training/ranks.py``) send their observations instead.
-The guard covers the folders that train; ``tests/notebooks`` looks at the outputs of its notebooks.
+The guard covers the tests in ``_GUARDED``; ``tests/notebooks`` looks at the outputs of its notebooks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ import pytest
 from nblaunch.diagnosis.silent_errors import SilentErrors
 from nblaunch.events import Event, Note, Observation
 
-_FOLDERS = ("progress",)
+_GUARDED = (
+    "tests/progress/",
+    "tests/integration/test_frameworks.py",
+    "tests/integration/test_open_files.py",
+    "tests/integration/test_silent_errors.py",
+)
 _NAMES = re.compile(r"NBLAUNCH_CHECKS=-(\w+)|^\d+ hints? about the training loop \((.*?)\)")
 _KINDS = {"slow": "slow_steps", "hang": "hang"}
 _OF_THE_MACHINE = re.compile(r"\bcores?\b|control group|virtual machine")
@@ -89,8 +94,7 @@ def _log(event: Event) -> None:
 @pytest.fixture(autouse=True)
 def no_false_alarms(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that causes an alarm that it has not declared."""
-    folder = request.path.relative_to(request.config.rootpath / "tests").parts[0]
-    if folder not in _FOLDERS:
+    if not request.node.nodeid.startswith(_GUARDED):
         yield
         return
     declared = {name for marker in request.node.iter_markers("alarms") for name in marker.args}
