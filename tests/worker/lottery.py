@@ -80,7 +80,8 @@ RAY = """
 import ray
 for attempt in range(3):  # Ray gives its raylet 30 s, which a busy machine may need
     try:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+                 _system_config={"worker_niceness": 0})  # else its workers wait for all else that the machine does
         break
     except Exception as error:
         print(error)
