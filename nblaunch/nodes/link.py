@@ -12,7 +12,7 @@ agents of the other nodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 
@@ -28,6 +28,7 @@ from nblaunch.launcher.runner import JobRunner
 from nblaunch.nodes import messages, network
 from nblaunch.nodes.agent_client import AgentClient
 from nblaunch.nodes.messages import (
+    Heartbeat,
     Node,
     PeerHeartbeats,
     StopState,
@@ -57,6 +58,38 @@ _AGENT_SLACK_S = 15.0
 
 _NUM_CURVES = 8
 """Number of ranks whose losses go to the other nodes; dashboards draw no more."""
+
+
+class _Counts:
+    """Counts of the heartbeats of other nodes, which rise as long as a node lives.
+
+    Heartbeats of earlier launches stay on the store, but their count does not rise.
+
+    Args:
+        silence_s: seconds without a rise after which a node is silent.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._now_s = 0.0
+        self._first: dict[str, int] = {}
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def update(self, heartbeats: Iterable[Heartbeat], now_s: float) -> None:
+        """Record the last heartbeats."""
+        self._now_s = now_s
+        for heartbeat in heartbeats:
+            self._first.setdefault(heartbeat.id, heartbeat.count)
+            if heartbeat.count != self._last.get(heartbeat.id, (-1, 0.0))[0]:
+                self._last[heartbeat.id] = heartbeat.count, now_s
+
+    def has_risen(self, heartbeat: Heartbeat) -> bool:
+        """Return whether the node has lived during this launch."""
+        return heartbeat.count > self._first[heartbeat.id]
+
+    def is_silent(self, heartbeat: Heartbeat) -> bool:
+        """Return whether the node has sent no heartbeat for too long."""
+        return self._now_s - self._last[heartbeat.id][1] > self._silence_s
 
 
 class NodeLink:
@@ -89,7 +122,7 @@ class NodeLink:
         self._stop = StopState()
         self._first_rank = 0
         self._restarts_left = spec.max_restarts
-        self._first_counts: dict[str, int] = {}
+        self._counts = _Counts(self._agent.silence_s)
         self._has_met = False
         self._is_finished = False
         self._peers = self._states_of(())
@@ -124,6 +157,7 @@ class NodeLink:
                 return world
             if not self._keep_agent():
                 return None
+            self._counts.update(self._agent.heartbeats, time.monotonic())
             self._check_settings()
             self._handle_requests()
             if self._is_finished:  # other nodes may continue to train as long as their heartbeats arrive
@@ -220,9 +254,7 @@ class NodeLink:
             return
         settings = self._agent.rendezvous.shared_settings
         for heartbeat in self._agent.heartbeats:
-            # Heartbeats of earlier launches stay on the store, but their count does not rise.
-            is_alive = heartbeat.count > self._first_counts.setdefault(heartbeat.id, heartbeat.count)
-            if is_alive and heartbeat.settings != settings:
+            if self._counts.has_risen(heartbeat) and heartbeat.settings != settings:
                 self._agent.leave("was launched with different settings")
                 raise LaunchError(
                     f"{heartbeat} was launched with {heartbeat.settings}, but this one (node "
@@ -230,13 +262,21 @@ class NodeLink:
                 )
 
     def _note_joining(self, last_note: str) -> str:
-        """Emit a note with the nodes that have joined, if it differs from the last one; return its text."""
-        spec, agent = self._spec, self._agent
-        joining = [str(heartbeat) for heartbeat in agent.heartbeats if heartbeat.state == messages.JOINING]
+        """Emit a note with the nodes that have joined or ended, if it differs from the last one; return its text."""
+        spec, agent, counts = self._spec, self._agent, self._counts
+        living = [heartbeat for heartbeat in agent.heartbeats if counts.has_risen(heartbeat)]
+        silent = {str(heartbeat) for heartbeat in living if counts.is_silent(heartbeat)}
+        joining = [
+            str(heartbeat)
+            for heartbeat in living
+            if heartbeat.state == messages.JOINING and not counts.is_silent(heartbeat)
+        ]
         if len(joining) + 1 >= spec.max_nodes:
             return last_note  # torch's rendezvous takes a second or two to complete
         nodes = ", ".join(sorted([f"node {spec.node_rank} (this one)", *joining]))
         text = f"waiting at {agent.rendezvous.endpoint} for {spec.num_nodes} nodes; joined: {nodes}"
+        if lost := ", ".join(sorted(silent.difference(joining))):
+            text += f"; no longer there: {lost} (no heartbeat for {agent.silence_s:g} s). Launch again on that machine"
         if text != last_note:
             self._note(text, "note")
         return text

@@ -414,6 +414,22 @@ def test_missing_nodes_are_named(pair: Pair, static: Settings, c10d: Settings) -
     pair.wait_until_empty()
 
 
+def test_a_machine_that_is_lost_while_others_are_waited_for_is_named(pair: Pair, static: Settings) -> None:
+    settings = {
+        **static,
+        "num_nodes": 3,
+        "rdzv_timeout_s": 2 * LIMIT_S,
+        "rdzv_conf": {"keep_alive_interval": 5},
+    }
+    one, other = (pair[rank].start("train", 1, **settings) for rank in range(2))
+    one.wait_for("joined: node 0 (this one), node 1 (host ")
+    other.agent().kill()
+    one.wait_for("joined: node 0 (this one); no longer there: node 1 (host ")
+    other.result()
+    again = pair[1].start("train", 1, **settings)
+    again.wait_for("joined: node 0 (host ")
+
+
 def test_a_rank_that_another_machine_has_is_refused(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[1].wait_for("step 10 ")
