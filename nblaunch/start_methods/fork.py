@@ -1,10 +1,10 @@
 """Workers forked from this process: they have the function, its closure and the model without copying.
 
 kernel ── prepare the device family, pause OpenMP pools, open this memory for comparing weights, freeze the heap,
-       │   hold back signals
+       │   hold back signals, let other threads finish their work and release their locks
        ├── fork ──> worker 0: worker/bootstrap.run, never returns
        ├── fork ──> worker 1
-       └── let signals through, unfreeze the heap (pools restart when they are needed)
+       └── let threads and signals through, unfreeze the heap (pools restart when they are needed)
 
 After any parallel CPU operation, the process has a pool of OpenMP threads. A fork copies the pool's bookkeeping but not
 its threads, so a child's first parallel operation waits forever for threads that do not exist (pytorch/pytorch#17199,
@@ -19,12 +19,13 @@ import os
 import random
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -68,7 +69,12 @@ def fork_workers(
     ]
     with _originals_opened(assignments) as originals:
         files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
-        with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
+        with (
+            heap.frozen(),
+            process_control.signals_blocked(),
+            attached_debugger.kept_out(),
+            _other_threads_waiting() as let_them_run,
+        ):
             for assignment in assignments:
                 try:
                     pid = _fork()
@@ -76,9 +82,38 @@ def fork_workers(
                     kill_and_reap(pids.values())  # the workers started before the system refused this one
                     raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
                 if pid == 0:
+                    let_them_run()
                     _run_worker(assignment, assignments, load_call, board, originals, files)
                 pids[assignment.rank] = pid
     return pids
+
+
+@contextmanager
+def _other_threads_waiting() -> Iterator[Callable[[], None]]:
+    """Let this process's other Python threads run until they wait, and then keep them waiting.
+
+    A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
+    draws a progress bar ten times a second holds a lock while it draws. Python would interrupt it after 5 ms, in the
+    middle of its work, so that this thread can fork.
+
+    Yields:
+        A function that lets the threads of the calling process run again.
+    """
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(_PATIENCE_S)
+    try:
+        # A thread that has work takes the interpreter, and this thread waits for it.
+        time.sleep(_PAUSE_S)
+        sys.setswitchinterval(_LONGER_THAN_FORKS_S)
+        yield partial(sys.setswitchinterval, interval_s)
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+_PATIENCE_S = 0.05
+"""How long a thread may work before this one forks anyway; a thread that computes without an end may hold no lock."""
+_PAUSE_S = 1e-4
+_LONGER_THAN_FORKS_S = 1.0
 
 
 def _fork() -> int:

@@ -168,6 +168,22 @@ def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str
         assert "lock" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
 
 
+def test_a_lock_that_a_thread_of_the_kernel_holds_now_and_then_is_free_in_workers(kernel: Kernel) -> None:
+    kernel.run(
+        "import threading, nblaunch\n"
+        "lock, stop = threading.Lock(), threading.Event()\n"
+        "def draw():\n"
+        "    while not stop.wait(0.001):\n"
+        "        with lock:\n"
+        "            for _ in range(500_000): pass\n"  # longer than Python lets a thread run if another wants to
+        "threading.Thread(target=draw).start()\n"
+        "def train(): return lock.acquire(timeout=1)"
+    )
+    kernel.run("launch = lambda: nblaunch.notebook_launcher(train, num_processes=4, return_all=True)")
+    assert kernel.run("[launch() for _ in range(5)]").value == [[True] * 4] * 5
+    kernel.run("stop.set()")
+
+
 @contract("data loaders")
 def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_refused(
     kernel: Kernel, start_method: str
