@@ -1,7 +1,8 @@
 """Variables of a launched function that every worker copies, although users may expect to share them.
 
 iterators           a generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
-                    the kernel's iterator: the user may want that, or every rank trains on the same batches by mistake
+                    the kernel's iterator: the user may want that, or every rank trains on the same batches by mistake;
+                    also as an attribute of an object whose class is the user's
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
                     ``worker/inheritance/unfinished_files.py`` ; its classes are in C, so a worker can't make
                     a write raise
@@ -18,7 +19,7 @@ from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from nblaunch.spec import LaunchSpec
-from nblaunch.user_code import used_by
+from nblaunch.user_code import is_user_file, used_by
 
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, {}.values(), {}.items(), set(), range(0))
 _ITERATORS = (
@@ -29,6 +30,8 @@ _ITERATORS = (
     *map(type, map(iter, _EMPTY)),
     *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
 )
+_COUNTERS = (itertools.count, itertools.repeat)
+"""Iterators that objects keep to number or to fill something."""
 
 _SAME_VALUES = (
     "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so that all ranks get "
@@ -59,8 +62,24 @@ def warnings_about(spec: LaunchSpec, num_processes: int, start_method: str) -> l
 
 
 def _variables(spec: LaunchSpec) -> Iterator[tuple[str, Any]]:
-    yield from used_by(spec.function)
-    yield from ((f"args[{position}]", value) for position, value in enumerate(spec.args))
+    arguments = ((f"args[{position}]", value) for position, value in enumerate(spec.args))
+    for name, value in (*used_by(spec.function), *arguments):
+        yield name, value
+        if _is_of_user(value):
+            yield from (
+                (f"{name}.{attribute}", part)
+                for attribute, part in list(getattr(value, "__dict__", {}).items())
+                if not isinstance(part, _COUNTERS)
+            )
+
+
+def _is_of_user(value: Any) -> bool:
+    """Return whether the class of an object is defined in a cell or in a module of the user."""
+    module = type(value).__module__
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and is_user_file(file)
 
 
 def _warning(name: str, value: Any, start_method: str) -> str | None:

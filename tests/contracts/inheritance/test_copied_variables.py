@@ -69,6 +69,18 @@ def test_copied_iterators_are_named_on_several_ranks(shared: Kernel) -> None:
     assert not launch(shared, "ended = (1 for _ in ()); list(ended)\ndef function(): list(ended)", "fork")
 
 
+def test_an_iterator_in_an_object_of_the_user_is_named(shared: Kernel) -> None:
+    shared.run(
+        "class Source:\n"
+        "    def __init__(self): self.rows, self.ids = (row for row in range(9)), itertools.count()\n"
+        "source = Source()\n"
+        "next(source.rows)"
+    )
+    (warning,) = launch(shared, "def function(): return next(source.rows), next(source.ids)", "fork")
+    assert "source.rows: each rank has a copy of this generator" in warning
+    assert shared.run("value").value == [(1, 0), (1, 0)]
+
+
 def test_a_compressor_made_in_c_is_named(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         "import zstandard\n"
