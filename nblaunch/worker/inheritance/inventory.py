@@ -80,9 +80,10 @@ KINDS: tuple[Kind, ...] = (
         "unfinished archives, compressed files and databases",
         fork=Way(
             Treatment.REFUSED,
-            "the kernel holds part of an unfinished gzip, bz2, xz, zip, HDF5, Parquet, Arrow, WAV, PDF or `dbm.dumb` "
-            "file in memory: a rank's first write raises an error, and only the kernel completes the file. A line "
-            "names a `zstandard` compressor. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
+            "the kernel holds part of an unfinished gzip, bz2, xz, lz4, zip, HDF5, PyTables, netCDF, Parquet, Arrow, "
+            "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory: a rank's first write raises an error, and "
+            "only the kernel completes the file. A line names a `zstandard` compressor. Ranks may add to a plain tar "
+            "archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
             Treatment.REFUSED,
@@ -322,7 +323,8 @@ KINDS: tuple[Kind, ...] = (
         "locks",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy; within seconds, a note names a wait for a lock that a thread of the kernel holds",
+            "each worker gets a copy. The launcher waits a moment for threads that work under a lock; within seconds, "
+            "a note names a wait for a lock that a thread of the kernel still holds",
         ),
         fresh=Way(Treatment.REFUSED, "a lock can't be pickled, and an error names the variable"),
     ),
@@ -344,7 +346,7 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.NOTED,
             "each rank gets a copy that continues from the kernel's position; a line says that all ranks get the same "
-            "values",
+            "values, also if the iterator is an attribute of an object of yours",
         ),
         fresh=Way(
             Treatment.NOTED,

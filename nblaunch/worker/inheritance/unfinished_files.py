@@ -1,4 +1,4 @@
-"""Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, dbm databases.
+"""Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, Excel, videos.
 
 The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
 that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file. In
@@ -51,6 +51,7 @@ _WRITERS = (
     _Writer("gzip", "GzipFile", "gzip file", ("write",), ("flush", "close"), stream="fileobj"),
     _Writer("bz2", "BZ2File", "bz2 file", ("write",), stream="_fp"),
     _Writer("lzma", "LZMAFile", "xz file", ("write",), stream="_fp"),
+    _Writer("lz4.frame", "LZ4FrameFile", "lz4 file", ("write",), ("flush", "close"), stream="_fp"),
     _Writer("zipfile", "ZipFile", "zip archive", ("write", "writestr", "mkdir", "_open_to_write"), stream="fp"),
     _Writer("zipfile", "_ZipWriteFile", "zip archive", ("write",), stream="_fileobj"),
     # Workers may add to a tar archive, but readers stop at an end that a worker writes.
@@ -64,6 +65,15 @@ _WRITERS = (
     _Writer("datasets.arrow_writer", "ArrowWriter", "Arrow file",
             ("write", "write_row", "write_batch", "write_table"), ("finalize", "close"), stream="stream"),
     _Writer("matplotlib.backends.backend_pdf", "PdfPages", "PDF file", ("savefig", "attach_note"), stream="_file.fh"),
+    _Writer("pandas.io.excel._openpyxl", "OpenpyxlWriter", "Excel file", ("_write_cells",), path="path"),
+    _Writer("pandas.io.excel._xlsxwriter", "XlsxWriter", "Excel file", ("_write_cells",), path="path"),
+    # Every change of a PyTables file, except to the elements of an array, makes this check.
+    _Writer("tables.file", "File", "PyTables file", ("_check_writable",), ("flush", "close"), path="filename"),
+    _Writer("tables.array", "Array", "PyTables file", ("__setitem__",), ()),
+    _Writer("netCDF4._netCDF4", "Dataset", "netCDF file",
+            ("createVariable", "createDimension", "createGroup", "setncattr", "setncatts"), ("sync", "close")),
+    _Writer("netCDF4._netCDF4", "Variable", "netCDF file", ("__setitem__", "setncattr", "setncatts"), ()),
+    _Writer("cv2", "VideoWriter", "video", ("write",), ("release",)),
 )  # fmt: skip
 
 _HDF5 = "h5py._hl.files"
