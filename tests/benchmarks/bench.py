@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,13 @@ class Pairs:
 
 def alternate(a: Callable[[], object], b: Callable[[], object], num_pairs: int) -> Pairs:
     """Time ``a`` and ``b`` in turn, after one untimed call of each."""
+    return pairs_of(partial(_seconds, a), partial(_seconds, b), num_pairs)
+
+
+def pairs_of(a: Callable[[], float], b: Callable[[], float], num_pairs: int) -> Pairs:
+    """Take two measurements in seconds, in turn; discard the first of each."""
     a(), b()
-    times = [(_seconds(a), _seconds(b)) for _ in range(num_pairs)]
+    times = [(a(), b()) for _ in range(num_pairs)]
     return Pairs(
         a_s=statistics.median(one for one, _ in times),
         b_s=statistics.median(other for _, other in times),

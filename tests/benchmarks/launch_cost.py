@@ -1,7 +1,8 @@
 """The cost of a launch compared with a bare ``os.fork``: with an empty function, and with a process group.
 
 Both sides start the same number of children from the same kernel, in turn. The bare side does the least that a program
-can do: fork, the same work in the children, ``os._exit``, ``waitpid``.
+can do: fork, the same work in the children, ``os._exit``, ``waitpid``. One part runs each launch and each
+bare fork in a cell of its own.
 
 A fork takes longer the more memory the kernel holds, while the other work of a launch takes about the same time. The
 ratio therefore depends on the kernel, and is measured in two: in the middle of a notebook, and with only torch
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 from tests.benchmarks.bench import (
     CELL_TIMEOUT_S,
@@ -30,11 +32,13 @@ from tests.benchmarks.bench import (
     call,
     free_port,
     kernel,
+    pairs_of,
 )
 from tests.kernels import KernelTimeout
 
 SIZES = (2, 4, 8)
 NUM_PAIRS = {"nblaunch": 25, "accelerate": 9, "lightning": 9}
+NUM_CELLS = 15
 MAX_EMPTY, MAX_GROUP = 1.5, 1.4
 
 IN_A_NOTEBOOK = """
@@ -52,6 +56,7 @@ def measure() -> Iterator[Row]:
         # it joins a group in any case
         for has_group in (False, True) if launcher != "lightning" else (True,):
             yield from _rows(where, launcher, has_group)
+    yield from _one_per_cell()
     with kernel() as started:
         import_s, first_s, second_s = call(started, in_kernel_first_launch)
         what = "fresh kernel, 2 workers: from nblaunch import notebook_launcher / first launch / second"
@@ -74,6 +79,35 @@ def _rows(where: str, launcher: str, has_group: bool) -> Iterator[Row]:
                 yield Row(_what(where, launcher, size, has_group), f"hung for {CELL_TIMEOUT_S:.0f} s")
                 return
             yield _row(where, launcher, size, has_group, pairs)
+
+
+def _one_per_cell() -> Iterator[Row]:
+    """Yield a row per number of workers. A kernel writes its history and new objects between two cells."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kernel(IN_A_NOTEBOOK, _environment("nblaunch", folder)) as started,
+    ):
+        for size in SIZES:
+            launch, fork = (
+                partial(call, started, in_kernel_seconds, launcher, size) for launcher in ("nblaunch", "fork")
+            )
+            pairs = pairs_of(launch, fork, NUM_CELLS)
+            what = (
+                f"nblaunch in a notebook, one launch in each cell, {size} workers, empty function: times fork"
+            )
+            yield Row(what, f"{pairs.ratio:.2f} ({pairs.a_s * 1e3:.0f} ms / {pairs.b_s * 1e3:.0f} ms)")
+
+
+def in_kernel_seconds(launcher: str, size: int) -> float:
+    """Seconds of one launch with nothing in the function, or of bare forks."""
+    from nblaunch import notebook_launcher
+
+    begin_s = time.perf_counter()
+    if launcher == "nblaunch":
+        notebook_launcher(_nothing, num_processes=size)
+    else:
+        bare(size)
+    return time.perf_counter() - begin_s
 
 
 def _environment(launcher: str, log_dir: str) -> dict[str, str]:
