@@ -75,6 +75,7 @@ def fork_workers(
             attached_debugger.kept_out(),
             _other_threads_waiting() as let_them_run,
         ):
+            files.flush()  # a thread may have written meanwhile
             for assignment in assignments:
                 try:
                     pid = _fork()

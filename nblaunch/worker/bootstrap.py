@@ -367,7 +367,7 @@ class _Worker:
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
             open_files.write_left_open()
             if self.files is not None:
-                self.files.end()
+                self.files.flush()
             output.flush_c_streams()
             if exit_code == 0:
                 # NCCL waits for operations that it began with other ranks; after a failure, it would wait until the

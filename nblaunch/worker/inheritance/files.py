@@ -3,7 +3,7 @@
     kernel ── KernelFiles.of_this_process: flushes Python's buffers, records files and positions
       └── fork ──> worker ── renew: its own position in each readable file (positions.py)
                               ├── watch: detects ranks that write to the same file (written_files.py)
-                              └── end:   flushes its buffers
+                              └── flush: flushes its buffers
 
 Files open only for writing keep the shared position, because ranks would otherwise overwrite each other. Pipes,
 sockets and terminals can't be reopened and stay shared.
@@ -118,9 +118,9 @@ class KernelFiles:
         self.written.watch(rank, locks, warn)
         packages.when_imported("torch.utils.data._utils.worker", self._renew_in_loader_processes)
 
-    def end(self) -> None:
-        """Flush this worker's buffers after the function."""
-        self.written.end()
+    def flush(self) -> None:
+        """Flush this process's buffers: before the fork, and after the function in a worker."""
+        self.written.flush()
 
     def _renew_in_loader_processes(self, module: Any) -> None:
         loop = module._worker_loop

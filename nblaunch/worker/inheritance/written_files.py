@@ -3,7 +3,7 @@
     kernel ── WrittenFiles.of_this_process: finds Python's file objects and flushes them
       └── fork ──> worker ── drop_c_buffers: drops copied C buffers, which the kernel flushes
                               ├── watch: detects writes of this rank
-                              └── end:   flushes this rank's buffers
+                              └── flush: flushes this rank's buffers
 
 Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
 pieces, another may write in between. In a file that is also open for reading, each rank has its own position
@@ -109,8 +109,8 @@ class WrittenFiles:
             note = partial(self._note_writer, index, rank, locks)
             raw.write = partial(_write, raw, raw.write, self._files[fd], note, report)
 
-    def end(self) -> None:
-        """Flush this worker's buffers."""
+    def flush(self) -> None:
+        """Flush this process's buffers."""
         for of_file in self._objects.values():
             for file in of_file:
                 error = _flush(file)
