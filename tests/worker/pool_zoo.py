@@ -485,25 +485,30 @@ def is_installed(modules: str, python: str) -> bool:
 def try_all(
     name: str, start_methods: Sequence[str], python: str = sys.executable
 ) -> Iterator[tuple[str, str]]:
-    """Launch a specimen under each start method, each in a kernel of its own; yield start method and outcome."""
-    for start_method in start_methods:
-        with tempfile.TemporaryDirectory() as folder:
-            kernel = Kernel.start(cwd=folder, python=python, is_new=python != sys.executable)
-            try:
-                kernel.run(SPECIMENS[name].cell + PREPARE, timeout_s=CELL_LIMIT_S)
-                text = outcome(kernel, start_method)
-                if not kernel.run("use() == expected", timeout_s=CELL_LIMIT_S).value:
-                    text += "; WRONG in the kernel afterwards"
-                if kernel.run(NEXT).value != [2, 2]:
-                    text += "; the next launch is WRONG"
-                yield start_method, text
-            except KernelTimeout:
-                yield start_method, "FROZEN"
-            except AssertionError as error:
-                yield start_method, f"FAILED: {error}"
-            finally:
-                kernel.kill()
-                kernel.close(check=False)
+    """Launch a specimen in one kernel under each start method; yield start method and outcome."""
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Kernel.start(cwd=folder, python=python, is_new=python != sys.executable)
+        try:
+            kernel.run(SPECIMENS[name].cell + PREPARE, timeout_s=CELL_LIMIT_S)
+            for start_method in start_methods:
+                yield start_method, outcome(kernel, start_method) + afterwards(kernel)
+        except KernelTimeout:
+            yield "", "FROZEN"
+        except AssertionError as error:
+            yield "", f"FAILED: {error}"
+        finally:
+            kernel.kill()
+            kernel.close(check=False)
+
+
+def afterwards(kernel: Kernel) -> str:
+    """Return what no longer works in the kernel after a launch; empty if all does."""
+    text = ""
+    if not kernel.run("use() == expected", timeout_s=CELL_LIMIT_S).value:
+        text += "; WRONG in the kernel afterwards"
+    if kernel.run(NEXT, timeout_s=CELL_LIMIT_S).value != [2, 2]:
+        text += "; the next launch is WRONG"
+    return text
 
 
 def main() -> None:
