@@ -190,7 +190,7 @@ def is_installed(name: str) -> bool:
     return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
 
 
-@pytest.mark.parametrize("name", filter(is_installed, WRITERS))
+@pytest.mark.parametrize("name", list(filter(is_installed, WRITERS)))
 def test_writes_of_a_rank_are_refused_and_the_kernel_completes_its_file(
     shared: Kernel, tmp_path: Path, name: str
 ) -> None:
