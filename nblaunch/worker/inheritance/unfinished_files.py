@@ -65,8 +65,8 @@ _WRITERS = (
     _Writer("datasets.arrow_writer", "ArrowWriter", "Arrow file",
             ("write", "write_row", "write_batch", "write_table"), ("finalize", "close"), stream="stream"),
     _Writer("matplotlib.backends.backend_pdf", "PdfPages", "PDF file", ("savefig", "attach_note"), stream="_file.fh"),
-    _Writer("pandas.io.excel._openpyxl", "OpenpyxlWriter", "Excel file", ("_write_cells",), path="path"),
-    _Writer("pandas.io.excel._xlsxwriter", "XlsxWriter", "Excel file", ("_write_cells",), path="path"),
+    _Writer("pandas.io.excel._openpyxl", "OpenpyxlWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
+    _Writer("pandas.io.excel._xlsxwriter", "XlsxWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
     # Every change of a PyTables file, except to the elements of an array, makes this check.
     _Writer("tables.file", "File", "PyTables file", ("_check_writable",), ("flush", "close"), path="filename"),
     _Writer("tables.array", "Array", "PyTables file", ("__setitem__",), ()),

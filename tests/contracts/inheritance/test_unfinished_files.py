@@ -173,8 +173,9 @@ WRITERS = {
 }  # fmt: skip
 """How a cell opens a file and writes to it; what a rank writes; how the kernel completes the file and reads it; what it
 then holds. Rows that import a package which is not installed are left out."""
+
 WITHOUT_NAMES = {"Arrow", "array of PyTables", "netCDF", "attribute of netCDF", "video"}
-"""Kinds whose writers keep no name of a file."""
+"""Kinds whose writers do not store the file's name."""
 
 
 @pytest.fixture(scope="module")
