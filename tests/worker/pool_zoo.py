@@ -7,10 +7,10 @@ The table says for each library and start method what the launch did:
 * right: both ranks return what the kernel returned.
 * refused: the launch raised an error before the function started.
 * raised: the function raised an error.
-* named: a rank can never continue; the seconds from the function's start until a line said so, and that line.
+* named: a rank can never continue; the seconds from the function's start until a line named the wait, and that line.
 * WRONG, SILENT, FROZEN: another value; no line within the limit; the kernel does not answer, or its next launch fails.
 
-Libraries that are not installed are left out. ``--python`` runs the kernels in another environment.
+Libraries that are not installed are skipped. ``--python`` runs the kernels in another environment.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Specimen:
     """One library.
 
     Args:
-        modules: it needs, separated by blanks.
-        cell: prepares the kernel, and defines ``use()``, which returns a plain value.
+        modules: modules that it needs, separated by blanks.
+        cell: code that prepares the kernel and defines ``use()``, which returns a plain value.
     """
 
     modules: str
