@@ -122,7 +122,7 @@ def _with_mean_rates(rank: RankView) -> RankView:
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
-    """Return the names of the columns. All columns of a training appear at once: a later one would move the others."""
+    """Return the names of the columns. They all appear at once: a later column would move the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
     has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)

@@ -166,7 +166,7 @@ class RankView:
         busy_step_s: seconds per step without waiting for other ranks, likewise.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
-        training: number of the training, from 0: a function may train several times, for example once per fold.
+        training: number of the training run, from 0: a function may train several times, for example once per fold.
         ended_epoch: the last epoch of this training that has ended; 0 before the first.
         status_line: progress bar or unfinished line of the output, without escape sequences.
         line_gone_s: time at which another line replaced the status line; 0.0 while it is visible.
@@ -183,9 +183,9 @@ class RankView:
         stall: the launcher's report that the rank makes no progress; None while it makes progress.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch of the training that a reading showed; 0 before.
+        first_epoch: the first epoch of the training run that a reading showed; 0 before.
         first_epoch_s: ``now_s`` of the first reading with that epoch.
-        warm_up: seconds and number of the first steps of a training; None before they are over.
+        warm_up: seconds and number of the first steps of a training run; None before they are over.
         warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
         epoch_length_s: mean seconds of an epoch with its evaluation; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
@@ -197,7 +197,7 @@ class RankView:
         trained_rates: steps per second, samples per second and ``busy_step_s`` of the last training.
         trained_fraction: progress of the epoch's training, 0 to 1, while the rank evaluates.
         rate_points: points of the last seconds, for rates.
-        trained_span: seconds, steps and samples of the training so far, without evaluations.
+        trained_span: seconds, steps and samples of the training run so far, without evaluations.
     """
 
     rank: int
@@ -337,7 +337,7 @@ class RankView:
 
     @property
     def warm_up_s(self) -> float:
-        """The extra seconds that the first steps of the training took, compared with later ones."""
+        """The extra seconds that the first steps of the training run took, compared with later ones."""
         if self.warm_up is None:
             return 0.0
         span_s, num_steps = self.warm_up
@@ -402,7 +402,7 @@ class JobView:
         hang: the last report about ranks without progress, one line per rank; empty once they have continued.
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
-        epochs: the last epochs, by (number of the training from 0, number of the epoch).
+        epochs: the last epochs, by (number of the training run from 0, number of the epoch).
         host_peak_bytes: largest host memory of all workers together; None if shared pages are counted once per
             worker.
         ranks: one view per rank; empty before the start.

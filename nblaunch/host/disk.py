@@ -70,7 +70,7 @@ def _lack(path: Path) -> str | None:
         return f"no inodes are left on {place}: all {status.f_files:,} are in use"
     num_blocks = status.f_bfree if is_root else status.f_bavail
     if num_blocks <= 1:
-        return f"the disk of {place} is full: {formatting.size(status.f_blocks * status.f_frsize)} are in use"
+        return f"the disk at {place} is full: all {formatting.size(status.f_blocks * status.f_frsize)} are in use"
     return None
 
 

@@ -31,7 +31,7 @@ class ProcessState(enum.Enum):
 
     RUNS = "runs"
     ENDED = "has ended"
-    RESTARTED = "its machine, this one, was restarted"
+    RESTARTED = "ended when this machine restarted"
     HIDDEN = "is in another container of this machine"
     ELSEWHERE = "is on another machine"
 

@@ -6,5 +6,5 @@
     quantised.py        frozen weights in the format of a library
     loading.py          loads the workers' weights into the kernel's module
 
-The launcher, which collects trained weights, and the checkpoints of a training both use this package.
+The launcher, which collects trained weights, and the checkpoints of a training run both use this package.
 """

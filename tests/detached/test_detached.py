@@ -372,7 +372,7 @@ def test_a_job_for_whose_files_there_is_no_room_is_refused_and_not_listed(
     _fill(small_disk / "filler")
     cell = kernel.run("nblaunch.notebook_launcher(int, background=True, detach=True)", raises="LaunchError")
     assert cell.error is not None
-    assert f"the disk of {small_disk} is full" in cell.error.value
+    assert f"the disk at {small_disk} is full" in cell.error.value
     assert kernel.run("[job.status for job in nblaunch.jobs()]").value == ["done"]
 
 
@@ -389,7 +389,7 @@ def test_full_disk_result_waits_for_space_or_discard(small_disk: Path, desk: Des
     kernel.wait_until(lambda: kernel.run(listed).value[0][0] == "waiting", 60, "the job waiting for room")
     _, problem = kernel.run(listed).value[0]
     assert "waits for 2.10 MB of space in" in problem
-    assert "the disk of" in problem
+    assert "the disk at" in problem
     kernel.wait_until(lambda: "waits for 2.10 MB" in _last_update(kernel), 60, "the note in the cell")
     assert problem in desk.command("jobs").stdout
     assert kernel.run("job.status").value == "waiting"
@@ -402,7 +402,7 @@ def test_full_disk_result_waits_for_space_or_discard(small_disk: Path, desk: Des
         assert desk.command("stop").returncode == 0
         error = kernel.run("job.result(60)", raises="ResultError", timeout_s=120).error
         assert error is not None
-        assert "the result could not be written: the disk of" in error.value
+        assert "the result could not be written: the disk at" in error.value
         assert "discarded on request" in error.value
         kernel.run("job.weights()", raises="ResultError")
         assert kernel.run(listed).value == [("done", "")]

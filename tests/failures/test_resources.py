@@ -70,7 +70,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
     ("end", "error", "shown"),
     [
         ("raise ValueError('the loss is nan')", "ValueError", "the loss is nan"),
-        ("os._exit(3)", "WorkerDied", "may be missing: the disk of {disk} is full"),
+        ("os._exit(3)", "WorkerDied", "may be missing: the disk at {disk} is full"),
     ],
 )
 def test_a_failure_is_reported_on_a_full_disk(
@@ -112,7 +112,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 """,
         raises="JobHung",
     )
-    assert f"its stack can't be written: the disk of {small_disk} is full" in cell.raised.value
+    assert f"its stack can't be written: the disk at {small_disk} is full" in cell.raised.value
     assert "blocked" not in cell.raised.value
     assert_as_before(shared)
 
