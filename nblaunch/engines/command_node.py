@@ -38,6 +38,26 @@ def start_all(nodes: Iterable[NodeHandle]) -> list[NodeHandle]:
     return started
 
 
+def describe_end(exit_code: int | None, last_output: bytes) -> str:
+    """Return how the process of a node program ended.
+
+    Args:
+        exit_code: its exit code, as in :class:`ExitStatus`; None if it is still running.
+        last_output: the end of its output, whose last lines are shown.
+    """
+    if exit_code is None:
+        return "it has closed its connection"
+    status = ExitStatus(exit_code)
+    how = f"was {status}" if status.signal_name else f"ended with {status}"
+    lines = [
+        line.strip()
+        for line in last_output.decode(errors="replace").splitlines()
+        if any(map(str.isalnum, line))
+    ]
+    words = f" ({' | '.join(lines[-_LAST_LINES:])})" if lines else ""
+    return f"its process {how}{words}"
+
+
 class CommandNode(NodeHandle):
     """A node program that lives as long as a local command.
 
@@ -101,23 +121,13 @@ class CommandNode(NodeHandle):
 
     def how_ended(self) -> str:
         """Return how the command ended, with its last output."""
-        try:
-            code = self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "it has closed its connection"
-        status = ExitStatus(code)
-        how = f"was {status}" if status.signal_name else f"ended with {status}"
-        return f"its process {how}{self._last_words()}"
-
-    def _last_words(self) -> str:
-        try:
-            with open(self._log_path, "rb") as file:
-                file.seek(max(0, self._log_path.stat().st_size - _LAST_BYTES))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
-        return f" ({' | '.join(lines[-_LAST_LINES:])})" if lines else ""
+        last_output = b""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        with suppress(OSError), open(self._log_path, "rb") as file:
+            file.seek(max(0, self._log_path.stat().st_size - _LAST_BYTES))
+            last_output = file.read()
+        return describe_end(self._process.returncode, last_output)
 
     def kill(self) -> None:
         """Kill the command."""

@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -46,6 +47,10 @@ class RayEngine(Engine):
         if not packages.is_installed("ray"):
             raise LaunchError("engine='ray' needs the package ray: pip install nblaunch[ray]")
         self.close()  # release lost nodes
+        for ending in list(_ending):  # its nodes are not free before
+            while ending.is_alive():
+                wanted.check()
+                ending.join(_TICK_S)
         self._driver = driver = _Driver(wanted)
         allocated = driver.wait_for_nodes(wanted)
         self._notes = allocated.notes
@@ -56,7 +61,7 @@ class RayEngine(Engine):
         return self._notes
 
     def close(self) -> None:
-        """End the driver process, which ends the actors and the placement group."""
+        """End the driver process, which ends the actors and the placement group, without waiting for that."""
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.close()
@@ -154,19 +159,33 @@ class _Driver:
         return self.ended.get(number, "")
 
     def close(self) -> None:
-        """End the driver process. It has ten seconds to end its actors; then the cluster ends them with it."""
+        """Have the driver process end. The job is over, and its user should not wait for this."""
         for connection in self._own:
             _close(connection)
         if self._life_fd < 0:
             return
         descriptors.close(self._life_fd)
         self._life_fd = -1
+        thread = threading.Thread(target=self._wait_for_end, name="nblaunch-ray-driver", daemon=True)
+        _ending.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # Python itself is ending
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        """Wait for the end. The driver has ten seconds to end its actors; then the cluster ends them with it."""
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         descriptors.close(self._receiver.fd)
+        _ending.discard(threading.current_thread())
+
+
+_ending: set[threading.Thread] = set()
+"""Threads that wait for the end of a driver."""
 
 
 class _RayNode(NodeHandle):

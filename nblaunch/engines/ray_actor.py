@@ -2,10 +2,13 @@
 
 The program ends with the actor, whose pipes then close. The actor watches the raylet and reports its death at once;
 Ray itself would end the actor ten seconds later without a reason.
+
+The code travels to the node by value and imports only the standard library, because the launch waits for its imports.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import subprocess
@@ -13,11 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-
-from nblaunch import env
-from nblaunch.engines.command_node import PROGRAM
-from nblaunch.events import ExitStatus
-from nblaunch.nodes import network
 
 _READ_BYTES = 1 << 20
 _POLL_S = 1.0
@@ -29,20 +27,21 @@ class NodeActor:
     """Runs the node program. Several threads call its methods, but each method only in one thread at a time.
 
     Args:
+        program: Python code of the program.
         variables: environment variables of the program; None removes a variable.
+
+    Raises:
+        ModuleNotFoundError: nblaunch is not installed there.
     """
 
-    def __init__(self, variables: Mapping[str, str | None]) -> None:
-        environment = {**env.snapshot()}
-        for name, value in variables.items():
-            if value is None:
-                environment.pop(name, None)
-            else:
-                environment[name] = value
+    def __init__(self, program: str, variables: Mapping[str, str | None]) -> None:
+        if importlib.util.find_spec("nblaunch") is None:
+            raise ModuleNotFoundError("No module named 'nblaunch'")
+        merged = {**os.environ, **variables}
+        environment = {name: value for name, value in merged.items() if value is not None}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the actor
-        program = f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -53,16 +52,21 @@ class NodeActor:
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         self._writing, self._reading = self._process.stdin, self._process.stdout
-        self._raylet_fd = _open_process(env.read("RAY_RAYLET_PID"))
+        self._raylet_fd = _open_process(int(os.environ.get("RAY_RAYLET_PID", "0")))
 
     def place(self) -> tuple[str, str]:
         """Return the name of this machine, and the address at which other nodes reach it."""
         import ray
 
-        return os.uname().nodename, str(ray.util.get_node_ip_address()) or network.default_address()
+        return os.uname().nodename, str(ray.util.get_node_ip_address())
 
-    def poll(self) -> tuple[bytes, str]:
-        """Return bytes of the program and the reason for its end; neither if nothing arrives for a second."""
+    def poll(self) -> tuple[bytes, str | tuple[int | None, bytes]]:
+        """Return bytes of the program and its end; neither if nothing arrives for a second.
+
+        Returns:
+            Bytes, and why the program can't be reached, or, after its end, its exit code (None = it is running) and the
+            end of its output; both are empty until then.
+        """
         poller = select.poll()
         poller.register(self._reading.fileno(), select.POLLIN)
         if self._raylet_fd >= 0:
@@ -74,7 +78,7 @@ class NodeActor:
         if not ready:
             return b"", ""
         data = os.read(self._reading.fileno(), _READ_BYTES)
-        return (data, "") if data else (b"", self._how_ended())
+        return (data, "") if data else (b"", self._end())
 
     def send(self, data: bytes) -> None:
         """Write bytes to the program; do nothing if it has ended, which :meth:`poll` reports."""
@@ -92,16 +96,11 @@ class NodeActor:
         except subprocess.TimeoutExpired:
             self._process.kill()
 
-    def _how_ended(self) -> str:
-        try:
-            status = ExitStatus(self._process.wait(_POLL_S))
-        except subprocess.TimeoutExpired:
-            return "it has closed its connection"
-        how = f"was {status}" if status.signal_name else f"ended with {status}"
+    def _end(self) -> tuple[int | None, bytes]:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_POLL_S)
         self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - _LAST_BYTES))
-        lines = self._log.read().decode(errors="replace").splitlines()
-        words = [line.strip() for line in lines if any(map(str.isalnum, line))][-3:]
-        return f"its process {how}" + (f" ({' | '.join(words)})" if words else "")
+        return self._process.returncode, self._log.read()
 
 
 def _open_process(pid: int) -> int:

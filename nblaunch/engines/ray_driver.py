@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch import env
-from nblaunch.engines.ray_actor import NodeActor
+from nblaunch.engines import ray_actor
+from nblaunch.engines.command_node import PROGRAM, describe_end
 from nblaunch.engines.ray_messages import Allocated, DriverNote, DriverTask, NodeEnded
 from nblaunch.errors import LaunchError
 from nblaunch.wire.channel import EventSender
@@ -214,8 +215,10 @@ class Driver:
         Raises:
             LaunchError: an actor can't be started.
         """
+        from ray import cloudpickle
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        cloudpickle.register_pickle_by_value(ray_actor)
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
         # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
         variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
@@ -228,7 +231,7 @@ class Driver:
         }
         for index in range(count):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actor = self._ray.remote(NodeActor).options(
+            actor = self._ray.remote(ray_actor.NodeActor).options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=others,
@@ -237,7 +240,7 @@ class Driver:
                 max_concurrency=4,
                 scheduling_strategy=strategy,
             )
-            self._actors.append(actor.remote(variables))
+            self._actors.append(actor.remote(PROGRAM, variables))
         try:
             asked = [actor.place.remote() for actor in self._actors]
             places: list[tuple[str, str]] = self._ray.get(asked, timeout=self._task.timeout_s)
@@ -254,12 +257,13 @@ class Driver:
 
     def _move_up(self, number: int, actor: Any) -> None:
         """Move bytes from a node program to the launching process, until it has ended."""
-        why = ""
+        end: str | tuple[int | None, bytes] = ""
         try:
-            while not why:
-                data, why = self._ray.get(actor.poll.remote())
+            while not end:
+                data, end = self._ray.get(actor.poll.remote())
                 if data:
                     self._sockets[number].sendall(data)
+            why = end if isinstance(end, str) else describe_end(*end)
         except OSError as error:
             why = f"its connection was closed here: {error}"
         except Exception as error:

@@ -13,6 +13,8 @@ MAX_FILE_LINES = 600
 LONGER_FILES = {"nblaunch.training.accelerator": 870}  # the table of contents: a docstring per public method
 MAX_FUNCTION_LINES = 60
 
+# Travels to other machines by value, and can't import nblaunch.env there.
+READS_ENVIRONMENT = {"nblaunch.env", "nblaunch.engines.ray_actor"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -20,7 +22,7 @@ def test_only_env_touches_the_environment() -> None:
     offenders = [
         f"{module.at(node)} uses os.{name}"
         for module in modules()
-        if module.name != "nblaunch.env"
+        if module.name not in READS_ENVIRONMENT
         for node, name in _environment_uses(module)
     ]
     assert not offenders, f"the environment is read and written by nblaunch/env.py alone:{listing(offenders)}"

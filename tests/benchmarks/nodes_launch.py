@@ -3,9 +3,9 @@
     python -m tests.benchmarks nodes_launch [--rounds 10]
 
 A Ray cluster of two nodes runs on this machine, without its dashboard. In each round, every launcher starts four ranks
-that form a gloo group and reduce a tensor; it returns when their values have arrived and its processes have ended. The
-first round does not count. The peers' process is connected to the cluster beforehand; nblaunch connects in each launch.
-Warm launches use ``Nodes``, which the first round starts.
+that form a gloo group and reduce a tensor; it returns when their values have arrived and it has asked its processes to
+end, which Ray may still be at. The first round does not count. The peers' process is connected to the cluster
+beforehand; nblaunch connects in each launch. Warm launches use ``Nodes``, which the first round starts.
 """
 
 from __future__ import annotations
