@@ -53,8 +53,8 @@ _FIRST_NOTE_S = 3.0
 """Seconds of waiting after which the user is notified."""
 
 _FINAL_WAIT_S = 2.0
-_AGENT_SLACK_S = 15.0
-"""Extra seconds for the start of the agent, and for torch to detect its timeout."""
+_AGENT_SLACK_S = 30.0
+"""Extra seconds for the agent to start on a busy machine, and for torch to detect its timeout."""
 
 _NUM_CURVES = 8
 """Number of ranks whose losses go to the other nodes; dashboards draw no more."""
@@ -229,7 +229,10 @@ class NodeLink:
         self._agent.leave("timed out in the rendezvous")
         if self._may_meet:
             where, timeout_s = self._agent.rendezvous.endpoint, self._spec.rendezvous_timeout_s
-            error = f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s"
+            error = (
+                f"not all nodes joined the rendezvous at {where} within {timeout_s:g} s, "
+                "and this node's agent does not answer"
+            )
             self._agent.end(error)
             self._report_end(error)
 
