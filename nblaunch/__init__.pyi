@@ -160,8 +160,8 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ...). ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
-            which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` has machines of
-            such an engine that are kept between launches.
+            which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` keeps machines
+            of such an engine between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
             compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
@@ -188,9 +188,9 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
             as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
-            processor time do not. It is a hang if no rank makes progress while one waits in a collective, or stays in
-            one line since its last step. Other work without progress is reported as a possible hang.
-        on_hang: ``"report"`` a hang, or ``"stop"`` the job as well.
+            processor time do not. It is a hang if no rank makes progress while one waits in a collective, or has stayed
+            on one line since its last step. Other work without progress is reported as a possible hang.
+        on_hang: ``"report"`` a hang, or also ``"stop"`` the job.
         post_mortem: keep the workers where they are when a rank raises; the cell still raises the exception at once.
             :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
             ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
