@@ -21,3 +21,9 @@ def lone_process(no_false_alarms: None) -> Iterator[None]:
     yield
     context.take()
     alarms.judge([event for event in observed if isinstance(event, Observation)], 1)
+
+
+@pytest.fixture
+def unwatched(lone_process: None) -> None:
+    """Leave the process without a launcher that receives observations, so that its checks warn themselves."""
+    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_watched=False))

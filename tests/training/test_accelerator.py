@@ -723,7 +723,7 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
     ):
         decorated = decorate(answer)
         assert decorated(4) == 8
-        assert decorated.__doc__ == "Doubles."
+        assert decorated.__doc__ == "Return twice the number."
     assert accelerator.on_process(answer, process_index=0)(1) == 2
     # a single process runs the functions of all ranks
     assert accelerator.on_process(process_index=3)(answer)(1) == 2

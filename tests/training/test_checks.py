@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch import Accelerator, backends, context, env
+from nblaunch import Accelerator, env
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,12 +31,6 @@ def _train(num_steps: int, after_step: Callable[[Accelerator, nn.Module], object
 
 def _clip(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@pytest.fixture
-def unwatched(lone_process: None) -> None:
-    """No launcher receives what checks observe."""
-    context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_watched=False))
 
 
 @pytest.mark.usefixtures("unwatched")

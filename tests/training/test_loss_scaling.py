@@ -273,6 +273,7 @@ def _overflow() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("unwatched")
 def test_a_scale_that_collapses_is_named() -> None:
     with pytest.warns(UserWarning, match="loss_scale_collapsed") as caught:
         _overflow()
