@@ -125,7 +125,7 @@ def test_settings_that_the_engine_cannot_honour_are_refused(notebook: Kernel) ->
         ("rdzv_backend='c10d', rdzv_endpoint='a:1'", "rdzv_backend='c10d' can't be combined with engine"),
         ("post_mortem=True", "post_mortem=True can't be combined with engine='processes'"),
         ("hosts=['a']", "hosts=('a',) is for engine='ssh'"),
-        ("num_processes=3", "must be a multiple of the 2 of num_nodes=2"),
+        ("num_processes=3", "must be a multiple of 2, because num_nodes=2"),
     ):
         error = notebook.run(f"launch(rank, **dict({settings}))", raises="ValueError").raised
         assert text in error.value
