@@ -56,14 +56,14 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
 
     Raises:
         RuntimeError: no worker waits for a debugger, or no user can type here.
-        ValueError: there is no such rank, or it has not failed.
+        ValueError: the rank does not exist, or has not failed.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames():
         job = job or _latest_waiting() or last_job()
         if job is None:
             raise RuntimeError(
-                "there is no worker to debug: no job was launched, and no session command has failed"
+                "no worker can be debugged: no job was launched, and no session command has failed"
             )
         if not can_type():
             raise RuntimeError(

@@ -287,7 +287,7 @@ def _caption(line: Sequence[Point], first_step: float) -> str:
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
     text = f"{first[1]:.3g} to {last[1]:.3g} in {formatting.count(round(last[0] - first_step), 'step')}"
-    # The minimum of a falling curve and the maximum of a rising one; there is no room for both.
+    # The minimum of a falling curve and the maximum of a rising one; the line has room for one of them.
     if ys[-1] <= ys[0]:
         return text + (f", min {min(ys):.3g}" if min(ys) < ys[-1] else "")
     return text + (f", max {max(ys):.3g}" if max(ys) > ys[-1] else "")

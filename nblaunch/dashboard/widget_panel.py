@@ -8,7 +8,7 @@
     metrics, folder of logs
 
 Only the values of widgets change, so nothing flickers. This module needs ipywidgets (7.7 or 8), so it is imported
-only to open a panel. There is no Output widget, which the front end fills asynchronously, and no JavaScript.
+only to open a panel. It uses neither JavaScript nor an Output widget, which the front end would fill asynchronously.
 
 The buttons are for jobs in the background. A click may arrive in any thread of the kernel (the main thread or a
 subshell's); kernels without subshells handle it when the running cell has ended. A click sends a request to the job;

@@ -54,7 +54,7 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
         dashboard: as in :func:`notebook_launcher`.
 
     Raises:
-        LookupError: there is no such job, or it is damaged, runs on another machine, or was launched by another version
+        LookupError: the job does not exist, is damaged, runs on another machine, or was launched by another version
             of nblaunch.
         PermissionError: the folder of the job can be changed by other users.
     """

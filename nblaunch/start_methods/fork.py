@@ -89,6 +89,16 @@ def fork_workers(
     return pids
 
 
+_PATIENCE_S = 0.05
+"""How long another thread may work before this one forks anyway. A thread that computes forever may hold no lock."""
+
+_PAUSE_S = 1e-4
+"""How long this thread sleeps, so that a thread with work can take the interpreter."""
+
+_LONGER_THAN_FORKS_S = 1.0
+"""Switch interval during the forks, which take milliseconds."""
+
+
 @contextmanager
 def _other_threads_waiting() -> Iterator[Callable[[], None]]:
     """Let this process's other Python threads run until they wait, and then keep them waiting.
@@ -109,12 +119,6 @@ def _other_threads_waiting() -> Iterator[Callable[[], None]]:
         yield partial(sys.setswitchinterval, interval_s)
     finally:
         sys.setswitchinterval(interval_s)
-
-
-_PATIENCE_S = 0.05
-"""How long a thread may work before this one forks anyway; a thread that computes without an end may hold no lock."""
-_PAUSE_S = 1e-4
-_LONGER_THAN_FORKS_S = 1.0
 
 
 def _fork() -> int:

@@ -95,7 +95,7 @@ class FileWrites:
 
 
 def _replace(module: Any, *, name: str, opener: _Opener) -> None:
-    if getattr(module, name) is _io.open:
+    if getattr(module, name, None) is _io.open:  # another release may have no such name
         setattr(module, name, opener)
 
 

@@ -151,11 +151,11 @@ _METRIC = re.compile(
     rf"(?<!train.)(?<!training.)\b(?!train)((?:\w+_)?(?:{_NAMES}))\b\W{{1,4}}(?:tensor\(|np\.float\d+\()?\d*\.\d",
     re.IGNORECASE,
 )
-"""A name and a number, but not of the training."""
+"""The name of a metric and a number, unless the name says that the metric is computed in training."""
 
 
 class DifferentOrders(Check):
-    """Two loaders of as many samples are read in turns, and each shuffles in an order of its own."""
+    """The loop reads two loaders of equal length in turns, and each shuffles its samples differently."""
 
     name = "loaders_in_different_orders"
     is_hint = True
