@@ -39,6 +39,8 @@ ARGS ?=
 # Number of test processes: two more than cores, because tests spend half of their time waiting for processes and kernels.
 # All tests of a module run in one process.
 WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
+# Set to --thorough to run the tests marked as thorough, too.
+THOROUGH ?=
 # Set to anything to run files with failed tests once more, one test at a time.
 AGAIN ?=
 
@@ -48,7 +50,7 @@ export PIP_NO_INPUT = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main browser colab-env test-gpu test-xla test-xla-older test-tpu-compiler test-torch-tpu test-images xla-env lint format stubs golden bench picture docs notebooks wheel clean
+.PHONY: help setup demo test test-main test-thorough browser colab-env test-gpu test-xla test-xla-older test-tpu-compiler test-torch-tpu test-images xla-env lint format stubs golden bench picture docs notebooks wheel clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -130,7 +132,10 @@ define whole_suite
 endef
 
 test-main: setup browser colab-env  ## run all tests except XLA
-	$(call whole_suite,$(BIN)/python,,)
+	$(call whole_suite,$(BIN)/python,,$(THOROUGH))
+
+test-thorough:  ## run `make test` with the thorough tests, which vary what faster ones check: start methods, strategies, front ends
+	@$(MAKE) --no-print-directory test THOROUGH=--thorough
 
 # Without a browser, the browser tests fail in CI with the reason; elsewhere they are skipped.
 browser: $(BROWSER_STAMP)  ## find Chromium for the browser tests; install Debian's where that needs no password
@@ -149,7 +154,7 @@ test-gpu:  ## run all GPU tests and benchmarks on NVIDIA GPUs (about 20 minutes)
 
 ifeq ($(strip $(ARGS)),)
 test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in a separate environment
-	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS),--override-ini cache_dir=.pytest_cache/xla)
+	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS),$(THOROUGH) --override-ini cache_dir=.pytest_cache/xla)
 else
 test-xla: xla-env
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)

@@ -52,6 +52,7 @@ LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+    parser.addoption("--thorough", action="store_true", help="also run the tests marked as thorough")
 
 
 def pytest_configure() -> None:
@@ -91,8 +92,17 @@ def pytest_unconfigure() -> None:
     alarms.end()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest groups first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out thorough tests, except those that the command line names, and run the longest groups first."""
+    if not config.getoption("--thorough"):
+        named = [argument for argument in config.args if "::" in argument]
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("thorough") and not any(item.nodeid.startswith(name) for name in named)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     places = {group: place for place, group in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(_group(item.nodeid), len(places)))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-START_METHODS = ("fork", "forkserver", "spawn")
+START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough))
+"""Forkserver and spawn rebuild the kernel's state by the same code: spawn is for the thorough tests."""
 
 covered: set[str] = set()
 """Names of rows that have a contract test, filled as test modules are imported."""

@@ -117,7 +117,7 @@ def server_with_deepspeed(rank_server: None) -> Iterator[None]:
     """Fork ranks from a process that has imported DeepSpeed, like a notebook."""
     ranks.stop_server()
     with env.patched({"DS_ACCELERATOR": "cpu"}):
-        ranks.start_server("deepspeed", __name__)
+        ranks.start_server("tests.training.strategies.deepspeed_imports", __name__)
         yield
 
 
