@@ -29,6 +29,7 @@ from tests.browser.panel import (
     wait_for_table,
 )
 from tests.profiles import python_of
+from tests.thorough import thorough
 
 FRONT_ENDS: dict[str, type[Lab] | type[Classic]] = {"lab3": Lab, "classic": Classic}
 VERSIONS = """
@@ -53,7 +54,7 @@ CELLS = (
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
-@pytest.fixture(scope="module", params=FRONT_ENDS)
+@pytest.fixture(scope="module", params=[thorough("lab3"), "classic"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab | Classic]:

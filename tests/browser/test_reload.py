@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser.lab import Browser, DefaultLab, Page, write_notebook
 from tests.browser.panel import SETUP, bars
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -35,7 +36,7 @@ def _open_training(lab: DefaultLab, browser: Browser, name: str, background: boo
     return page
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+@pytest.mark.parametrize("background", [False, thorough(True)], ids=["blocking", "background"])
 def test_the_finished_table_is_there_after_a_reload(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:
@@ -59,7 +60,7 @@ def test_the_finished_table_is_there_after_a_reload(
     page.shut_down()
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
+@pytest.mark.parametrize("background", [thorough(False), True], ids=["blocking", "background"])
 def test_the_table_is_there_where_no_page_was_open_at_the_end(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:

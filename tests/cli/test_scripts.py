@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Ended, labelled, launch, script
+from tests.thorough import thorough
 
 FACTS = """
 import json, os, pickle, sys
@@ -139,7 +140,7 @@ def test_settings_reach_the_accelerator() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--use_deepspeed --zero_stage 1 --gradient_clipping 0.5", "DEEPSPEED Parameter None 1"),
+        thorough("--use_deepspeed --zero_stage 1 --gradient_clipping 0.5", "DEEPSPEED Parameter None 1"),
         ("--config_file fsdp.yaml --fsdp_min_num_params 10", "FSDP DTensor 10 None"),
     ],
 )

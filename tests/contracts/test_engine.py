@@ -17,6 +17,7 @@ import pytest
 from tests.engines.conftest import PREAMBLE
 from tests.engines.ray_cluster import cluster
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -92,7 +93,14 @@ ENGINES: dict[str, Callable[[ExitStack, str], Subject]] = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+on_every_engine = pytest.mark.parametrize("subject", ENGINES, indirect=True)
+# ssh and Slurm only start the node programs of the engine "processes" by another command.
+on_both_kinds = pytest.mark.parametrize(
+    "subject", ["processes", "ray", thorough("ssh"), thorough("slurm")], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     if request.param == "ray" and find_spec("ray") is None:
         pytest.skip("Ray has no wheels for this Python")
@@ -123,6 +131,7 @@ def notebook(subject: Subject, nothing_left_behind: None, tmp_path: Path) -> Ite
         yield kernel
 
 
+@on_every_engine
 def test_ranks_run_on_two_nodes_with_call_results_and_weights(notebook: Kernel) -> None:
     notebook.run("""
 import helpers
@@ -150,6 +159,7 @@ def train(model, large):
     notebook.wait_for_no_processes()
 
 
+@on_both_kinds
 def test_exceptions_of_notebook_modules_keep_their_class(notebook: Kernel) -> None:
     notebook.run(
         """
@@ -174,6 +184,7 @@ except helpers.Odd as error:
     assert notebook.run("nblaunch.last_job().status").value == "failed"
 
 
+@on_every_engine
 def test_unavailable_engine_resources_are_explained(notebook: Kernel, subject: Subject) -> None:
     notebook.run("""
 def text_of(call):
@@ -188,6 +199,7 @@ def text_of(call):
     notebook.wait_for_no_processes()
 
 
+@on_both_kinds
 def test_a_node_program_that_is_killed_is_named_and_ends_the_job(notebook: Kernel) -> None:
     notebook.run(
         """
@@ -209,6 +221,7 @@ os.kill(int(job.logs(2).split()[-1]), signal.SIGKILL)
     notebook.wait_for_no_processes()
 
 
+@on_both_kinds
 def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> None:
     notebook.run("job = go(time.sleep, 3600, background=True)", timeout_s=120)
     pids = notebook.run("sorted(job.pids.values())").value
@@ -217,6 +230,7 @@ def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> Non
     notebook.wait_for_no_processes()
 
 
+@on_both_kinds
 def test_nodes_are_kept_between_launches_until_they_are_closed(notebook: Kernel, subject: Subject) -> None:
     notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
     notebook.run("""
@@ -252,6 +266,7 @@ def fail():
     notebook.run("go(train, engine=nodes)", raises="LaunchError")
 
 
+@on_both_kinds
 def test_kept_nodes_end_with_the_kernel(notebook: Kernel, subject: Subject) -> None:
     notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
     notebook.run("go(rank, engine=nodes)", timeout_s=120)

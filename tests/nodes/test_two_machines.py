@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.nodes.machines import LIMIT_S, Launch, Pair
+from tests.thorough import thorough
 
 Settings = dict[str, Any]
 
@@ -73,7 +74,7 @@ def test_they_train_together(pair: Pair, static: Settings) -> None:
     pair.wait_until_empty()
 
 
-@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), ("static", 0)])
+@pytest.mark.parametrize(("backend", "victim"), [("c10d", 1), thorough("static", 0)])
 def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
     pair: Pair, c10d: Settings, static: Settings, tmp_path: Path, backend: str, victim: int
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
     assert "attempt 0: rank 1 raised LookupError: for the first time\n" in launches[1].output
 
 
+@pytest.mark.thorough
 def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
     pair: Pair, static: Settings
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
     assert [launch.result()["value"] for launch in launches] == [[[2, 1]], [[2, 1]]]
 
 
+@pytest.mark.thorough
 def test_a_machine_without_restarts_left_is_not_waited_for(pair: Pair, static: Settings) -> None:
     """The other machine has restarts left, because restarts for a change of machines are not counted."""
     launches = [
@@ -118,7 +121,7 @@ def test_a_machine_without_restarts_left_is_not_waited_for(pair: Pair, static: S
         assert error_of(launch.result(limit_s)).startswith("LookupError: no such sample")
 
 
-@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
+@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), thorough("1:3", 5)], ids=["full", "open"])
 def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
     """If more machines may join, all wait until the end of the last call."""
     conf = {**c10d["rdzv_conf"], "last_call_timeout": last_call_s}
@@ -153,6 +156,7 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
     assert steps[0] > 10
 
 
+@pytest.mark.thorough
 def test_a_machine_has_time_to_save_after_sigterm_if_the_other_is_done(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("save_when_stopped", background=True, **static) for rank in range(2)]
     for launch in launches:
@@ -166,7 +170,7 @@ def test_a_machine_has_time_to_save_after_sigterm_if_the_other_is_done(pair: Pai
 
 @pytest.mark.parametrize(
     ("asked", "signum"),
-    [(1, signal.SIGUSR1), (1, signal.SIGTERM), (0, signal.SIGUSR1)],
+    [(1, signal.SIGUSR1), thorough(1, signal.SIGTERM), thorough(0, signal.SIGUSR1)],
     ids=["stop", "SIGTERM", "stop of the first"],
 )
 def test_ranks_stop_together_after_first_machine_returned(
@@ -189,6 +193,7 @@ def test_ranks_stop_together_after_first_machine_returned(
     assert launches[0].result()["value"] == [0]
 
 
+@pytest.mark.thorough
 def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
     first = pair[0].start("go_on_until_stopped", background=True, **static)
     first.wait_for("can be stopped")
@@ -218,6 +223,7 @@ def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
     assert not (tmp_path / "witness").exists()
 
 
+@pytest.mark.thorough
 def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
     """They destroy the rendezvous, and the job reports that."""
     launches = [pair[rank].start("step_on", 10_000, **c10d) for rank in range(2)]
@@ -234,7 +240,10 @@ def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Setti
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("raise", "LookupError: no such sample"), ("kill", "WorkerDied: rank 1 was killed by SIGKILL")],
+    [
+        ("raise", "LookupError: no such sample"),
+        thorough("kill", "WorkerDied: rank 1 was killed by SIGKILL"),
+    ],
 )
 def test_a_failure_on_the_other_machine_is_raised_as_it_is(
     pair: Pair, static: Settings, kind: str, error: str
@@ -249,7 +258,9 @@ def test_a_failure_on_the_other_machine_is_raised_as_it_is(
 
 
 @pytest.mark.parametrize(
-    ("victim", "whole_machine"), [(1, False), (1, True), (0, True)], ids=["launcher", "machine", "host"]
+    ("victim", "whole_machine"),
+    [thorough(1, False), (1, True), thorough(0, True)],
+    ids=["launcher", "machine", "host"],
 )
 def test_the_death_of_one_is_named_on_the_other(
     pair: Pair, static: Settings, victim: int, whole_machine: bool
@@ -278,7 +289,7 @@ def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settin
     )
 
 
-@pytest.mark.parametrize("is_whole_on_each", [True, False])
+@pytest.mark.parametrize("is_whole_on_each", [True, thorough(False)])
 def test_interrupt_keeps_weights_if_a_machine_holds_all(
     pair: Pair, static: Settings, is_whole_on_each: bool
 ) -> None:
@@ -303,6 +314,7 @@ def test_interrupt_keeps_weights_if_a_machine_holds_all(
     pair.wait_until_empty()
 
 
+@pytest.mark.thorough
 def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
     pair: Pair, static: Settings
 ) -> None:
@@ -327,6 +339,7 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
     return launches
 
 
+@pytest.mark.thorough
 def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
     """Its value is kept; on the other machine, the job ends as after any interrupt."""
     os.kill(uneven[0].process.pid, signal.SIGINT)
@@ -414,6 +427,7 @@ def test_missing_nodes_are_named(pair: Pair, static: Settings, c10d: Settings) -
     pair.wait_until_empty()
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_lost_while_others_are_waited_for_is_named(pair: Pair, static: Settings) -> None:
     settings = {
         **static,

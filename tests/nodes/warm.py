@@ -69,6 +69,9 @@ class Warm:
 
 def main() -> None:
     """Serve until the tests close their end."""
+    # The first optimizer imports torch._dynamo, which takes a second in each launch.
+    import torch._dynamo  # noqa: F401
+
     from tests.nodes import jobs
 
     adopt_orphans()

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough))
+from tests.thorough import thorough
+
+START_METHODS = ("fork", "forkserver", thorough("spawn"))
 """Forkserver and spawn rebuild the kernel's state by the same code: spawn is for the thorough tests."""
 
 covered: set[str] = set()

@@ -26,6 +26,7 @@ from nblaunch.training.strategies.deepspeed import checkpoint, library
 from nblaunch.training.strategies.deepspeed.config import DummyOptim, DummyScheduler
 from nblaunch.training.strategies.deepspeed.strategy import DeepSpeedPlugin
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
+from tests.thorough import thorough
 from tests.training import ranks
 
 GLOBAL_BATCH = 8
@@ -124,7 +125,9 @@ def server_with_deepspeed(rank_server: None) -> Iterator[None]:
 # --- as one process ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"), [thorough(0, 2), (1, 2), (2, 2), thorough(2, 4), (3, 2), thorough(3, 4)]
+)
 def test_training_equals_a_single_process(stage: int, world_size: int, alone: SimpleNamespace) -> None:
     # shard small ones, too
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -360,7 +363,10 @@ def _resume(stage: int, precision: str, folder: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("stage", "precision", "world_size"),
-    [(0, "no", 2), (1, "no", 1), (2, "bf16", 2), (2, "no", 4), (3, "bf16", 4), (3, "no", 2)],
+    [
+        *((1, "no", 1), (2, "bf16", 2), (3, "no", 2)),
+        *(thorough(0, "no", 2), thorough(2, "no", 4), thorough(3, "bf16", 4)),
+    ],
 )
 def test_training_goes_on_where_it_was_saved_on_any_number_of_ranks(
     stage: int, precision: str, world_size: int, tmp_path: Path
