@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from nblaunch import formatting
 from nblaunch.diagnosis.source_blocks import condition_on_rank, loop_around
 from nblaunch.user_code import cell_name
-from nblaunch.wire.collective_calls import BACKWARD, STEP, Call, Group, RankCalls
+from nblaunch.wire.collective_calls import BACKWARD, STEP, UNEVEN, Call, Group, RankCalls
 
 _CELL = re.compile(r"^Cell In\[(\d+)\]")
 _MAX_PLACES = 3
@@ -193,7 +193,7 @@ def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
     """Return an optimizer step in which replicas use different learning rates, as in the step before."""
     for group, by_rank in _steps_by_group(calls).items():
         if len(by_rank) < 2 or any(
-            call.site.detail for rank_calls in by_rank.values() for call in rank_calls.values()
+            call.site.detail == UNEVEN for rank_calls in by_rank.values() for call in rank_calls.values()
         ):
             continue
         common = sorted(set.intersection(*(set(rank_calls) for rank_calls in by_rank.values())))
@@ -201,6 +201,8 @@ def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
             number
             for number in common
             if len({rank_calls[number].value for rank_calls in by_rank.values()}) > 1
+            and len({rank_calls[number].site.detail for rank_calls in by_rank.values()})
+            == 1  # the same parameters
         ]
         for number in unequal:
             if number - 1 in unequal:

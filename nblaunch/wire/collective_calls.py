@@ -67,6 +67,8 @@ COLLECTIVES = (
 POINT_TO_POINT = ("send", "recv")
 _CHAINED = frozenset(COLLECTIVES)
 BACKWARD, FORWARD, STEP = "backward", "forward", "step"
+UNEVEN = "uneven"
+"""The detail of optimizer steps after a join of uneven inputs, where ranks step unequally."""
 
 
 @dataclass(frozen=True)

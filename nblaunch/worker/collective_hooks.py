@@ -25,7 +25,7 @@ from zlib import crc32
 
 from nblaunch import packages
 from nblaunch.wire.board import Slot
-from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, CallWriter
+from nblaunch.wire.collective_calls import BACKWARD, COLLECTIVES, FORWARD, STEP, UNCOUNTED, UNEVEN, CallWriter
 from nblaunch.wire.spans import SpanKind, SpanWriter
 from nblaunch.worker.collective_recorder import NO_FORM, CollectiveRecorder, Form, OpenGroup
 
@@ -106,7 +106,7 @@ class _Hooks:
         self._backwards, self._forwards, self._transfers = count(1), count(1), count(1)
         self._is_uneven = False
         self._owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Optimizer -> the group that keeps its parameters in sync; None without one."""
+        """Optimizer -> the group that keeps its parameters in sync, None without one; its share of a model."""
         self._wrapped: list[weakref.ref[Any]] = []
 
     # --- process groups ----------------------------------------------------------------------------------------------
@@ -411,13 +411,13 @@ class _Hooks:
             if not self._recorder.is_active or torch.compiler.is_compiling():
                 return
             try:
-                group = self._group_of_optimizer(optimizer)
+                group, share = self._owner_of(optimizer)
                 if group is None:
                     return
                 rate = optimizer.param_groups[0].get("lr")
                 group.num_steps += 1
                 self._recorder.note(
-                    STEP, group.num_steps, group, detail="uneven" if self._is_uneven else "",
+                    STEP, group.num_steps, group, detail=UNEVEN if self._is_uneven else share,
                     value=float(rate) if isinstance(rate, (int, float)) else -1.0,
                 )  # fmt: skip
             except Exception:  # for example, a user's unhashable optimizer; skip it
@@ -425,21 +425,26 @@ class _Hooks:
 
         module.register_optimizer_step_pre_hook(record)
 
-    def _group_of_optimizer(self, optimizer: Any) -> OpenGroup | None:
-        """Return the group that keeps an optimizer's parameters in sync; None if unknown."""
-        if optimizer not in self._owners:
-            self._owners[optimizer] = self._owner_of(optimizer)
-        group: OpenGroup | None = self._owners[optimizer]
-        return group
+    def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
+        """Return the group that keeps an optimizer's parameters in sync, None if unknown; and their share of a model.
 
-    def _owner_of(self, optimizer: Any) -> OpenGroup | None:
-        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if parameter is None:
-            return None
-        if hasattr(parameter, "device_mesh"):
-            return self._recorder.group_of(parameter.device_mesh.get_group(0))
+        Ranks may step different parameters, each with a rate of its own.
+        """
+        if optimizer not in self._owners:
+            self._owners[optimizer] = self._find_owner(optimizer)
+        owner: tuple[OpenGroup | None, str] = self._owners[optimizer]
+        return owner
+
+    def _find_owner(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not stepped:
+            return None, ""
+        if hasattr(stepped[0], "device_mesh"):
+            return self._recorder.group_of(stepped[0].device_mesh.get_group(0)), ""
+        keys = set(map(id, stepped))
         for reference in self._wrapped:
             ddp = reference()
-            if ddp is not None and any(p is parameter for p in ddp.parameters()):
-                return self._recorder.group_of(ddp.process_group)
-        return None
+            names = [] if ddp is None else [name for name, p in ddp.named_parameters() if id(p) in keys]
+            if ddp is not None and names:
+                return self._recorder.group_of(ddp.process_group), f"{crc32(' '.join(names).encode()):x}"
+        return None, ""

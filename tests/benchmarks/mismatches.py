@@ -89,7 +89,7 @@ def cost():
     def record():
         recorder.note("forward", 1, group, value=1.0)
         recorder.note("backward", 1)
-        hooks._group_of_optimizer(optimizer)
+        hooks._owner_of(optimizer)
         recorder.note("step", 1, group, value=0.1)
     def took(function, number):
         before = time.process_time()

@@ -113,6 +113,13 @@ def test_a_learning_rate_must_differ_twice() -> None:
     found = find_disagreement(calls)
     assert found is not None
     assert "rank 1 learning rate 0.2" in explain(found, calls).headline
+    shares = {
+        rank: replace(
+            of, calls=tuple(replace(call, site=replace(call.site, detail=f"{rank}")) for call in of.calls)
+        )
+        for rank, of in calls.items()
+    }
+    assert find_disagreement(shares) is None, "each rank steps other parameters"
 
 
 SOURCE = """
