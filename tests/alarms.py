@@ -26,6 +26,11 @@ from nblaunch.events import Event, Note, Observation
 
 _GUARDED = (
     "tests/progress/",
+    "tests/session/test_atomic_commands.py",
+    "tests/session/test_client.py",
+    "tests/training/test_checks.py",
+    "tests/training/test_gradients.py",
+    "tests/training/test_windows.py",
     "tests/integration/test_frameworks.py",
     "tests/integration/test_open_files.py",
     "tests/integration/test_silent_errors.py",
