@@ -227,14 +227,15 @@ class Observation(Event):
 
     Args:
         check: name of the check.
-        problem: what is wrong, as the beginning of a sentence.
+        problem: what is wrong, as the beginning of a sentence; empty: what the check observed before was no mistake.
         remedy: what to do, as a sentence without its full stop.
         step: number of optimizer steps so far.
-        value: value by which ranks are compared.
+        value: values by which ranks are compared; the first says what is compared.
         judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
             this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
             ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if
-            several ranks have this value, whose first part is the path of a written file.
+            several ranks have this value, whose first part is the path of a written file. ``"finally"``: if all ranks
+            have sent it when the job ends, and none has withdrawn it.
         filename: file of the user's line.
         lineno: number of the user's line.
         is_hint: whether it may be intended.

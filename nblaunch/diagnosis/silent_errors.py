@@ -24,7 +24,7 @@ _GATHER_OF_WRITES_S = 5.0
 OF_NODE = frozenset({"together"})
 """Values of ``judged_by`` that each node judges itself, because a path may name different files on two nodes."""
 
-OF_JOB = frozenset({"itself", "equal", "distinct", "first"})
+OF_JOB = frozenset({"itself", "equal", "distinct", "first", "finally"})
 """Values of ``judged_by`` that are judged for all nodes together."""
 
 EVERYTHING = OF_NODE | OF_JOB
@@ -32,7 +32,7 @@ EVERYTHING = OF_NODE | OF_JOB
 
 _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
-_NEEDS_ALL = (*_COMPARED, "first")  # inconclusive before all ranks have sent their observations
+_NEEDS_ALL = (*_COMPARED, "first", "finally")  # inconclusive before all ranks have sent their observations
 _TOLERANCE = 1e-3
 """Largest relative difference of numbers that count as equal: different devices round differently."""
 
@@ -64,11 +64,19 @@ class SilentErrors:
             return
         if observation.judged_by not in self._scope:
             return
+        if not observation.problem:
+            self._withdraw(observation.check)
+            return
         key = (observation.check, *_apart(observation))
         self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
         self._since_s.setdefault(key, time.monotonic())
         if len(self._seen) > _MAX_PENDING:
             self._forget(next(iter(self._seen)))
+
+    def _withdraw(self, check: str) -> None:
+        self._reported.add(check)
+        for key in [key for key in self._seen if key[0] == check]:
+            self._forget(key)
 
     def collect(self, alive: Collection[int]) -> None:
         """Warn about each mistake that is certain by now."""
@@ -104,6 +112,8 @@ class SilentErrors:
         is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
         # A rank that works longer reaches the file later.
         is_alone = how == "together" and len(by_rank) == 1 and not is_end
+        if how == "finally" and not is_end:
+            return ""
         if is_alone or not (is_complete or (is_late and how not in _NEEDS_ALL)):
             return ""
         blamed = _BLAMED[how](by_rank)
@@ -122,8 +132,8 @@ class SilentErrors:
 def _apart(observation: Observation) -> tuple[Any, ...]:
     """Return the key of observations that are judged together."""
     if observation.judged_by in _COMPARED:
-        # A model's weights and its gradients are compared separately; the problem distinguishes the two.
-        return observation.step, observation.problem
+        # The problem and the first value say what is compared, such as the gradients of some parameters.
+        return observation.step, observation.problem, next(iter(observation.value or ()), None)
     return (observation.step, observation.value) if observation.judged_by == "together" else ()
 
 
@@ -197,5 +207,6 @@ _BLAMED = {
     "equal": _minority,
     "distinct": _all_if_alike,
     "first": _earliest,
+    "finally": _all,
     "together": _all_that_write,
 }

@@ -3,7 +3,8 @@
 Each save to a path (``saves.py``), and each ``open`` that empties a file, is an
 :class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
 collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
-out: only libraries that write what the user passes to them may stand between the user's line and the call.
+out: only libraries that write what the user passes to them may stand between the user's line and the call. So are
+writes of a process that holds a lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ _MAX_NOTED = 256
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
 
-_OPENERS = frozenset({"IPython", "PIL", "matplotlib", "numpy", "pandas", "pathlib"})
+_OPENERS = frozenset(
+    {
+        "IPython",
+        "PIL",
+        "codecs",
+        "gzip",
+        "logging",
+        "matplotlib",
+        "numpy",
+        "pandas",
+        "pathlib",
+        "tarfile",
+        "zipfile",
+    }
+)
 """The same, for packages that open files. Transformers is left out, because it also opens files of its own."""
 
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
@@ -75,7 +90,7 @@ class FileWrites:
             return
         users = _users_frame(frame, writers)
         path = os.path.realpath(os.fspath(file))
-        if users is None or not isinstance(path, str) or path.startswith(_NO_FILES):
+        if users is None or not isinstance(path, str) or path.startswith(_NO_FILES) or _holds_lock(self._pid):
             return
         self._num_left -= 1
         self._emit(
@@ -112,6 +127,16 @@ class _Opener:
 
     def __reduce__(self) -> str:
         return "open"
+
+
+def _holds_lock(pid: int) -> bool:
+    """Return whether a process has locked a file, so that ranks that write another one may do so in turns."""
+    try:
+        with _io.open("/proc/locks") as file:
+            locks = map(str.split, file)
+            return any(lock[3] == "WRITE" and lock[4] == str(pid) for lock in locks if lock[1] != "->")
+    except (OSError, IndexError):  # a system without this file
+        return False
 
 
 def _users_frame(frame: FrameType | None, writers: frozenset[str]) -> FrameType | None:

@@ -7,9 +7,37 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.silent_errors import SilentErrors
-from nblaunch.events import Event, Note, Observation
+from nblaunch.events import Event, Hint, Note, Observation
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def _cleared(rank: int, problem: str = "no optimizer has stepped") -> Observation:
+    return Observation(rank, 0.0, "no_optimizer_steps", problem, "Step", 0, None, "finally", is_hint=True)
+
+
+def test_what_a_later_step_explains_is_withdrawn() -> None:
+    for last, num_hints in ((_cleared(1), 1), (_cleared(1, problem=""), 0)):
+        emitted: list[Event] = []
+        errors = SilentErrors(range(2), emitted.append)
+        for observation in (_cleared(0), _cleared(1), last):
+            errors.receive(observation)
+        errors.collect([0, 1])
+        assert not emitted, "a step may follow"
+        errors.end()
+        assert sum(isinstance(event, Hint) for event in emitted) == num_hints
+
+
+def test_ranks_that_step_different_parameters_are_not_compared() -> None:
+    for subjects, num_notes in ((("weights 1", "weights 1"), 1), (("weights 1", "weights 2"), 0)):
+        emitted: list[Event] = []
+        errors = SilentErrors(range(2), emitted.append)
+        for rank, subject in enumerate(subjects):
+            errors.receive(
+                Observation(rank, 0.0, "replicas_differ", "they differ", "", 0, (subject, rank / 2), "equal")
+            )
+        errors.end()
+        assert sum(isinstance(event, Note) for event in emitted) == num_notes
 
 
 def _save(rank: int, path: Path) -> Observation:

@@ -12,7 +12,7 @@ import pytest
 from tests.kernels import Kernel
 
 SETUP = """
-import builtins, contextlib, copy, io, pickle, random
+import builtins, contextlib, copy, fcntl, io, pickle, random
 from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import DataLoaderConfiguration
 from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
@@ -193,6 +193,9 @@ WRONG = {
     "same_file=path": """
     import pathlib
     pathlib.Path(PATH).write_text("accuracy: 0.5")  # here""",
+    "same_file=logging": """
+    import logging
+    logging.FileHandler(PATH, mode="w").emit(logging.makeLogRecord({"msg": "begin"}))  # here""",
     "same_file=numpy": """
     import numpy
     numpy.save(PATH, numpy.ones(3))  # here""",
@@ -619,6 +622,12 @@ RIGHT = {
     model, optimizer = accelerator.prepare(model, optimizer)
     sampler = torch.utils.data.DistributedSampler(loader.dataset)
     loader = DataLoader(loader.dataset, 8, sampler=sampler)
+    for _ in range(2):  # a look, and a trial of a few steps
+        for batch in loader:
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            break
     for epoch in range(5):
         sampler.set_epoch(epoch)
         for batch in loader:
@@ -730,9 +739,26 @@ RIGHT = {
     for mode in ("a", "x" if accelerator.is_main_process else "a", "r+"):
         write(PATH + "-add", mode) if mode != "x" else write(PATH + "-x", mode)
     write(os.devnull)
+    with open(PATH + "-lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        write(PATH + "-locked")
     with Reader().open(PATH + "-turn") as file:
         assert file.read() == "line"
     assert io.open is builtins.open is copy.deepcopy(io.open) is pickle.loads(pickle.dumps(io.open))""",
+    "a share of the parameters for each rank, with its own rate": """
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    model, _, loader = parts()
+    layers = [list(model[0].parameters()), list(model[2].parameters())]
+    optimizer = torch.optim.SGD(layers[rank], 0.01 * (1 + rank))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        for owner, layer in enumerate(layers):
+            for parameter in layer:
+                torch.distributed.broadcast(parameter.data, owner)
+        model.zero_grad()""",
     "gradients averaged by hand": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts())
@@ -751,6 +777,7 @@ RIGHT |= {
     + """
         accelerator.print(f"train loss: {losses[0]:.3f}, train_mse={losses[0]:.3f}, evaluated in {0.25} s")
         accelerator.log({"train/loss": losses[0], "lr": 0.5, "epoch": epoch})
+        print(f"rank {accelerator.process_index}: loss {mean:.3f}, of its own share")
         accelerator.print(f"loss: {accelerator.reduce(mean, 'mean'):.3f}")
         accelerator.log({"eval_loss": mean})""",
     "labelled and unlabelled data, pairs of one data set, and pairs that one seed shuffles": """

@@ -53,6 +53,9 @@ class Check(ABC):
     def before_clip(self, prepared: Prepared, optimizers: Sequence[Any]) -> None:
         """Check before gradients of prepared ``optimizers`` are clipped."""
 
+    def before_loop(self, prepared: Prepared) -> None:
+        """Check before a loop over a prepared loader."""
+
     def after_evaluation(self, prepared: Prepared) -> None:
         """Check after a loop over a prepared loader without an optimizer step."""
 

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from nblaunch.training.checks.check import Check, Prepared, Report
 
 _NUM_COMPARED = 3  # batches in a row
 _MAX_TENSORS, _NUM_ELEMENTS = 8, 64  # of a batch, and of each tensor
-_NUM_EPOCHS = 3  # looking at a first batch, and a warm-up run, also count as epochs
+_NUM_EPOCHS = 3
 
 
 def _unprepared_iterator(prepared: Prepared) -> Any:
@@ -101,6 +102,31 @@ def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
             _collect_tensors(part, tensors)
 
 
+@dataclass(eq=False)
+class _Epochs:
+    """How many loops over a sampler in a row were in the same epoch; one that was cut short was a trial run.
+
+    Args:
+        epoch: the epoch of the sampler.
+        count: number of loops.
+        last: iterator of the last loop.
+        is_cut_short: whether the last loop has left out batches.
+    """
+
+    epoch: int = -1
+    count: int = 0
+    last: weakref.ref[Any] | None = None
+    is_cut_short: bool = False
+
+    def add(self, iterator: Any, sampler: Any) -> int:
+        """Add a step of a loop, and return the number of loops."""
+        if self.last is None or self.last() is not iterator:
+            self.count = self.count + (not self.is_cut_short) if self.epoch == sampler.epoch else 1
+            self.epoch, self.last = sampler.epoch, weakref.ref(iterator)
+        self.is_cut_short = iterator._num_yielded < len(iterator._index_sampler)
+        return self.count
+
+
 class FixedOrder(Check):
     """A ``DistributedSampler`` stays in one epoch, so every epoch has the same order."""
 
@@ -108,22 +134,21 @@ class FixedOrder(Check):
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)
-        self._seen: weakref.WeakKeyDictionary[Any, tuple[int, int, weakref.ref[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._seen: weakref.WeakKeyDictionary[Any, _Epochs] = weakref.WeakKeyDictionary()
+
+    def begin_window(self) -> None:
+        for seen in self._seen.values():
+            seen.is_cut_short = False  # the rest of its loop was not examined
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
         if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:
             return
-        epoch, count, last = self._seen.get(sampler, (sampler.epoch, 0, None))
-        if last is None or last() is not iterator:
-            count = count + 1 if epoch == sampler.epoch else 1
-            self._seen[sampler] = sampler.epoch, count, weakref.ref(iterator)
-        if count == _NUM_EPOCHS:
+        seen = self._seen.setdefault(sampler, _Epochs())
+        if seen.add(iterator, sampler) == _NUM_EPOCHS:
             self.report(
                 f"{_NUM_EPOCHS} epochs in a row read the samples in the same order: DistributedSampler is in epoch "
-                f"{epoch} in all of them",
+                f"{sampler.epoch} in all of them",
                 "Call sampler.set_epoch(epoch) before each epoch, or pass the DataLoader to accelerator.prepare()",
             )

@@ -120,12 +120,17 @@ class ForeignParameters(Check):
     def begin_window(self) -> None:
         self._empty, self._partly_foreign = Streaks(), Streaks()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._is_any_trained = False
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         self._stepped.add(optimizer)
-        without = [parameter for parameter in parameters_of(optimizer) if parameter.grad is None]
-        is_empty = len(without) == len(parameters_of(optimizer))
-        if self._empty.add(optimizer, is_empty) == _NUM_EMPTY:
+        parameters = parameters_of(optimizer)
+        without = [parameter for parameter in parameters if parameter.grad is None]
+        is_empty = len(without) == len(parameters)
+        self._is_any_trained = self._is_any_trained or not is_empty
+        # The layers of one optimizer may be frozen for a while, beside another that trains.
+        is_frozen = self._is_any_trained and not any(parameter.requires_grad for parameter in parameters)
+        if self._empty.add(optimizer, is_empty and not is_frozen) == _NUM_EMPTY:
             self.report(
                 f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
                 "Build it from model.parameters() of the model that you train, after layers were replaced. Call "

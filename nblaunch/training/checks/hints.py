@@ -17,6 +17,7 @@ from nblaunch.training.models import bare_module
 
 _NUM_STEPS = 3
 _MAX_NAMED = 4
+_MAX_TERMS = 64
 
 
 class LossDividedTwice(Check):
@@ -34,7 +35,9 @@ class LossDividedTwice(Check):
         made_by: Any = loss.grad_fn
         divisor = getattr(made_by, "_saved_other", None) if made_by is not None else None
         is_number = isinstance(divisor, torch.Tensor) and divisor.ndim == 0 and divisor.device.type == "cpu"
-        if num_steps > 1 and is_number and float(divisor) == num_steps:  # type: ignore[arg-type]
+        if num_steps == 1 or not is_number or float(divisor) != num_steps:  # type: ignore[arg-type]
+            return
+        if _num_terms(made_by.next_functions[0][0]) != num_steps:  # not the mean of several losses
             self._count += 1
             if self._count == _NUM_STEPS:
                 self.report(
@@ -44,16 +47,42 @@ class LossDividedTwice(Check):
                 )
 
 
+def _num_terms(made_by: Any) -> int:
+    """Return how many terms a sum has; 1 for any other operation."""
+    num_terms, left = 0, [made_by]
+    while left and num_terms < _MAX_TERMS:
+        operation = left.pop()
+        if type(operation).__name__ == "AddBackward0":
+            left += [term for term, _ in operation.next_functions if term is not None]
+        else:
+            num_terms += 1
+    return num_terms
+
+
 class TrainModeEvaluation(Check):
     """A loop without gradients runs a model in training mode, with dropout or batch normalisation."""
 
     name = "evaluation_in_train_mode"
     is_hint = True
 
-    def after_evaluation(self, prepared: Prepared) -> None:
+    def __init__(self, report: Report) -> None:
+        super().__init__(report)
+        self._versions: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def before_loop(self, prepared: Prepared) -> None:
+        self._versions.clear()
         for model in map(bare_module, prepared.models):
-            kinds = {type(layer).__name__ for layer in model.modules() if layer.training and _differs(layer)}
-            if kinds and not torch.is_grad_enabled():
+            self._versions.update((layer, _version(layer)) for layer in model.modules())
+
+    def after_evaluation(self, prepared: Prepared) -> None:
+        if torch.is_grad_enabled():
+            return
+        for model in map(bare_module, prepared.models):
+            layers = [layer for layer in model.modules() if layer.training and _differs(layer)]
+            # A loop may use only the data, or another model, and statistics may be computed anew for an average.
+            is_used = all(_version(layer) != self._versions.get(layer) for layer in layers if _version(layer))
+            kinds = {type(layer).__name__ for layer in layers}
+            if kinds and is_used:
                 self.report(
                     f"the {type(model).__name__} was evaluated in training mode, in which {', '.join(sorted(kinds))} "
                     "computes other values",
@@ -62,7 +91,10 @@ class TrainModeEvaluation(Check):
 
 
 class EvalModeTraining(Check):
-    """A model is trained in evaluation mode: a loop has called ``eval()`` and never ``train()``."""
+    """A model is trained in evaluation mode: a loop has called ``eval()`` and never ``train()``.
+
+    A model with frozen parameters may be in evaluation mode on purpose.
+    """
 
     name = "training_in_eval_mode"
     is_hint = True
@@ -80,7 +112,7 @@ class EvalModeTraining(Check):
             kinds = {
                 type(layer).__name__ for layer in model.modules() if not layer.training and _differs(layer)
             }
-            is_stepped = any(id(parameter) in stepped for parameter in model.parameters())
+            is_stepped = all(id(parameter) in stepped for parameter in model.parameters())
             if model.training or not kinds or not is_stepped:
                 continue
             self._count += 1
@@ -93,8 +125,21 @@ class EvalModeTraining(Check):
 
 
 def _differs(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes something else in evaluation mode."""
-    return isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+    """Return whether a layer computes something else in evaluation mode.
+
+    Statistics without a momentum are means of all batches, which a loop in training mode computes on purpose.
+    """
+    if isinstance(layer, _BatchNorm):
+        return layer.momentum is not None
+    return isinstance(layer, _DropoutNd) and layer.p > 0
+
+
+def _version(layer: torch.nn.Module) -> int:
+    """Return a number that grows with each forward in training mode; 0 for a layer without running statistics."""
+    count = (
+        layer.num_batches_tracked if isinstance(layer, _BatchNorm) else None
+    )  # running_mean has no versions
+    return 0 if count is None else count._version + 1
 
 
 class UntrainedParameters(Check):
@@ -139,7 +184,8 @@ class MetricOfOneShare(Check):
 
     def before_show(self, prepared: Prepared, shown: Any) -> None:
         metric = _METRIC.search(str(shown))
-        if metric is not None and prepared.shared.num_data_ranks > 1:
+        names_rank = _RANK.search(str(shown))
+        if metric is not None and names_rank is None and prepared.shared.num_data_ranks > 1:
             self.report(
                 f"{metric[1]!r} is shown after an evaluation without a collective: it covers one share of the samples",
                 "Compute it from accelerator.gather_for_metrics((predictions, labels)) of all batches",
@@ -152,6 +198,9 @@ _METRIC = re.compile(
     re.IGNORECASE,
 )
 """The name of a metric and a number, unless the name says that the metric is computed in training."""
+
+_RANK = re.compile(r"\b(?:rank|process|worker|gpu|device|shard)\b\W{0,3}\d", re.IGNORECASE)
+"""A rank with its number, whose own metric is shown on purpose."""
 
 
 class DifferentOrders(Check):
@@ -179,6 +228,9 @@ class NeverStepped(Check):
     name = "no_optimizer_steps"
     is_hint = True
 
+    # The squares of gradients may be of interest by themselves, and a step may combine the gradients of many losses:
+    # a step withdraws the observation.
+
     def __init__(self, report: Report) -> None:
         super().__init__(report)
         self._num_cleared = 0
@@ -186,6 +238,8 @@ class NeverStepped(Check):
         self._changes = Changes()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        if self._num_cleared >= 3 * _NUM_STEPS and not self._has_stepped:
+            self.report("", "", judged_by="finally", step=0)
         self._has_stepped = True
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
@@ -203,7 +257,6 @@ class NeverStepped(Check):
                 f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
-                # Steps on some ranks are reported as such.
-                judged_by="distinct" if prepared.shared.num_data_ranks > 1 else "itself",
+                judged_by="finally",  # steps on some ranks are reported as such
                 step=0,
             )

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,8 @@ class DifferentReplicas(Check):
     """Ranks step with different gradients or weights, so each trains a different model.
 
     Models that the user averages in another way are left out: models with a communication hook, and models in
-    :class:`~nblaunch.LocalSGD` (``left_out``).
+    :class:`~nblaunch.LocalSGD` (``left_out``). An optimizer may step a share of the parameters on each rank, as
+    ``ZeroRedundancyOptimizer`` does, so only ranks that step the same parameters are compared.
     """
 
     name = "replicas_differ"
@@ -38,24 +40,26 @@ class DifferentReplicas(Check):
         for model in _replicated(prepared):
             if model in self.left_out:
                 continue
-            trained = [parameter for parameter in _averaged(model) if id(parameter) in owned]
-            if not trained:
+            averaged = _averaged(model)
+            places = [place for place, parameter in enumerate(averaged) if id(parameter) in owned]
+            if not places:
                 continue
+            trained = [averaged[place] for place in places]
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-            name = type(model.module).__name__
+            name, share = type(model.module).__name__, hash(tuple(places))
             # Report weights first: if these differ, gradients do, too.
             self.report(
                 f"the weights of the {name} differ between ranks",
                 "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make "
                 "the same change on every rank",
-                value=("weights", *elements_of(trained)),
+                value=(f"weights {share}", *elements_of(trained)),
                 judged_by="equal",
             )
             self.report(
                 f"the gradients of the {name} differ between ranks when the optimizer steps: nothing has averaged them",
                 "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
                 "no_sync() before the last backward pass of a step",
-                value=("gradients", *elements_of(gradients)),
+                value=(f"gradients {share}", *elements_of(gradients)),
                 judged_by="equal",
             )
 
@@ -86,7 +90,7 @@ class StepsOnSomeRanks(Check):
                 self.report(
                     f"optimizers change the {type(model.module).__name__} on some ranks only",
                     "Call optimizer.step() on every rank, even if only the main process saves and logs",
-                    value=("often" if often else "never",),
+                    value=("changes", "often" if often else "never"),
                     judged_by="equal",
                     step=_NUM_PASSES,
                 )
@@ -122,7 +126,7 @@ class DifferentStatistics(Check):
                     "Leave broadcast_buffers=True, convert the model with "
                     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate the model that accelerator.prepare() "
                     "returned",
-                    value=tuple(elements_of(means)),
+                    value=("statistics", *elements_of(means)),
                     judged_by="equal",
                 )
 
@@ -133,7 +137,11 @@ def _replicated(prepared: Prepared) -> Iterator[DistributedDataParallel]:
         return
     for model in prepared.models:
         wrapper = getattr(model, "_orig_mod", model)
-        if isinstance(wrapper, DistributedDataParallel) and not getattr(wrapper, "_comm_hooks", ()):
+        if not isinstance(wrapper, DistributedDataParallel):
+            continue
+        # The user may have wrapped it for a group of some ranks.
+        is_for_all = wrapper.process_group.size() == dist.get_world_size()
+        if is_for_all and not getattr(wrapper, "_comm_hooks", ()):
             yield wrapper
 
 
@@ -146,10 +154,11 @@ def _averaged(model: DistributedDataParallel) -> list[torch.nn.Parameter]:
 def elements_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return a few elements of a few of ``tensors``; waits for the device once."""
     step = max(1, -(-len(tensors) // _NUM_TENSORS))
-    taken = [
-        tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _NUM_ELEMENTS)][:_NUM_ELEMENTS].double()
+    flat = [
+        tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _NUM_ELEMENTS)][:_NUM_ELEMENTS]
         for tensor in tensors[::step]
         if tensor.numel() and tensor.layout is torch.strided
     ]
+    taken = [(torch.view_as_real(part).reshape(-1) if part.is_complex() else part).double() for part in flat]
     elements: list[float] = torch.cat(taken).cpu().tolist() if taken else []
     return elements

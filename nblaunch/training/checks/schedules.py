@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from nblaunch.training.checks.check import Check, Prepared, Report, Streaks
@@ -11,7 +13,7 @@ _NUM_WINDOWS = 2
 
 
 class ZeroLearningRate(Check):
-    """All groups of an optimizer have a learning rate of 0."""
+    """All groups of an optimizer have a learning rate of 0, and no other optimizer steps with a larger one."""
 
     name = "zero_learning_rate"
 
@@ -21,11 +23,14 @@ class ZeroLearningRate(Check):
 
     def begin_window(self) -> None:
         self._streaks = Streaks()
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that change weights
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         rates = _rates(optimizer)
         is_zero = bool(rates) and not any(rates)
-        if self._streaks.add(optimizer, is_zero) == _NUM_ZERO:
+        (self._others.discard if is_zero else self._others.add)(optimizer)
+        # Two optimizers may take turns, or a rate of 0 may freeze the layers of one of them for a while.
+        if self._streaks.add(optimizer, is_zero) >= _NUM_ZERO and not self._others:
             self.report(
                 f"the learning rate of the {type(optimizer).__name__} was 0 in {_NUM_ZERO} steps, which change nothing",
                 "Check the scheduler. A prepared one advances by the number of ranks in each step, so its total counts "

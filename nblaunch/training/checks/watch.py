@@ -102,6 +102,12 @@ class Watch:
         if self.is_looking:
             self._call("before_clip", self._prepared, optimizers)
 
+    def before_loop(self) -> int | None:
+        """Run checks before a loop over a prepared loader; return the number of collectives so far."""
+        if self._prepared is not None:
+            self._call("before_loop", self._prepared)
+        return self.num_collectives()
+
     def num_collectives(self) -> int | None:
         """Return how many collectives this process has called; None if that is unknown."""
         process = self._context()

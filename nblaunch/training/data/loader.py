@@ -157,7 +157,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._start_epoch()
         self._loop = loop = self._begin_loop(shared)
         first_step, num_trained, is_complete = loop.step, shared.losses.num_trained, False
-        num_collectives = shared.watch.num_collectives()
+        num_collectives = shared.watch.before_loop()
         try:
             yield shared, loop
             shared.process.backend.end_loop()
