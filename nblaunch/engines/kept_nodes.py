@@ -130,15 +130,20 @@ class KeptEngine(Engine):
         self._kept: list[NodeHandle] = []
         self._notes: Sequence[str] = ()
         self._in_use = threading.Lock()
-        self._is_retired = False
+        self._is_retired = self._is_closed = False
         self._pid = os.getpid()
 
     def lend(self) -> Engine:
         """Reserve the nodes for a launch, which closes the engine at its end.
 
         Raises:
-            LaunchError: another launch has them, or they were closed.
+            LaunchError: another launch has them, they were closed, or another process started them.
         """
+        if os.getpid() != self._pid:  # their pipes are closed here
+            raise LaunchError(
+                f"these nodes belong to process {self._pid}, from which this process was forked; make new ones with "
+                "Nodes(...)"
+            )
         if self._is_retired:
             raise LaunchError("these nodes were closed; make new ones with Nodes(...)")
         if not self._in_use.acquire(blocking=False):
@@ -173,7 +178,9 @@ class KeptEngine(Engine):
             for handle in self.take_kept():
                 handle.close(_CLOSE_S)
             self._engine.close()
+            self._is_closed = self._is_retired
         self._in_use.release()
+        self._close_if_retired()  # by another thread since
 
     def retire(self) -> None:
         """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
@@ -182,7 +189,10 @@ class KeptEngine(Engine):
             _never_collected.append(self)
             return
         self._is_retired = True
-        if self._in_use.acquire(blocking=False):
+        self._close_if_retired()
+
+    def _close_if_retired(self) -> None:
+        if self._is_retired and not self._is_closed and self._in_use.acquire(blocking=False):
             self.close()
 
 

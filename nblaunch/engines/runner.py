@@ -113,13 +113,15 @@ class EngineRunner(JobRunner):
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        handles = [link.leave() for link in self._links] if keeps and engine.keeps_nodes else []
-        kept = [handle for handle in handles if handle is not None]
-        if kept and len(kept) == len(self._links):
-            engine.keep(kept)
-        else:
-            end_all(self._links)
-        engine.close()
+        try:
+            handles = [link.leave() for link in self._links] if keeps and engine.keeps_nodes else []
+            kept = [handle for handle in handles if handle is not None]
+            if kept and len(kept) == len(self._links):
+                engine.keep(kept)
+            else:
+                end_all(self._links)
+        finally:
+            engine.close()
 
     def _release(self) -> None:
         if self._engine is not None:

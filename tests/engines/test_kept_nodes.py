@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
+from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
+from nblaunch.engines.kept_nodes import KeptEngine
+from nblaunch.errors import LaunchError
 from tests.kernels import Kernel
+from tests.signals_at_lines import with_signal_at_line
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -143,3 +150,59 @@ def test_nodes_that_end_again_before_the_call_is_loaded_are_named(ready: Kernel)
 def test_what_nodes_cannot_do_is_refused(notebook: Kernel, call: str, named: str) -> None:
     notebook.run("nodes = nblaunch.Nodes(2, engine='processes')")
     assert named in notebook.run(call, raises="ValueError").raised.value
+
+
+class _Handle(NodeHandle):
+    is_closed = False
+
+    def how_ended(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        self.is_closed = True
+
+    def close(self, patience_s: float) -> None:
+        self.is_closed = True
+
+
+class _Engine(Engine):
+    num_closed = 0
+
+    def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
+        return []
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_nodes_end_if_they_are_closed_at_any_line_of_the_end_of_their_launch() -> None:
+    """The launch may end in another thread."""
+    for number in range(1, 100):
+        started, handle = _Engine(), _Handle()
+        engine = KeptEngine(started)
+        engine.lend()
+        engine.keep([handle])
+        before = signal.signal(signal.SIGUSR1, lambda signum, frame: engine.retire())  # noqa: B023
+        try:
+            place, error = with_signal_at_line(number, signal.SIGUSR1, engine.close)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert error is None
+        if not place:
+            break
+        assert (handle.is_closed, started.num_closed) == (True, 1), place
+    assert number > 3, "few lines have run"
+
+
+def test_nodes_are_refused_in_a_forked_process() -> None:
+    engine = KeptEngine(_Engine())
+    child = os.fork()
+    if not child:
+        try:
+            engine.lend()
+        except LaunchError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    engine.lend()
