@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -46,7 +45,6 @@ from nblaunch.wire.pickling import payload
 RECORD, END, END_RESERVE, EVENTS = "record.json", "end.json", "end.reserve", "events"
 RESULT, WEIGHTS, ERROR = "result", "weights", "error"
 MAX_END_BYTES = 1 << 16
-_RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,18 @@ class Unusable(LookupError):
 class JobFolder(LogFolder):
     """The folder of a detached job. It is opened and checked for each access.
 
+    Args:
+        path: path of the folder.
+        patience_s: how long a reader waits while this process has no free descriptor.
+
     Attributes:
         id: short name of the job.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_s: float = 10.0) -> None:
         super().__init__(path)
         self.id = path.name
+        self._patience_s = patience_s
         self._user_key = b""
 
     def open(self) -> int:
@@ -157,8 +160,12 @@ class JobFolder(LogFolder):
 
     def opener(self, path: str, flags: int) -> int:
         """Open a file of the folder, as :func:`os.open`."""
-        with self.opened() as fd:
-            return os.open(Path(path).relative_to(self.path), flags, dir_fd=fd)
+
+        def opened() -> int:
+            with self.opened() as fd:
+                return os.open(Path(path).relative_to(self.path), flags, dir_fd=fd)
+
+        return descriptors.when_free(opened, self._patience_s)
 
     def key(self, name: str) -> bytes:
         """Return the key of a file, which is valid for no other file or job.
@@ -175,12 +182,16 @@ class JobFolder(LogFolder):
 
     def modified(self, name: str) -> tuple[int, int] | None:
         """Return a value that changes when a file is replaced, and the file's time in nanoseconds; None if missing."""
-        try:
+
+        def status() -> os.stat_result:
             with self.opened() as fd:
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+        try:
+            found = descriptors.when_free(status, self._patience_s)
         except FileNotFoundError:
             return None
-        return status.st_ino, status.st_mtime_ns
+        return found.st_ino, found.st_mtime_ns
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -195,9 +206,9 @@ class JobFolder(LogFolder):
         if record is None:
             if self.modified(EVENTS) is None:
                 raise LookupError(f"{self.path} is not the folder of a detached job")
-            raise self._damaged(RECORD, "it is missing")
+            raise self.damaged(RECORD, "it is missing")
         if record.id != self.id:
-            raise self._damaged(RECORD, f"it belongs to {record.id!r:.80}")
+            raise self.damaged(RECORD, f"it belongs to {record.id!r:.80}")
         return record
 
     def load_end(self) -> End | None:
@@ -221,7 +232,7 @@ class JobFolder(LogFolder):
         try:
             body = signing.unseal(sealed, self.key(name))
         except ValueError as error:
-            raise self._damaged(name, str(error)) from None
+            raise self.damaged(name, str(error)) from None
         try:
             value = pickle.loads(body)
             if not isinstance(value, cls) or not all(hasattr(value, field.name) for field in fields(cls)):
@@ -238,11 +249,10 @@ class JobFolder(LogFolder):
             FileNotFoundError: the folder was removed.
             Exception: any error of unpickling.
         """
-        with self.opened() as folder_fd:
-            try:
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
-            except FileNotFoundError:
+        if self.modified(name) is None:
+            with self.opened():  # raises if the folder is missing
                 return None
+        fd = self.opener(str(self.path / name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return payload.load_mapped(fd, key=self.key(name))
         finally:
@@ -265,17 +275,14 @@ class JobFolder(LogFolder):
             return os.listdir(fd)
 
     def _read(self, name: str) -> bytes | None:
-        """Return the contents of a file; wait while this process has no free descriptor."""
-        while True:
-            try:
-                with self.opened() as fd:
-                    return files.read(fd, name)
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                if not descriptors.have_run_out(error):
-                    raise
-                time.sleep(_RETRY_S)
+        def read() -> bytes | None:
+            with self.opened() as fd:
+                return files.read(fd, name)
+
+        try:
+            return descriptors.when_free(read, self._patience_s)
+        except FileNotFoundError:
+            return None
 
     def _load_plain(self, name: str, cls: type[Any]) -> Any:
         text = self._read(name)
@@ -286,9 +293,10 @@ class JobFolder(LogFolder):
         except OtherFormat as error:
             raise self.of_another_version(error.head, f"{name}: {error}") from None
         except ValueError as error:
-            raise self._damaged(name, str(error)) from None
+            raise self.damaged(name, str(error)) from None
 
-    def _damaged(self, name: str, what: str) -> Unusable:
+    def damaged(self, name: str, what: str) -> Unusable:
+        """Return the error about a file that can't be read."""
         reason = f"{name} can't be read: {what}"
         return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
 

@@ -9,6 +9,7 @@ The thread ends with the job, or with :meth:`JobFollower.detach`.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -98,6 +99,7 @@ class JobFollower(Job):
         if launch is None:
             raise Unusable("damaged", "", f"{folder.id} is damaged: {folder.path / 'launch'} is missing")
         restore_sources(launch.sources)
+        folder = JobFolder(folder.path, patience_s=math.inf)  # a lack of descriptors does not end the job
         endpoint = Endpoint(folder.path, self._record.address)
         super().__init__(
             launch.spec, _plan_of(self._record, launch), folder, RemoteRequests(endpoint), listeners

@@ -52,7 +52,10 @@ def open_home() -> Home:
     state, why = _state_folder()
     if state is not None:
         try:
-            return Home(state, _made_key(state))
+            key = _made_key(state)
+            if os.access(state, os.W_OK):
+                return Home(state, key)
+            why = f"{state} is not writable"  # although it has a key, from an earlier job
         except PermissionError as error:
             if error.errno is None:  # the folder exists and is open to other users
                 raise

@@ -28,7 +28,6 @@ class JobReader:
         log_limits: rank -> number of bytes that :meth:`catch_up` reads of its last log.
 
     Raises:
-        OSError: the events can't be opened.
         Unusable: the events can't be read.
     """
 
@@ -52,7 +51,10 @@ class JobReader:
         self._snapshot_mark: Any = None
         self.has_ended_ranks = False
         key = folder.key(EVENTS)
-        fd = folder.opener(str(folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = folder.opener(str(folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise folder.damaged(EVENTS, str(error.strerror or error)) from None
         self._receiver = EventReceiver(fd, f"job {folder.id}", key)
 
     def read_events(self) -> list[Event]:

@@ -122,8 +122,9 @@ class Recorder:
         Raises:
             OSError: the files can't be written.
         """
-        self._folder.write(self._launch)
-        self._folder.write_plain(self._record)
+        with self._lock:  # a request may restore these files at the same time
+            self._folder.write(self._launch)
+            self._folder.write_plain(self._record)
 
     def on_event(self, event: Event) -> None:
         """Append an event; the last one follows all other data."""
@@ -199,11 +200,11 @@ class Recorder:
         self.publish()
 
     def _move_events(self, new_fd: int, key: bytes) -> None:
-        at = 0
-        while chunk := os.pread(self._events_fd, _COPY_BYTES, at):
-            at += len(chunk)
-            while chunk:
-                chunk = chunk[os.write(new_fd, chunk) :]
+        try:
+            _copy(self._events_fd, new_fd)
+        except BaseException:  # tried again at the next check
+            descriptors.close(new_fd)
+            raise
         descriptors.close(self._events_fd)
         self._events_fd, self._sender = new_fd, EventSender(new_fd, key)
 
@@ -249,7 +250,7 @@ class Recorder:
         outcome = self._outcome()
         assert outcome is not None, "the job has ended"
         folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
-        saving = _Saving(self._requests.endings)
+        saving = _Saving()
         # The result first and separately, so that a problem with the weights, which may be large, can't lose it.
         parts: dict[str, _Part] = {}
         if outcome.status == "done" or values:
@@ -357,17 +358,18 @@ class _Part:
 
 
 class _Saving:
-    """Decides whether to give up unwritten data, on a request that came after the end of the job.
+    """Decides whether to give up unwritten data, on a request that came after the process began to wait.
 
-    Args:
-        endings: number of requests to end the job that arrived before its end.
+    An earlier request was meant for the training: its user could not know that the disk is full.
     """
 
-    def __init__(self, endings: int) -> None:
-        self._endings = endings
+    def __init__(self) -> None:
+        self._earlier: int | None = None
 
     def is_given_up(self, requests: JobRequests) -> bool:
-        return requests.endings > self._endings
+        if self._earlier is None:
+            self._earlier = requests.endings
+        return requests.endings > self._earlier
 
 
 def _make_events(folder_fd: int) -> int:
@@ -375,6 +377,14 @@ def _make_events(folder_fd: int) -> int:
     fd = os.open(EVENTS, flags, 0o600, dir_fd=folder_fd)
     descriptors.keep_from_children(fd)
     return fd
+
+
+def _copy(from_fd: int, to_fd: int) -> None:
+    at = 0
+    while chunk := os.pread(from_fd, _COPY_BYTES, at):
+        at += len(chunk)
+        while chunk:
+            chunk = chunk[os.write(to_fd, chunk) :]
 
 
 def _exists(folder_fd: int, name: str) -> bool:

@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from nblaunch.errors import warn
 from nblaunch.host import descriptors, files, proc
 from nblaunch.launcher.requests import JobRequests
 
@@ -37,6 +39,7 @@ _MAX_REQUEST_BYTES = 256
 _PATIENCE_S = 2.0
 _STACKS_S = 10.0
 _RETRY_S = 0.1
+_FULL_S = 0.02
 _LOOK_S = 1.0
 
 _HAS_NAMES = sys.platform == "linux"
@@ -79,14 +82,23 @@ class Endpoint:
             return descriptors.have_run_out(error)
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
-        """Return the reply to a request; empty if no job process replies."""
-        try:
-            with self.connected() as connection:
-                connection.settimeout(timeout_s)
-                connection.sendall(request.encode())
-                return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
-        except OSError:
-            return ""
+        """Return the reply to a request; empty if no job process replies.
+
+        While too many other requests wait, for example because many processes attach at once, this one waits, too.
+        """
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                with self.connected() as connection:
+                    connection.settimeout(timeout_s)
+                    connection.sendall(request.encode())
+                    return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode(errors="replace")
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    return ""
+                time.sleep(_FULL_S)
+            except OSError:
+                return ""
 
     @contextmanager
     def connected(self) -> Iterator[socket.socket]:
@@ -227,7 +239,10 @@ def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
 
 
 class RemoteRequests:
-    """Requests to a job of another process. They have no effect once it has ended."""
+    """Requests to a job of another process. They have no effect once it has ended.
+
+    A warning says if the process runs but does not reply.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -235,16 +250,24 @@ class RemoteRequests:
 
     def stop(self) -> None:
         """Ask the loops of all ranks to end at the same step."""
-        self._endpoint.ask("stop")
+        self._request("stop")
 
     def interrupt(self) -> None:
         """Interrupt the workers, with a grace period; the second call kills them."""
         self.interrupts += 1
-        self._endpoint.ask("interrupt")
+        self._request("interrupt")
 
     def cancel(self) -> None:
         """Kill the workers at once."""
-        self._endpoint.ask("cancel")
+        self._request("cancel")
+
+    def _request(self, request: str) -> None:
+        if self._endpoint.ask(request) != TAKEN and self._endpoint.is_served():
+            warn(
+                f"the process of {self._endpoint.folder.name} did not answer the request ({request}) within "
+                f"{_PATIENCE_S:g} s, because it is busy or stopped. It may carry it out later; `nblaunch jobs` shows "
+                "its status"
+            )
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is."""

@@ -13,11 +13,17 @@ import fcntl
 import os
 import select
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _HIGH = 960
 """Below the usual limit, 1024. Higher numbers cost memory, because the system's table reaches up to the highest."""
+
+_RETRY_S = 0.1
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -71,6 +77,18 @@ def occupy_standard_ones() -> None:
 def have_run_out(error: OSError) -> bool:
     """Return whether ``error`` means that this process, or the system, has no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def when_free(call: Callable[[], T], patience_s: float) -> T:
+    """Return ``call()``; wait up to ``patience_s`` seconds while it raises because there is no descriptor left."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if not have_run_out(error) or time.monotonic() >= until_s:
+                raise
+            time.sleep(_RETRY_S)
 
 
 def check_room(count: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
+from nblaunch.host import descriptors
+
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PART_BYTES = 1 << 16
@@ -24,16 +26,18 @@ def read(path: Path | str) -> str:
 def read_bytes(path: Path | str) -> bytes:
     """Return a file's contents; empty if it can't be read, for example because its process has ended."""
     try:
-        fd = os.open(path, os.O_RDONLY)  # not open(), which makes three more system calls
+        return _contents(path)
     except OSError:
         return b""
+
+
+def _contents(path: Path | str) -> bytes:
+    fd = os.open(path, os.O_RDONLY)  # not open(), which makes three more system calls
     try:
         parts = [os.read(fd, _PART_BYTES)]
         while parts[-1]:
             parts.append(os.read(fd, _PART_BYTES))
         return b"".join(parts)
-    except OSError:
-        return b""
     finally:
         os.close(fd)
 
@@ -101,14 +105,24 @@ def start_ticks(pid: int) -> int:
 
     Source: proc_pid_stat(5), starttime. A zombie has ended.
     """
-    fields = _stat_fields(pid)
+    return _start_ticks(_stat_fields(pid))
+
+
+def _start_ticks(fields: list[str]) -> int:
     return int(fields[_START]) if len(fields) > _START and fields[0] not in "ZX" else 0
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Return whether process ``pid`` runs and started at ``started`` (:func:`start_ticks`; 0 = unknown)."""
+    """Return whether process ``pid`` runs and started at ``started`` (:func:`start_ticks`; 0 = unknown).
+
+    While this process has no free descriptor, the other process is taken to run.
+    """
     if started:
-        return start_ticks(pid) == started
+        try:
+            stat = _contents(f"/proc/{pid}/stat")
+        except OSError as error:
+            return descriptors.have_run_out(error)
+        return _start_ticks(_fields(stat.decode(errors="replace"))) == started
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -158,7 +172,11 @@ def caught_signals(pid: int) -> int:
 
 def _stat_fields(pid: int, thread: str = "") -> list[str]:
     """Return the fields after the command's name, for the whole process or for one of its threads."""
-    return _read(pid, f"task/{thread}/stat" if thread else "stat").rpartition(")")[2].split()
+    return _fields(_read(pid, f"task/{thread}/stat" if thread else "stat"))
+
+
+def _fields(stat: str) -> list[str]:
+    return stat.rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> str:

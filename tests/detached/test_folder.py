@@ -8,9 +8,11 @@ import os
 import pickle
 import shutil
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,7 @@ from nblaunch.detached.requests import Endpoint
 from nblaunch.errors import JobLost, NblaunchError, ResultError
 from nblaunch.events import AttemptStarted, Event, Fact, HostMemory, JobEnded, LogLines, Started
 from nblaunch.host import files
-from nblaunch.host.machine import ProcessMark
+from nblaunch.host.machine import ProcessMark, ProcessState
 from nblaunch.launcher.joblog import JobLog
 from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.launcher.plan import plan_launch
@@ -62,12 +64,15 @@ def _launch() -> Launch:
 
 @contextmanager
 def recorded(
-    outcome: JobOutcome | None = None, job_id: str = "train-3f9a2c", **changes: Any
+    outcome: JobOutcome | None = None,
+    job_id: str = "train-3f9a2c",
+    requests: JobRequests | None = None,
+    **changes: Any,
 ) -> Iterator[tuple[JobFolder, Recorder]]:
     """Yield the folder of a job and its writer, as the job process uses them."""
     home = open_home()
     log = JobLog(str(home.path), job_id)
-    requests = JobRequests()
+    requests = requests or JobRequests()
     recorder = Recorder(
         JobFolder(log.path), log, _record(job_id, **changes), _launch(), lambda: outcome, requests
     )
@@ -167,6 +172,13 @@ def test_swapped_folder_is_not_read(own_folder: Path, monkeypatch: pytest.Monkey
             look()
     assert RAN == []
     assert listed is None or listed.status in ("done", "damaged")
+
+
+@pytest.mark.parametrize("name", ["launch", "events"])
+def test_a_job_without_a_file_is_refused(name: str) -> None:
+    (_ended(JobOutcome("done", values={0: 7})).path / name).unlink()
+    with pytest.raises(LookupError, match=name):
+        nblaunch.attach(dashboard="none")
 
 
 @pytest.mark.parametrize("name", ["launch", "snapshot", "events", "result", "error"])
@@ -507,7 +519,8 @@ def test_requests_are_served_after_descriptors_have_run_out(
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", refuse)
         # the server already waits for this descriptor
-        requests.RemoteRequests(Endpoint(own_folder)).interrupt()
+        with pytest.warns(UserWarning, match="did not answer"):
+            requests.RemoteRequests(Endpoint(own_folder)).interrupt()
         assert refused.wait(10)
     requests.RemoteRequests(Endpoint(own_folder)).stop()
     assert server.stopped.wait(10)
@@ -520,6 +533,34 @@ def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder:
         with socket.socket(socket.AF_UNIX) as waiting:
             waiting.connect(address)
             assert Endpoint(own_folder).is_served()
+
+
+def test_a_request_waits_while_too_many_others_wait(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = threading.Event()
+    sleep = time.sleep
+
+    def sleep_noted(duration_s: float) -> None:
+        refused.set()
+        sleep(duration_s)
+
+    monkeypatch.setattr(requests.time, "sleep", sleep_noted)
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as other:
+        with requests.address_in(own_folder) as address:
+            listening.bind(address)
+            listening.listen(0)
+            listening.settimeout(10)
+            other.connect(address)
+        asking = threading.Thread(target=requests.RemoteRequests(Endpoint(own_folder)).stop)
+        asking.start()
+        assert refused.wait(10)
+        listening.accept()[0].close()
+        connection, _ = listening.accept()
+        with connection:
+            assert connection.recv(100) == b"stop"
+            connection.sendall(b"ok")
+        asking.join(10)
 
 
 def test_weights_and_values_come_back_as_they_were() -> None:
@@ -576,6 +617,27 @@ def test_a_result_that_is_removed_while_the_weights_are_written_is_not_lost(own_
     assert outcome.unloaded_weights[0] == {"weight": "pickled"}
 
 
+class _Growing:
+    """A value for which the disk has no room at first, and during whose writing a user stops the job."""
+
+    requests: JobRequests | None = None
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        requests, _Growing.requests = _Growing.requests, None
+        if requests is not None:
+            requests.stop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return str, ("written",)
+
+
+def test_a_stop_before_the_disk_is_known_to_be_full_does_not_discard_the_result() -> None:
+    requests = _Growing.requests = JobRequests()
+    outcome = JobOutcome("done", values={0: _Growing()})
+    with recorded(outcome, requests=requests) as (folder, recorder):
+        recorder.on_event(JobEnded(-1, 2.0, "done"))
+        assert dict(_outcome(folder).values) == {0: "written"}
+
+
 def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
     states = {0: {"weight": _Unreadable()}}
     outcome = _outcome(_ended(JobOutcome("done", values={0: 7}, unloaded_weights=states)))
@@ -587,14 +649,20 @@ def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
 def test_a_moment_without_descriptors_is_no_end_of_a_job(server: _Requests, own_folder: Path) -> None:
     with recorded() as (folder, recorder):
         recorder.on_readings([])
-        loaded: list[Snapshot | None] = []
-        reader = threading.Thread(target=lambda: loaded.append(folder.load(Snapshot)))
-        with no_descriptor_left():
-            assert Endpoint(own_folder).is_served()
-            reader.start()
-            assert not loaded
-        reader.join(10)
-        assert [list(one.readings) for one in loaded if one is not None] == [[]]
+        mark, names = ProcessMark.own(), [folder.path / "events", folder.path / "snapshot"]
+        looks: list[Callable[[], Any]] = [
+            lambda: folder.load(Snapshot),
+            lambda: folder.modified("snapshot"),
+            lambda: [os.close(folder.opener(str(name), os.O_RDONLY)) for name in names],
+        ]
+        with ThreadPoolExecutor(len(looks)) as pool:
+            assert all(future.result(10) for future in [pool.submit(look) for look in looks])
+            with no_descriptor_left():
+                assert Endpoint(own_folder).is_served()
+                assert mark.state(0.0) is ProcessState.RUNS
+                futures = [pool.submit(look) for look in looks]
+                assert not wait(futures, 0.1).done
+            assert all(future.result(10) for future in futures)
 
 
 def test_one_that_attaches_late_sees_the_peak_of_memory() -> None:
@@ -639,3 +707,64 @@ def test_events_that_the_disk_has_no_room_for_are_written_when_it_has(
         assert _facts(folder) == ["first"]
         recorder.on_event(Fact(-1, 0.0, "last", "z"))
         assert _facts(folder) == ["first", "second", "last"]
+
+
+def test_files_that_a_request_restores_while_they_are_written_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process may list jobs before the files of a new one exist."""
+    with recorded() as (folder, recorder):
+        (folder.path / "record.json").unlink()
+        sync = os.fsync
+        others: list[threading.Thread] = []
+
+        def restore_first(fd: int) -> None:
+            if not others:
+                others.append(threading.Thread(target=recorder.restore))
+                others[0].start()
+                others[0].join(0.3)  # it waits for this thread
+            sync(fd)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, "fsync", restore_first)
+            recorder.publish()
+        others[0].join(10)
+        assert folder.load_record() == _record()
+
+
+def test_events_are_restored_once_the_disk_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recorded() as (folder, recorder):
+        recorder.on_event(Fact(-1, 0.0, "first", "x"))
+        (folder.path / "events").unlink()
+
+        def refuse(fd: int, data: bytes) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr("nblaunch.detached.recorder.os.write", refuse)
+            assert all(recorder.restore() for _ in range(3))
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert recorder.restore() == ""
+        assert _facts(folder) == ["first"]
+
+
+def test_jobs_are_stored_elsewhere_once_the_home_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("can't mount")
+    try:
+        monkeypatch.delenv("NBLAUNCH_LOG_DIR")
+        monkeypatch.setenv("XDG_STATE_HOME", str(disk))
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        before = open_home()
+        assert before.path.is_relative_to(disk)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        after = open_home()
+        assert not after.path.is_relative_to(disk)
+        assert f"{before.path} is not writable" in after.why_temporary
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
