@@ -188,10 +188,10 @@ class JobFolder(LogFolder):
                 return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
         try:
-            found = descriptors.when_free(status, self._patience_s)
+            file_status = descriptors.when_free(status, self._patience_s)
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return file_status.st_ino, file_status.st_mtime_ns
 
     # --- reading -------------------------------------------------------------------------------------------------
 
