@@ -17,6 +17,7 @@ import pytest
 
 from tests.kernels import Kernel
 from tests.profiles import PROFILES, python_of
+from tests.thorough import thorough
 
 PREAMBLE = """
 import os, time, torch, nblaunch
@@ -199,7 +200,7 @@ OTHER_VERSIONS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", OTHER_VERSIONS)
+@pytest.mark.parametrize("what", ["events with other fields", *map(thorough, list(OTHER_VERSIONS)[1:])])
 def test_a_job_of_another_version_is_listed_and_can_be_read_and_stopped(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120).value
@@ -306,7 +307,7 @@ REMOVALS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", REMOVALS)
+@pytest.mark.parametrize("what", ["folder", thorough("jobs"), "old files"])
 def test_running_job_restores_removed_files(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value

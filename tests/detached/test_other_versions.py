@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.detached.other_versions import Installation
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,7 +31,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("function", ENDS)
+@pytest.mark.parametrize("function", ["train", thorough("disagree")])
 def test_a_job_goes_on_when_its_nblaunch_is_replaced(tmp_path: Path, function: str) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch(function)
@@ -52,6 +53,7 @@ def test_a_job_is_restarted_when_its_nblaunch_is_replaced(tmp_path: Path) -> Non
     assert shown.endswith("attempt 1\n"), shown
 
 
+@pytest.mark.thorough
 def test_fresh_interpreters_of_another_version_are_refused_with_the_reason(tmp_path: Path) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch("fail", "{'max_restarts': 1, 'start_method': 'spawn'}")
