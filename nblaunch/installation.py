@@ -49,7 +49,7 @@ _keeps_modules = False
 
 
 def check_import() -> None:
-    """Refuse to import a module of another version.
+    """Raise an error if a module of another version would be imported.
 
     Raises:
         LaunchError: the installed version is not the one that this process runs, or none is installed.
@@ -59,7 +59,7 @@ def check_import() -> None:
 
 
 def check_new_process() -> None:
-    """Refuse to start a fresh interpreter, which would run another version.
+    """Raise an error if a fresh interpreter would run another version.
 
     Raises:
         LaunchError: the installed version is not the one that this process runs, or none is installed.

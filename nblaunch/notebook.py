@@ -376,7 +376,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
             # Not earlier: a rejected launch ends kept failures only if they may hold the devices.
             release_kept_failures()
     except BaseException as error:
-        dashboards.close_refused(listeners, error)
+        dashboards.close_rejected(listeners, error)
         raise
     dashboards.connect(listeners, job)
     remember(job)

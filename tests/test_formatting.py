@@ -107,7 +107,7 @@ def test_sizes_are_read(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", 0, -5, None, "5PB", "1.2.3GB", 2.5])
-def test_invalid_sizes_are_refused(text: Any) -> None:
+def test_invalid_sizes_are_rejected(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size; pass"):
         formatting.parse_size(text)
 

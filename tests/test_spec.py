@@ -1,4 +1,4 @@
-"""Invalid input is refused with a clear message before anything is started."""
+"""Invalid input is rejected with a clear message before anything is started."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Trainer:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Fail the test if any code starts a process."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def reject(*args: Any, **kwargs: Any) -> None:
         started.append(args)
         raise AssertionError("a process was started")
 
     started: list[Any] = []
-    monkeypatch.setattr(os, "fork", refuse)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "fork", reject)
+    monkeypatch.setattr(subprocess, "Popen", reject)
     monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path / "logs"))
     yield
     assert started == []
@@ -69,7 +69,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         def device_count(self) -> int:
             return 2
 
-        def precision_refusal(self, precision: str) -> str | None:
+        def precision_problem(self, precision: str) -> str | None:
             return "bf16 needs a newer GPU" if precision == "bf16" else None
 
     monkeypatch.setitem(backends._registered, "gpus", Gpus())
@@ -159,7 +159,7 @@ def _without_addresses(value: object) -> str:
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), BAD, ids=_without_addresses)
-def test_it_is_refused_with_its_name_its_value_and_the_valid_ones(
+def test_it_is_rejected_with_its_name_its_value_and_the_valid_ones(
     arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(kind) as caught:

@@ -152,11 +152,11 @@ class Backend(ABC):
         """Return why this host's devices of this family can't be used and were therefore not chosen."""
         return None
 
-    def launch_refusal(self) -> str | None:
+    def launch_problem(self) -> str | None:
         """Return why no worker can use the devices now, however it starts, and what to do; None if workers can."""
         return None
 
-    def count_refusal(self, num_processes: int) -> str | None:
+    def count_problem(self, num_processes: int) -> str | None:
         """Return why this number of workers can't start although there are enough devices; None if it can."""
         return None
 
@@ -214,7 +214,7 @@ class Backend(ABC):
         """Return the device of this worker; may create its context."""
 
     @abstractmethod
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         """Return None if this device can use ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``, or else why it can't."""
 
     def computes_in_full(self, precision: str) -> bool:
@@ -223,7 +223,7 @@ class Backend(ABC):
 
     def check_precision(self, precision: str) -> None:
         """Raise ValueError with the reason if this device can neither use nor replace ``precision``."""
-        reason = self.precision_refusal(precision)
+        reason = self.precision_problem(precision)
         if reason is not None and not self.computes_in_full(precision):
             raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
 

@@ -65,7 +65,7 @@ class CpuBackend(Backend):
 
         return torch.device("cpu")
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision == "fp16":
             return "fp16 needs a GPU: the CPU computes in full precision instead; mixed_precision='bf16' works on CPUs"
         if precision == "fp8":

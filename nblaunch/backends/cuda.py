@@ -28,7 +28,7 @@ class CudaBackend(GpuBackend):
     shares_devices = True
     runtime = first_use.CUDA
 
-    def build_refusal(self) -> str | None:
+    def build_problem(self) -> str | None:
         import torch
 
         if torch.version.cuda is not None:
@@ -47,7 +47,7 @@ class CudaBackend(GpuBackend):
                     "profiles, `nvidia-smi mig -cgi PROFILE -C` creates an instance"
                 )
             return f"CUDA_VISIBLE_DEVICES={value!r} hides all {len(physical)} GPUs"
-        return self.build_refusal() or ""
+        return self.build_problem() or ""
 
     def overlooked(self) -> str | None:
         return super().overlooked() if self.device_count() else gpus.uncounted()
@@ -86,9 +86,9 @@ class CudaBackend(GpuBackend):
             changes["CUDA_VISIBLE_DEVICES"] = instances[topology.local_rank % len(instances)]
         return changes
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision != "fp8":
-            return super().precision_refusal(precision)
+            return super().precision_problem(precision)
         if not is_installed("torchao"):
             return "fp8 needs torchao, which is not installed: pip install torchao"
         torch: Any = sys.modules.get("torch")

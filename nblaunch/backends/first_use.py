@@ -19,7 +19,7 @@ library nor an open device file proves anything: NVML opens ``/dev/nvidia-uvm`` 
 DeepSpeed and torchao ask NVML when they count GPUs. nblaunch therefore asks the driver whether CUDA is initialised.
 
 On a machine with accelerators, the first ``backward`` of a process starts one engine thread per device. A fork copies
-the engine's tables but not its threads, and torch then refuses every ``backward`` in the child. No flag of torch
+the engine's tables but not its threads, and torch then rejects every ``backward`` in the child. No flag of torch
 reports that, and it can't be undone, so nblaunch tries a backward in a throw-away child. Source:
 torch/csrc/autograd/engine.cpp (``in_bad_autograd_fork``, ``forked_autograd_child``).
 """
@@ -44,7 +44,7 @@ from nblaunch import attached_debugger, env, packages
 from nblaunch.host import proc
 
 _NUM_FRAMES = 200
-_POISONED = "torch refuses to use GPUs in a forked process"
+_POISONED = "torch can't use GPUs in a forked process"
 _EARLIER_BACKWARD = "autograd's threading"  # torch's words: torch/csrc/autograd/engine.cpp
 _ASKED = (
     "has called the {} driver through torch (torch.{}.is_available() can do that), and a forked process can't use "
@@ -192,7 +192,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do what a worker does first, in a probe process. Raises if torch refuses it."""
+    """Do what a worker does first, in a probe process. Raises if torch rejects it."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():

@@ -46,19 +46,19 @@ class GpuBackend(Backend):
     # --- launcher's half -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def build_refusal(self) -> str | None:
+    def build_problem(self) -> str | None:
         """Return why the installed torch can't compute on such GPUs, and what to install; None if it can."""
 
     def affinity(self) -> int:
-        return 10 if self.device_count() > 0 and self.build_refusal() is None else 0
+        return 10 if self.device_count() > 0 and self.build_problem() is None else 0
 
     def overlooked(self) -> str | None:
         count = self.device_count()
-        refusal = self.build_refusal() if count else None
-        if refusal is None:
+        problem = self.build_problem() if count else None
+        if problem is None:
             return None
         verb = "are" if count > 1 else "is"
-        return f"{formatting.count(count, self.device_noun)} {verb} here, but can't be used: {refusal}"
+        return f"{formatting.count(count, self.device_noun)} {verb} here, but can't be used: {problem}"
 
     def fork_hazard(self) -> str | None:
         hazard = first_use.gpu_hazard(self.runtime)
@@ -104,7 +104,7 @@ class GpuBackend(Backend):
 
         # torch advises init_process_group(device_id=...), which users can't pass here; the device is already right.
         warnings.filterwarnings("ignore", _ADVICE_ON_DEVICE, UserWarning)
-        # NCCL refuses two ranks on one GPU, or on instances of one GPU; gloo accepts them.
+        # NCCL rejects two ranks on one GPU, or on instances of one GPU; gloo accepts them.
         count = self._torch_module().device_count()
         # SLURM gives each process its own GPU.
         has_own = count == 1 and not env.read(_CHOSEN_BY_LOCAL_RANK)
@@ -112,7 +112,7 @@ class GpuBackend(Backend):
         dist_backend = self.dist_backend if fits and dist.is_backend_available(self.dist_backend) else "gloo"
         process_group.join(dist_backend, topology, timeout_s)
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
         # The launcher asks before it forks, and torch would create a context to answer. Workers check it themselves.
@@ -172,7 +172,7 @@ class GpuBackend(Backend):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 _FULL = re.compile(r"(cuda|hip|xpu)\b.*out of memory|out of memory.*(cuda|hip|xpu)\b", re.DOTALL)
-_REFUSALS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
+_REJECTIONS = ("cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 _OUT_OF_MEMORY = (
     "GPU memory ran out.",  # the message has the numbers
     "Try a smaller batch with gradient_accumulation_steps (find_executable_batch_size); mixed_precision='bf16' or "
@@ -252,7 +252,7 @@ FAULTS = (
     ),
     Fault(
         r"Duplicate GPU detected",
-        "Two ranks compute on the same GPU, which NCCL refuses.",
+        "Two ranks compute on the same GPU, which NCCL rejects.",
         "accelerator.device, or torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before CUDA is used, instead of "
         "'cuda' or 'cuda:0'; as many ranks as GPUs at most, or init_process_group('gloo')",
     ),
@@ -270,5 +270,5 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if torch is None:
         return False
     text = str(error).lower()
-    is_named = _FULL.search(text) is not None or any(words in text for words in _REFUSALS)
+    is_named = _FULL.search(text) is not None or any(words in text for words in _REJECTIONS)
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_named)

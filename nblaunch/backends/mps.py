@@ -69,7 +69,7 @@ class MpsBackend(Backend):
 
         return torch.device("mps")
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
         needed = {"fp16": "2.8", "bf16": "2.6"}.get(precision)  # for gradient scaling; for autocast

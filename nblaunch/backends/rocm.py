@@ -24,7 +24,7 @@ class RocmBackend(GpuBackend):
     shares_devices = True
     runtime = first_use.ROCM
 
-    def build_refusal(self) -> str | None:
+    def build_problem(self) -> str | None:
         import torch
 
         if torch.version.hip is not None:
@@ -40,7 +40,7 @@ class RocmBackend(GpuBackend):
             )
         if not self.device_count():
             return f"HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or CUDA_VISIBLE_DEVICES hides all {num_physical} GPUs"
-        return self.build_refusal() or ""
+        return self.build_problem() or ""
 
     def device_count(self) -> int:
         return len(drm.visible_amd_gpus())

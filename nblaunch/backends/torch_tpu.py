@@ -106,11 +106,11 @@ class TorchTpuBackend(Backend):
     def device_count(self) -> int:
         return sum(count for kind, count in tpu.vfio_chips().items() if kind in MESHES)
 
-    def launch_refusal(self) -> str | None:
-        refusal = tpu.slice_of_host(self.device_count()).refusal()
-        return refusal if refusal is not None else tpu.holder_refusal(is_ours=is_initialised())
+    def launch_problem(self) -> str | None:
+        problem = tpu.slice_of_host(self.device_count()).problem()
+        return problem if problem is not None else tpu.holder_problem(is_ours=is_initialised())
 
-    def count_refusal(self, num_processes: int) -> str | None:
+    def count_problem(self, num_processes: int) -> str | None:
         meshes = self._meshes()
         if num_processes in meshes:
             return None
@@ -184,7 +184,7 @@ class TorchTpuBackend(Backend):
 
         return torch.device("tpu", 0)  # the worker's only chip
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision == "fp16":
             return "gradient scaling for fp16 has not been tested with torch_tpu; use mixed_precision='bf16'"
         if precision == "fp8":

@@ -115,16 +115,16 @@ class XlaBackend(Backend):
         """Whether more workers than devices make sense: on the CPU."""
         return xla_runtime.kind() == "CPU"
 
-    def launch_refusal(self) -> str | None:
+    def launch_problem(self) -> str | None:
         mismatch = xla_runtime.version_mismatch()
         if mismatch is not None or xla_runtime.kind() != "TPU":
             return mismatch
-        refusal = xla_runtime.unknown_chips() or xla_runtime.tpu_slice().refusal()
-        if refusal is not None:
-            return refusal
-        return tpu.holder_refusal(first_use.is_xla_initialised(), first_use.xla_first_use())
+        problem = xla_runtime.unknown_chips() or xla_runtime.tpu_slice().problem()
+        if problem is not None:
+            return problem
+        return tpu.holder_problem(first_use.is_xla_initialised(), first_use.xla_first_use())
 
-    def count_refusal(self, num_processes: int) -> str | None:
+    def count_problem(self, num_processes: int) -> str | None:
         if xla_runtime.kind() != "TPU":
             return None
         count, kinds = xla_runtime.num_chips(), tpu.chips()
@@ -148,7 +148,7 @@ class XlaBackend(Backend):
         return f"a TPU host runs one worker, or one per chip: valid values are 1 and {count}"
 
     def fork_hazard(self) -> str | None:
-        if first_use.is_xla_initialised():  # on a TPU, launch_refusal has already refused
+        if first_use.is_xla_initialised():  # on a TPU, launch_problem has already rejected the launch
             who = first_use.xla_first_use()
             return f"this process has initialised the XLA runtime{who}, which hangs in a forked process"
         if "torch" not in sys.modules:
@@ -182,7 +182,7 @@ class XlaBackend(Backend):
     def prepare_worker(self, topology: Topology) -> None:
         memory.tune_allocator()
         if topology.world_size > 1:
-            xla_runtime.refuse_spawn(topology)
+            xla_runtime.reject_spawn(topology)
             if xla_runtime.kind() == "TPU":
                 xla_runtime.join_at_first_use(topology)
             else:
@@ -258,7 +258,7 @@ class XlaBackend(Backend):
 
     # --- worker's half: precision --------------------------------------------------------------------------------
 
-    def precision_refusal(self, precision: str) -> str | None:
+    def precision_problem(self, precision: str) -> str | None:
         if precision == "fp16":
             return (
                 "fp16 is not supported: on a TPU, torch_xla's autocast supports only bf16; use "

@@ -259,7 +259,7 @@ def join_at_first_use(topology: Topology) -> None:
         setattr(extension, name, entry(original))
 
 
-def refuse_spawn(topology: Topology) -> None:
+def reject_spawn(topology: Topology) -> None:
     """Keep torch_xla from starting processes in this worker: each would be its own world, or take others' chips."""
 
     def spawn(*arguments: Any, **options: Any) -> None:

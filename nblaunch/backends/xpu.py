@@ -25,7 +25,7 @@ class XpuBackend(GpuBackend):
         # Next to a GPU of NVIDIA or AMD, an Intel GPU is probably the processor's own.
         return min(super().affinity(), 9)
 
-    def build_refusal(self) -> str | None:
+    def build_problem(self) -> str | None:
         import torch
 
         if torch.xpu._is_compiled():
@@ -38,7 +38,7 @@ class XpuBackend(GpuBackend):
             return "the system lists no Intel GPU in /sys/class/drm; does the container have it (--device=/dev/dri)?"
         if not self.device_count():
             return f"ZE_AFFINITY_MASK or ONEAPI_DEVICE_SELECTOR hides all {num_physical} GPUs"
-        return self.build_refusal() or ""
+        return self.build_problem() or ""
 
     def overlooked(self) -> str | None:
         return None  # nearly every Intel processor has a GPU, but few users want to train on it
@@ -49,7 +49,7 @@ class XpuBackend(GpuBackend):
     def is_present(self) -> bool:
         return drm.num_intel_gpus() > 0
 
-    def count_refusal(self, num_processes: int) -> str | None:
+    def count_problem(self, num_processes: int) -> str | None:
         import torch.distributed as dist
 
         if num_processes == 1 or dist.is_backend_available(self.dist_backend):

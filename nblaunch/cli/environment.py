@@ -62,16 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect() -> tuple[Report, list[str], list[str]]:
     """Return the report, problems that the user should solve, and notes about this machine."""
-    refusal, plan = _torch_error(), None
-    has_torch = not refusal
+    problem, plan = _torch_error(), None
+    has_torch = not problem
     if has_torch:
         try:
             plan = plan_launch(LaunchSpec(function=_nothing))
         except (ValueError, RuntimeError) as error:
-            refusal = f"a launch is not possible: {error}"
+            problem = f"a launch is not possible: {error}"
     # Why the devices of a backend can't be used; None if they can.
-    refusals = {
-        name: _refusal(backend)
+    backend_problems = {
+        name: _problem(backend)
         for name, backend in backends.discover().items()
         if name != "cpu" and has_torch
     }
@@ -79,17 +79,17 @@ def collect() -> tuple[Report, list[str], list[str]]:
     launched_from = "this kernel" if kernel_shell() is not None else "a fresh kernel"
     report: Report = {
         "versions": _versions(),
-        "devices": {"cpu": _cores(), **_devices(refusals), **_chips()},
+        "devices": {"cpu": _cores(), **_devices(backend_problems), **_chips()},
         "memory": _memory(),
-        "launch": {"from": launched_from, **(_launch(plan) if plan is not None else {"refusal": refusal})},
+        "launch": {"from": launched_from, **(_launch(plan) if plan is not None else {"problem": problem})},
         "settings of nblaunch launch": config,
         "environment variables": _variables(),
     }
     problems = [
         *config_problems,
-        *([refusal] if refusal else []),
+        *([problem] if problem else []),
         *(plan.warnings if plan else ()),
-        *_device_problems(refusals),
+        *_device_problems(backend_problems),
         *_host_problems(plan),
     ]
     return report, problems, list(_launch_notes(plan)) if plan else []
@@ -146,17 +146,17 @@ def _cores() -> str:
     return f"{formatting.count(cpu.usable_cores(), 'CPU core')} usable ({', '.join(bounds)})"
 
 
-def _refusal(backend: Backend) -> str | None:
-    return backend.launch_refusal() if backend.affinity() > 0 else backend.unavailable_reason()
+def _problem(backend: Backend) -> str | None:
+    return backend.launch_problem() if backend.affinity() > 0 else backend.unavailable_reason()
 
 
-def _devices(refusals: Mapping[str, str | None]) -> dict[str, str]:
+def _devices(problems: Mapping[str, str | None]) -> dict[str, str]:
     families = backends.discover()
     return {
-        name: f"can't be used: {refusal}"
-        if refusal
+        name: f"can't be used: {problem}"
+        if problem
         else formatting.count(families[name].device_count(), families[name].device_noun)
-        for name, refusal in refusals.items()
+        for name, problem in problems.items()
     }
 
 
@@ -226,16 +226,16 @@ def _launch_notes(plan: LaunchPlan) -> Iterator[str]:
     if plan.fallback:
         yield plan.fallback
     # fp16 only: whether a GPU supports bf16 is unknown without a CUDA context.
-    refusal = plan.backend.precision_refusal("fp16")
-    if refusal is not None:
-        yield f"mixed_precision='fp16': {refusal}"
+    problem = plan.backend.precision_problem("fp16")
+    if problem is not None:
+        yield f"mixed_precision='fp16': {problem}"
 
 
-def _device_problems(refusals: Mapping[str, str | None]) -> Iterator[str]:
+def _device_problems(problems: Mapping[str, str | None]) -> Iterator[str]:
     """Yield a problem for each backend whose devices exist but can't be used."""
-    for name, refusal in refusals.items():
-        if refusal and backends.discover()[name].is_present():
-            yield f"backend={name!r} can't be used: {refusal}"
+    for name, problem in problems.items():
+        if problem and backends.discover()[name].is_present():
+            yield f"backend={name!r} can't be used: {problem}"
 
 
 def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:

@@ -23,7 +23,7 @@ from nblaunch.cli import UsageError
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
 from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve, unknown
-from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, refusal
+from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, unsupported_reason
 from nblaunch.packages import is_installed
 from nblaunch.setting import Setting, Switch
 
@@ -121,7 +121,7 @@ def explain_unknown(options: Iterable[str]) -> str:
     sentences = []
     for option in options:
         name = option.lstrip("-").partition("=")[0].replace("-", "_")
-        reason = refusal(name)
+        reason = unsupported_reason(name)
         if not option.startswith("-"):
             continue
         sentences.append(

@@ -58,7 +58,7 @@ class Asker:
 
     def enter(self, question: str, default: str, convert: Convert) -> Any:
         """Ask for a typed value. An empty answer selects ``default``; without a default, it is an error."""
-        refusal = ""
+        problem = ""
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", flush=True)
             line = sys.stdin.readline()
@@ -67,12 +67,12 @@ class Asker:
             if not line:
                 first = question.partition("\n")[0]
                 raise UsageError(
-                    f"the input ended before this question, so nothing was saved: {first}{refusal}"
+                    f"the input ended before this question, so nothing was saved: {first}{problem}"
                 )
             try:
                 return convert(_filled(line.strip(), default))
             except ValueError as error:
-                refusal = f" ({line.strip()!r} {error})"
+                problem = f" ({line.strip()!r} {error})"
                 print(f"  {line.strip()!r} {error}")
 
 
@@ -244,7 +244,7 @@ def _precisions(answers: Answers, machine: Machine) -> Choices:
         "fp16": "fp16 (half precision with scaled losses)",
         "fp8": "fp8 (matrix products in 8 bits)",
     }
-    supported = [item for item in titles.items() if _family(answers).precision_refusal(item[0]) is None]
+    supported = [item for item in titles.items() if _family(answers).precision_problem(item[0]) is None]
     return [("no", "no (full precision)"), *supported]
 
 

@@ -58,8 +58,8 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     print()
     try:
         plan = _plan_of(spec)
-    except UsageError as refusal:
-        print(f"on this machine: not possible: {refusal}")
+    except UsageError as problem:
+        print(f"on this machine: not possible: {problem}")
     else:
         machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(
@@ -109,8 +109,8 @@ def launch_script(
         shown = text_dashboards(shortens=False)
     try:
         runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
-    except LaunchError as refusal:
-        raise UsageError(_in_one_line(refusal)) from None
+    except LaunchError as problem:
+        raise UsageError(_in_one_line(problem)) from None
     # An interrupt after the script has ended, or one that it handled on every rank, does not change the exit code.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()

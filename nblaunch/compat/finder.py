@@ -48,8 +48,8 @@ def attribute(module: str, name: str) -> Any:
     """
     home = (PUBLIC if module == "nblaunch" else HOMES[module]).get(name)
     if home is not None:
-        if system_refusal() is not None and home != "nblaunch.errors":
-            raise LaunchError(system_refusal())
+        if system_problem() is not None and home != "nblaunch.errors":
+            raise LaunchError(system_problem())
         return getattr(importlib.import_module(home), name)
     if f"{module}.{name}" in HOMES:
         return importlib.import_module(f"{module}.{name}")
@@ -85,8 +85,8 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith("nblaunch."):
-            if system_refusal() is not None:
-                raise LaunchError(system_refusal())  # instead of an error about a missing Python module
+            if system_problem() is not None:
+                raise LaunchError(system_problem())  # instead of an error about a missing Python module
             installation.check_import()
         if fullname in HOMES:
             # Modules are packages, because Python then calls the finders for missing submodules, which raise the
@@ -135,7 +135,7 @@ def from_accelerate(name: str) -> Any:
 
 
 def _without_accelerate(name: str, cause: Exception | None) -> Any:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def reject(*args: Any, **kwargs: Any) -> Any:
         raise ImportError(
             f"{name} comes from Hugging Face Accelerate, which is not installed: pip install accelerate. To train "
             "a model that does not fit one device, nblaunch has "
@@ -144,16 +144,16 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
             name="accelerate",
         ) from cause
 
-    refuse.__name__ = refuse.__qualname__ = name
+    reject.__name__ = reject.__qualname__ = name
     # Libraries use isinstance() with such a class, or derive from it.
-    return type(name, (), {"__init__": refuse, "__doc__": refuse.__doc__}) if name[0].isupper() else refuse
+    return type(name, (), {"__init__": reject, "__doc__": reject.__doc__}) if name[0].isupper() else reject
 
 
 # --- systems that can't run jobs
 # -------------------------------------------------------------------------------------
 
 
-def system_refusal() -> str | None:
+def system_problem() -> str | None:
     """Return why no job can run on this system, and what to do; None if jobs can."""
     if hasattr(os, "fork") and sys.platform != "emscripten":
         return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from nblaunch import env
 from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
-from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, refusal
+from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, unsupported_reason
 from nblaunch.setting import Flag
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
@@ -154,7 +154,7 @@ def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in raw.items():
         if key in UNUSED or (key, value) in _NOT_SET:
             continue
-        if reason := refusal(key):
+        if reason := unsupported_reason(key):
             if not _is_off(value):
                 raise ConfigError(f"{key}: {reason}")
         elif key not in ("compute_environment", "distributed_type", "use_cpu", "fp16"):

@@ -228,7 +228,7 @@ UNUSED: dict[str, int | None] = {
 }
 """Accelerate's settings that have no effect -> number of values that the option takes; None: only in files."""
 
-_REFUSED = {
+_UNSUPPORTED = {
     "no_python": "nblaunch launches only Python scripts and modules",
     **dict.fromkeys(("use_megatron_lm", "megatron_lm_"), "Megatron-LM is not available in nblaunch"),
     "fp8_": "it belongs to Transformer Engine or MS-AMP; nblaunch trains in fp8 with torchao, --fp8_backend AO",
@@ -239,12 +239,12 @@ _REFUSED = {
 """Accelerate's settings, or prefixes that end in _, for features that nblaunch does not have -> the reason."""
 
 
-def refusal(name: str) -> str | None:
+def unsupported_reason(name: str) -> str | None:
     """Return why nblaunch does not support a setting of Accelerate; None if it does, or if Accelerate has no such
     setting."""
     if name in SETTINGS:
         return None
-    for refused, reason in _REFUSED.items():
-        if name == refused or (refused.endswith("_") and name.startswith(refused)):
+    for unsupported, reason in _UNSUPPORTED.items():
+        if name == unsupported or (unsupported.endswith("_") and name.startswith(unsupported)):
             return reason
     return None

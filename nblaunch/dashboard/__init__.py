@@ -154,7 +154,7 @@ def show_again(dashboards: Sequence[Dashboard]) -> bool:
     return any(dashboard.show_again() for dashboard in dashboards)
 
 
-def close_refused(dashboards: Sequence[Dashboard], error: BaseException) -> None:
+def close_rejected(dashboards: Sequence[Dashboard], error: BaseException) -> None:
     """Show that ``error`` prevented the launch, because no job will report its end to these dashboards."""
     message = f"{type(error).__name__}: {error}"
     for dashboard in dashboards:

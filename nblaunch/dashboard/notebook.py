@@ -205,7 +205,7 @@ class NotebookDashboard(ViewingDashboard):
             self._lasting.show(log_bundle(view), is_final=True)
         # Closed after the output was replaced, so that no empty output is visible.
         if self._panel is not None:
-            # Colab saves widgets in a form that GitHub refuses to show. It presumably keeps a cell's output up to
+            # Colab saves widgets in a form that GitHub does not show. It presumably keeps a cell's output up to
             # date without an open page.
             self._panel.close(None if is_on_colab() else table["text/html"])
 

@@ -65,8 +65,8 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
         try:
             follower = follow(folder, listeners)
         except BaseException as error:
-            refusal = LookupError(str(error)) if isinstance(error, LookupError) else error
-            dashboards.close_refused(listeners, refusal)
-            raise refusal from None
+            problem = LookupError(str(error)) if isinstance(error, LookupError) else error
+            dashboards.close_rejected(listeners, problem)
+            raise problem from None
         dashboards.connect(listeners, follower)
         return follower

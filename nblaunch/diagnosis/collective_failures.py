@@ -34,7 +34,7 @@ def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanatio
     return explain_standstill(Standing(report.calls, report.returned.keys(), steps=readings))
 
 
-def explain_refusal(report: AttemptReport, root: RootCause) -> Explanation | None:
+def explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | None:
     """Return which ranks passed different values to a collective that nblaunch rejected; None for other failures."""
     if root.failed is None or not root.failed.info.type_name.endswith(DistributedOperationException.__name__):
         return None

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.collective_failures import explain_failure, explain_refusal
+from nblaunch.diagnosis.collective_failures import explain_failure, explain_rejection
 from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
@@ -36,7 +36,7 @@ _NATIVE_FRAME = re.compile(r"\s*frame #\d+: |\s+@\s+0x[0-9a-f]+ |\*\*\* Check fa
 _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
-_OPENMP_REFUSAL = "fork() called from a process already using GNU OpenMP"
+_OPENMP_ABORT = "fork() called from a process already using GNU OpenMP"
 _CLOSED_DESCRIPTORS = ("nfds != -1", "[Errno 9] Bad file descriptor")  # gloo; Python
 _HEADLINE = 500  # characters
 _LOOK_THERE = (
@@ -126,7 +126,7 @@ def failure_of(
         info = root.failed.info
         headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
         error = rebuild(root.failed)
-        compared = explain_refusal(report, root)
+        compared = explain_rejection(report, root)
         if compared is not None:
             annotate(error, info, [f"{compared.headline}.", *evidence, *notes])
             alone = compared.ranks[0] if len(compared.ranks) == 1 else None
@@ -301,18 +301,18 @@ def _notes(report: AttemptReport, root: RootCause, pid: int | None, logs: Logs, 
 def _last_lines(printed: str, path: Path) -> list[str]:
     lines = [line for line in printed.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     shown = [line[: _NATIVE_LINE if _NATIVE_ERROR.match(line) else _LINE] for line in lines[-_LAST_LINES:]]
-    refusal = disk.refuses_growth(path, _LINE)
-    lost = [f"Its last output may be missing: {refusal}."] if refusal else []
+    problem = disk.growth_problem(path, _LINE)
+    lost = [f"Its last output may be missing: {problem}."] if problem else []
     return (["Its last lines:", *(f"    {line}" for line in shown)] if shown else []) + lost
 
 
 def _openmp_evidence(printed: str) -> list[str]:
     """Return why GNU OpenMP ended a forked worker, if the worker's last lines show it."""
-    if _OPENMP_REFUSAL not in printed:
+    if _OPENMP_ABORT not in printed:
         return []
     return [
         "GNU OpenMP, which numba's parallel functions use, ran threads in the kernel before the fork, and "
-        "refuses to run in the worker. Launch with start_method='forkserver'."
+        "does not run in the worker. Launch with start_method='forkserver'."
     ]
 
 

@@ -92,11 +92,11 @@ def judge(
     """
     before, lowest = record.before, record.lowest_available
     kills = read_facts().oom_kills - before.oom_kills
-    is_refused = bool(_OUT_OF_MEMORY.search(message))
+    allocation_failed = bool(_OUT_OF_MEMORY.search(message))
     is_scarce = lowest is not None and before.limit is not None and lowest < _SCARCE_SHARE * before.limit
-    if kills > 0 and (is_killed or is_refused or _KILLED_CHILD.search(message)):
+    if kills > 0 and (is_killed or allocation_failed or _KILLED_CHILD.search(message)):
         first = f"Memory ran out: the system killed {formatting.count(kills, 'process')} of this job."
-    elif is_refused:
+    elif allocation_failed:
         first = "Memory ran out: an allocation failed."
     elif is_killed and is_scarce:
         first = "Memory probably ran out: almost none was left at that time."

@@ -175,8 +175,8 @@ class StackDump:
         except OSError as error:  # the log folder may be deleted while the job runs
             return Position(f"no answer: {path} can't be read: {error.strerror}")
         if position is None:
-            refusal = disk.refuses_growth(path, _STACK_BYTES)
-            return Position(f"its stack can't be written: {refusal}") if refusal else NO_ANSWER
+            problem = disk.growth_problem(path, _STACK_BYTES)
+            return Position(f"its stack can't be written: {problem}") if problem else NO_ANSWER
         return position
 
 

@@ -34,7 +34,7 @@ from nblaunch.engines.messages import (
     LogPart,
     LogsSent,
     OutboxPart,
-    Refused,
+    Rejected,
     Replies,
     Request,
     Stacks,
@@ -136,7 +136,7 @@ class Coordinator:
         self._ends_since: float | None = None
         self._kills_since: float | None = None
         self._next_tick = self._next_inspection = 0.0
-        self._refusals: list[tuple[NodeLink, Refused]] = []
+        self._rejections: list[tuple[NodeLink, Rejected]] = []
         self._store_port: int | None = None
         self._sent_before_start: list[object] = []
         self._calls = AllCalls(self._ask_calls, self._readings)
@@ -164,7 +164,7 @@ class Coordinator:
                 while not all(link.is_over for link in self._links):
                     self._turn()
             self._drain()
-            self._raise_refusal()
+            self._raise_rejection()
             return self._report, self._collect()
         finally:
             for tail in self._tails.values():
@@ -267,8 +267,8 @@ class Coordinator:
             self._answer_logs(message)
         elif isinstance(message, StoreOpened):
             self._store_port = message.port
-        elif isinstance(message, Refused):
-            self._refusals.append((link, message))
+        elif isinstance(message, Rejected):
+            self._rejections.append((link, message))
             link.is_over = True
             self._end_ranks()
         elif isinstance(message, AttemptOver):
@@ -522,10 +522,10 @@ class Coordinator:
         if self._interrupted_s is not None:
             self._collectives.describe_wait(report, self._interrupted_s)
 
-    def _raise_refusal(self) -> None:
-        if self._refusals and not self._report.remote.lost and not self._requests.endings:
-            link, refused = self._refusals[0]
-            raise LaunchError(f"{link.label}: {refused.text}")
+    def _raise_rejection(self) -> None:
+        if self._rejections and not self._report.remote.lost and not self._requests.endings:
+            link, rejected = self._rejections[0]
+            raise LaunchError(f"{link.label}: {rejected.text}")
 
     def _collect(self) -> dict[int, RankResult]:
         """Read the ranks' results from the local copies of their outboxes."""

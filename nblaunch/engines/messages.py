@@ -1,7 +1,7 @@
 """Messages between the coordinator of a job and the node program on each machine.
 
     coordinator ── Boot, CallPart ──────────────────────> node     the call, and the key of the job
-                <── Hello, Ready or Refused ────────────
+                <── Hello, Ready or Rejected ────────────
                 ── StartRanks ──────────────────────────>          one attempt
                 <── Happened, LogPart, Heartbeat, ... ──           while it runs
                 ── Request, Proposal, AskStacks, ... ───>
@@ -233,7 +233,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """The node can't run the call.
 
     Args:

@@ -42,7 +42,7 @@ from nblaunch.engines.messages import (
     Hello,
     Leave,
     Ready,
-    Refused,
+    Rejected,
     StartRanks,
     StoreOpened,
 )
@@ -95,7 +95,7 @@ class NodeProgram:
             self._address = self._boot.address or _address()
             spec, plan = self._load()
         except Exception as error:
-            self._refuse(error)
+            self._reject(error)
             return False
         if spec is None or plan is None:
             return False  # the coordinator has ended
@@ -111,10 +111,10 @@ class NodeProgram:
                     self._channel.send(ClockIs(message.sent_s, time.time(), time.monotonic()))
         return False
 
-    def _refuse(self, error: BaseException) -> None:
+    def _reject(self, error: BaseException) -> None:
         kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        self._channel.send(Refused(kind or LaunchError.__name__, text))
+        self._channel.send(Rejected(kind or LaunchError.__name__, text))
         self._channel.send_now()
 
     def _on_termination(self, signum: int, frame: object) -> None:
@@ -224,7 +224,7 @@ class NodeProgram:
             )
             report, _ = supervisor.run()
         except Exception as error:
-            self._refuse(error)
+            self._reject(error)
             return
         finally:
             self._requests = None

@@ -25,7 +25,7 @@ from nblaunch.engines import find, shipping
 from nblaunch.engines.coordinator import Coordinator, describe_nodes, world_size
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.link import NodeLink, end_all, torch_notes
-from nblaunch.engines.messages import Boot, ClockIs, Ready, Refused
+from nblaunch.engines.messages import Boot, ClockIs, Ready, Rejected
 from nblaunch.errors import JobCancelled, LaunchError
 from nblaunch.events import Fact, Note
 from nblaunch.host import signal_handlers
@@ -360,7 +360,7 @@ class _Gathering:
             link.ask_clock()
         elif isinstance(message, ClockIs):
             link.set_clock(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Rejected):
             kind = getattr(errors, message.kind, None) or _BUILT_IN.get(message.kind, LaunchError)
             raise kind(f"{link.label}: {message.text}")
 

@@ -8,7 +8,7 @@ The system has no name for "all processes that a process has started". But desce
 limits, and ``/proc`` shows them. The tag is such a limit, too high to limit anything: RLIMIT_RTTIME is processor time
 under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest tag is 146,000 years.
 
-If a system has no such limit (macOS) or refuses it (gVisor), no process gets a tag, and none is ended.
+If a system has no such limit (macOS) or rejects it (gVisor), no process gets a tag, and none is ended.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def free_range(fd: int, start: int, length: int) -> None:
     _allocate(fd, _KEEP_SIZE | _PUNCH_HOLE, start, length)
 
 
-def refuses_growth(path: Path, num_bytes: int) -> str | None:
+def growth_problem(path: Path, num_bytes: int) -> str | None:
     """Return why a file can't grow by ``num_bytes``, in the words of :func:`reason`; None if it can, or if unknown.
 
     The call reserves the space if there is enough; the file's contents and size stay unchanged.

@@ -165,7 +165,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     return None
 
 
-def holder_refusal(is_ours: bool, where: str = "") -> str | None:
+def holder_problem(is_ours: bool, where: str = "") -> str | None:
     """Return why the chips can't be used now because a process has taken them, and what to do; None if none has.
 
     Args:
@@ -214,7 +214,7 @@ class TpuSlice:
     has_server: bool
     num_chips: int
 
-    def refusal(self) -> str | None:
+    def problem(self) -> str | None:
         """Return why this host's chips can't compute without other hosts; None if they can."""
         if len(self.hosts) > 1:
             return (

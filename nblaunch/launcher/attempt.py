@@ -203,12 +203,12 @@ def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAt
         LaunchError: a worker, descriptor, port or folder was not available. Nothing is left behind.
     """
     starter = starter or STARTERS[attempt.plan.start_method]
-    with ExitStack() as stack, refusals_as_launch_errors(attempt):
+    with ExitStack() as stack, start_failures_as_launch_errors(attempt):
         return _start(attempt, starter, stack)
 
 
 @contextmanager
-def refusals_as_launch_errors(attempt: Attempt) -> Iterator[None]:
+def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
     """Turn errors of the system in the block into :class:`LaunchError`; the block must only call the system."""
     try:
         yield

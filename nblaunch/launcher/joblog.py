@@ -185,11 +185,11 @@ class JobLog(LogFolder):
                 for path in (self.log_path(rank, attempt), self.stacks_path(rank, attempt)):
                     path.touch(mode=0o600, exist_ok=False)
         except OSError as error:
-            refusal = _refusal(f"can't create the logs of the ranks in {folder}", folder, error)
+            problem = _log_error(f"can't create the logs of the ranks in {folder}", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # the folder is not empty
                 self.path.rmdir()
-            raise refusal from error
+            raise problem from error
 
     def new_file(self, name: str) -> Path:
         """Create an empty file of the job, next to the attempts.
@@ -201,7 +201,7 @@ class JobLog(LogFolder):
         try:
             path.touch(mode=0o600)
         except OSError as error:
-            raise _refusal(f"can't create the log {path}", path, error) from error
+            raise _log_error(f"can't create the log {path}", path, error) from error
         return path
 
 
@@ -214,7 +214,7 @@ def _make_folder(root: Path, name: str | None, number: int) -> Path:
         if isinstance(error, FileExistsError) and name is None:
             # Another container created it, in which a process has the same number.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
-        raise _refusal(f"can't create the job's log folder {path}", path, error) from error
+        raise _log_error(f"can't create the job's log folder {path}", path, error) from error
     return path
 
 
@@ -233,7 +233,7 @@ def log_root(folder: str | None = None) -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
     except OSError as error:
-        raise _refusal(f"can't create the log folder {root}", root, error) from error
+        raise _log_error(f"can't create the log folder {root}", root, error) from error
     if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
         raise LaunchError(f"the log folder {root} belongs to another user. {_REMEDY}")
     return root
@@ -249,7 +249,7 @@ def _temporary_root() -> Path:
     return Path(folder) / f"nblaunch-{os.getuid()}"
 
 
-def _refusal(what: str, path: Path, error: OSError) -> LaunchError:
+def _log_error(what: str, path: Path, error: OSError) -> LaunchError:
     return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
 
 

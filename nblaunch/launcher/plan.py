@@ -83,7 +83,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
         )
     env.check()
     if spec.engine == "inline":
-        _refuse_beside_inline(spec, background)
+        _reject_beside_inline(spec, background)
     if spec.is_on_nodes:
         return _plan_on_nodes(spec)
     # Workers of a detached job start in the job process, which makes its own plan; this process may be unsafe to
@@ -93,13 +93,13 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     if starts_later and background and spec.start_method == "fork":
         raise ValueError(_LATER_FORK)
     backend = backends.choose(spec.backend)
-    refusal = backend.launch_refusal()
-    if refusal is not None and debug_client.latest_kept_failure() is not None:
+    problem = backend.launch_problem()
+    if problem is not None and debug_client.latest_kept_failure() is not None:
         # Workers that are kept for the debugger may hold the devices.
         debug_client.release_kept_failures()
-        refusal = backend.launch_refusal()
-    if refusal is not None:
-        raise LaunchError(f"backend={backend.name!r} can't be used now: {refusal}")
+        problem = backend.launch_problem()
+    if problem is not None:
+        raise LaunchError(f"backend={backend.name!r} can't be used now: {problem}")
     backend.check_precision(spec.mixed_precision)
     num_processes = _num_processes(spec, backend)
     start = (
@@ -186,7 +186,7 @@ def _starts_later(spec: LaunchSpec, background: bool) -> bool:
     return in_thread and spec.engine != "inline" and (spec.is_elastic or spec.max_restarts > 0)
 
 
-def _refuse_beside_inline(spec: LaunchSpec, background: bool) -> None:
+def _reject_beside_inline(spec: LaunchSpec, background: bool) -> None:
     """Reject settings that only worker processes can honour, instead of ignoring them."""
     asked: dict[str, Any] = {"background": True} if background else {}
     for field_, use in uses():
@@ -216,9 +216,9 @@ def _num_processes(spec: LaunchSpec, backend: Backend) -> int:
         wanted = backend.device_count()
     elif not backend.is_oversubscribable:
         _check_devices(spec, wanted, backend)
-    refusal = backend.count_refusal(wanted)
-    if refusal is not None:
-        raise ValueError(f"num_processes={wanted}: {refusal}")
+    problem = backend.count_problem(wanted)
+    if problem is not None:
+        raise ValueError(f"num_processes={wanted}: {problem}")
     return wanted
 
 

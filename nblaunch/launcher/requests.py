@@ -173,7 +173,7 @@ class JobRequests:
         if (
             not self._is_answering
         ):  # after the append, because the end of answering rejects only earlier queries
-            self._refuse_queries()
+            self._reject_queries()
         self._wake()
         return query
 
@@ -190,7 +190,7 @@ class JobRequests:
             yield
         finally:
             self._is_answering = False
-            self._refuse_queries()
+            self._reject_queries()
 
     def take_queries(self) -> list[Query]:
         """Return the queries since the last call, each to be answered with :meth:`answer`."""
@@ -208,7 +208,7 @@ class JobRequests:
         """Mark the job as ended: later requests are counted but have no effect."""
         self._pipe = None
 
-    def _refuse_queries(self) -> None:
+    def _reject_queries(self) -> None:
         for pop in (self._new_queries.popleft, self._taken_queries.pop):
             for query in _popped(pop):
                 self.answer(query, _NO_WORKER)

@@ -62,7 +62,7 @@ class StoreHost:
             self._socket.listen(_BACKLOG)
         except OSError as error:
             self._socket.close()
-            raise LaunchError(_refusal(error, address, port)) from error
+            raise LaunchError(_listen_error(error, address, port)) from error
         self.port: int = self._socket.getsockname()[1]
         self._fd = self._socket.fileno()
         descriptors.keep_from_children(self._fd)
@@ -135,7 +135,7 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _refusal(error: OSError, address: str, port: int | None) -> str:
+def _listen_error(error: OSError, address: str, port: int | None) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} on {address} is in use by another process; leave use_port out, so that the system "

@@ -36,7 +36,7 @@ from nblaunch.events import (
     WorkerState,
 )
 from nblaunch.host import signal_handlers
-from nblaunch.launcher.attempt import RunningAttempt, refusals_as_launch_errors
+from nblaunch.launcher.attempt import RunningAttempt, start_failures_as_launch_errors
 from nblaunch.launcher.collective_watch import BoardCalls, CollectiveWatch
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.launcher.escalation import Escalation, Termination
@@ -192,7 +192,7 @@ class Supervisor:
 
     def _do_deferred(self) -> None:
         """At the first tick, do work that workers need not wait for and that short jobs can skip."""
-        with refusals_as_launch_errors(self._attempt):
+        with start_failures_as_launch_errors(self._attempt):
             self._running.guardian.start()
         try:
             self._attempt.log.prune()

@@ -36,7 +36,7 @@ Args:
 
 Raises:
     PayloadError: the call can't be sent to workers; the message names the variable.
-    LaunchError: the system refused to start a process; those already started have been killed.
+    LaunchError: the system could not start a process; those already started have been killed.
 """
 
 STARTERS: Mapping[str, Starter] = {"fork": fork.start, "forkserver": forkserver.start, "spawn": spawn.start}

@@ -80,8 +80,8 @@ def fork_workers(
                 try:
                     pid = _fork()
                 except OSError as error:
-                    kill_and_reap(pids.values())  # the workers started before the system refused this one
-                    raise LaunchError(_refusal(error, len(pids), len(assignments))) from error
+                    kill_and_reap(pids.values())  # the workers started before this one failed to start
+                    raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
                 if pid == 0:
                     let_them_run()
                     _run_worker(assignment, assignments, load_call, board, originals, files)
@@ -192,9 +192,9 @@ def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals |
             os.close(originals.fd)
 
 
-def _refusal(error: OSError, started: int, wanted: int) -> str:
+def _start_error(error: OSError, started: int, wanted: int) -> str:
     return (
-        f"the system refused to start worker {started} of {wanted} (fork: {error.strerror}), so the {started} "
+        f"the system could not start worker {started} of {wanted} (fork: {error.strerror}), so the {started} "
         "running workers were stopped. Check the limit on processes (ulimit -u, or the pids limit of the "
         "container) and free memory, or use fewer processes."
     )

@@ -50,7 +50,7 @@ def start_interpreter(
     Safe in any thread, whatever other threads are doing: no code of this process runs in the new one.
 
     Raises:
-        LaunchError: the system refused to start the process.
+        LaunchError: the system could not start the process.
     """
     parent_pid, backend = os.getpid(), registered_backend(assignments[0].backend)
     boot = Boot(
@@ -111,7 +111,7 @@ def start_program(
         environment: all variables of the process; None = as described for ``call``.
 
     Raises:
-        OSError: the system refused to start the process.
+        OSError: the system could not start the process.
         LaunchError: another version of nblaunch was installed in the meantime, and the process would run it.
     """
     installation.check_new_process()

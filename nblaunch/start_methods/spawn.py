@@ -31,7 +31,7 @@ def spawn_workers(assignments: Sequence[Assignment], call: SavedCall) -> dict[in
     """Start one interpreter per assignment; return rank -> process id.
 
     Raises:
-        LaunchError: the system refused to start a process; those already started have been killed.
+        LaunchError: the system could not start a process; those already started have been killed.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:

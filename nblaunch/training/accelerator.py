@@ -148,7 +148,7 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         self._keep_arguments(locals())
         # 1. Check the arguments before changing anything.
-        arguments.refuse_unsupported(unsupported, megatron_lm_plugin, torch_tp_plugin)
+        arguments.reject_unsupported(unsupported, megatron_lm_plugin, torch_tp_plugin)
         self._handlers = handlers = arguments.sort_handlers(kwargs_handlers or ())
         accumulation = arguments.resolve_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin

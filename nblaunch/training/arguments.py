@@ -70,7 +70,7 @@ _INSTEAD = {
 }
 
 
-def refuse_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
+def reject_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
     """Raise for unknown arguments, and for arguments of Hugging Face Accelerate that are not supported."""
     plugins = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
     for name, value in {**unsupported, **plugins}.items():

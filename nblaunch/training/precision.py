@@ -341,7 +341,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
         backend.check_precision(name)
     if recipe is not None and name != "fp8":
         raise ValueError(f"AORecipeKwargs needs mixed_precision='fp8', but mixed_precision={name!r}")
-    if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
+    if name == "fp16" and (reason := backend.precision_problem(name)) is not None:
         if current_topology().rank == 0:
             warn(f"mixed_precision='fp16': {reason}")
         return ReplacedFp16Precision(backend, handlers)

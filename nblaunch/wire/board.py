@@ -208,7 +208,7 @@ class Slot:
     num_checks = _Word(_CHECKS)
     """Number of the rank's checks of ``accelerator.should_stop``; set in a copy of another machine's slot."""
     stop_reply = _Word(_STOP_REPLY)
-    """Reply of the worker to a proposal to stop: its number, negated to refuse; 0 before the first."""
+    """Reply of the worker to a proposal to stop: its number, negated to reject; 0 before the first."""
     stop_proposal = _Word(_STOP_PROPOSAL)
     """The check at which the launcher proposes to stop; 0 without a proposal. Written by the launcher."""
     keeps_weights = _Word(_KEEPS_WEIGHTS)

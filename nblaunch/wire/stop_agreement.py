@@ -7,7 +7,7 @@ proposes a step a little ahead, which is valid only if every rank receives it in
     proposal: "stop at your check number P" ──>  before P: reply P (a promise not to pass P undecided)
                                                  already past P: reply -P
     all replied P:  decision P              ──>  at P: stop
-    one refused, or waits too long at P:
+    one rejected, or waits too long at P:
                     decision -P             ──>  at P: continue; the launcher proposes a later step
 
 A check takes two reads of shared memory. A rank waits only at check P, until the decision is made.
@@ -143,7 +143,7 @@ class StopAgreement:
             self.is_settled = True
         elif any(reply == -self._proposal for reply in replies) or self._is_patience_over(slots, now_s):
             self._decide(-self._proposal)
-            # Twice the number of checks that passed while the proposal and the refusal were in transit.
+            # Twice the number of checks that passed while the proposal and the rejection were in transit.
             passed = max(slot.num_checks for slot in self._slots.values()) - self._proposed_at
             self._margin = 2 * max(self._margin, passed)
             self._proposal = 0

@@ -110,7 +110,7 @@ def connect() -> tuple[CommandConnection, int]:
     """Return the kernel's end of a new connection, which no forked child keeps, and the worker's end.
 
     Raises:
-        OSError: the system refused to create a socket pair.
+        OSError: the system could not create a socket pair.
     """
     kernel_end, worker_end = socket.socketpair()
     descriptors.keep_from_children(kernel_end.fileno())

@@ -263,7 +263,7 @@ class _Worker:
             connections.renew(closed.union(self.files.channels.values()))
             self.files.watch(assignment.rank, self.locks, self._warn)
         else:
-            unfinished_files.refuse_writes_to_copies()
+            unfinished_files.reject_writes_to_copies()
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
@@ -396,7 +396,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
     try:
         return function(*args), 0
     except SystemExit as leaving:
-        if _has_refused_arguments(leaving):
+        if _has_rejected_arguments(leaving):
             raise RuntimeError(_PARSED.format(sys.argv[1:])).with_traceback(leaving.__traceback__) from None
         if leaving.code is None or leaving.code == 0:
             return _EXITED, 0
@@ -412,7 +412,7 @@ _PARSED = (
 )
 
 
-def _has_refused_arguments(leaving: SystemExit) -> bool:
+def _has_rejected_arguments(leaving: SystemExit) -> bool:
     """Return whether ``argparse`` exits in a notebook's worker because it can't parse the arguments.
 
     A script has its own command line, and its caller expects its exit code.

@@ -35,7 +35,7 @@ _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
 
-_REFUSED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
+_REJECTED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
 """Errors that invalid arguments raise here, before torch rejects them."""
 
 
@@ -130,7 +130,7 @@ class _Hooks:
             if group is None:
                 return original(pg, *args, **kwargs)
             before = group.number, group.chain
-            with suppress(*_REFUSED):
+            with suppress(*_REJECTED):
                 describe(pg, args, kwargs)
             try:
                 return original(pg, *args, **kwargs)
@@ -309,7 +309,7 @@ class _Hooks:
             if torch.compiler.is_compiling() or module._are_we_tracing():
                 return original(*args, **kwargs)
             before = None
-            with suppress(*_REFUSED):
+            with suppress(*_REJECTED):
                 before = record(args, kwargs)
             try:
                 return original(*args, **kwargs)

@@ -191,14 +191,14 @@ def test_ranks_get_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == [torch.device("cuda", index) for index in (0, 1, 0)]
 
 
-def test_bf16_is_refused_if_the_gpu_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_rejected_if_the_gpu_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    assert BACKEND.precision_refusal("bf16") == "Tesla T4 does not support bf16; use mixed_precision='fp16'"
-    assert BACKEND.precision_refusal("fp16") is None
+    assert BACKEND.precision_problem("bf16") == "Tesla T4 does not support bf16; use mixed_precision='fp16'"
+    assert BACKEND.precision_problem("fp16") is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert BACKEND.precision_refusal("bf16") is None
+    assert BACKEND.precision_problem("bf16") is None
 
 
 def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     for precision in ("fp16", "bf16", "bf16"):
-        assert backend.precision_refusal(precision) is None
+        assert backend.precision_problem(precision) is None
     (note,) = notes
     assert note.startswith("Tesla T4 does not support bf16 in hardware")
     assert "mixed_precision='fp16'" in note
@@ -221,5 +221,5 @@ def test_the_launcher_asks_for_no_precision_that_would_cost_a_context(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: asked.append("bf16"))
-    assert BACKEND.precision_refusal("bf16") is None
+    assert BACKEND.precision_problem("bf16") is None
     assert asked == []

@@ -65,7 +65,7 @@ def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After torch.cuda.is_available(), nothing is initialised, but torch refuses CUDA in children."""
+    """After torch.cuda.is_available(), nothing is initialised, but torch rejects CUDA in children."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert str(first_use.gpu_hazard(USED)).startswith("has called the CUDA driver through torch (")

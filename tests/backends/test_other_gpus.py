@@ -50,7 +50,7 @@ def test_a_launch_takes_all_gpus(install: Install, kind: str, count: int, start_
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu"])
-def test_a_fork_is_refused_once_the_gpu_is_in_use(install: Install, kind: str) -> None:
+def test_a_fork_is_rejected_once_the_gpu_is_in_use(install: Install, kind: str) -> None:
     install(kind).init()
     with pytest.raises(LaunchError, match=r"has used (ROCm|Level Zero) through torch"):
         planned(start_method="fork")
@@ -72,7 +72,7 @@ def test_a_rank_has_its_gpu_and_group(install: Install, kind: str, monkeypatch: 
     backend.join(TWO, device)
     assert (device, fake.chosen) == (torch.device(backend.device_type, 1), 1)
     assert joined == [backend.dist_backend]
-    assert backend.precision_refusal("bf16") is None
+    assert backend.precision_problem("bf16") is None
     assert backend.device_memory() == (3 << 30, 3 << 30, 16 << 30)
     full = torch.OutOfMemoryError(f"{kind.upper()} out of memory. Tried to allocate 2.00 GiB.")
     assert backend.explain_failure(full)[0] == "GPU memory ran out."
@@ -147,14 +147,16 @@ def test_mps_is_available_only_where_it_is_computed_on(mac: simulated.FakeModule
 
 
 @pytest.mark.parametrize(
-    ("release", "refused"), [("2.5.1", ["fp16", "bf16"]), ("2.7.0", ["fp16"]), ("2.13.0+cpu", [])]
+    ("release", "rejected"), [("2.5.1", ["fp16", "bf16"]), ("2.7.0", ["fp16"]), ("2.13.0+cpu", [])]
 )
 def test_precisions_of_a_mac_depend_on_torch(
-    mac: simulated.FakeModule, monkeypatch: pytest.MonkeyPatch, release: str, refused: list[str]
+    mac: simulated.FakeModule, monkeypatch: pytest.MonkeyPatch, release: str, rejected: list[str]
 ) -> None:
     monkeypatch.setattr(torch, "__version__", release)
     backend = backends.choose("mps")
-    assert [name for name in ("no", "fp16", "bf16") if backend.precision_refusal(name) is not None] == refused
+    assert [
+        name for name in ("no", "fp16", "bf16") if backend.precision_problem(name) is not None
+    ] == rejected
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_chips_and_the_package_decide(monkeypatch: pytest.MonkeyPatch, num_chips
     whole(monkeypatch, num_chips, kind)
     assert backends.choose("auto") is BACKEND
     assert BACKEND.device_count() == num_chips
-    assert BACKEND.launch_refusal() is None
-    assert BACKEND.count_refusal(num_chips) is None
+    assert BACKEND.launch_problem() is None
+    assert BACKEND.count_problem(num_chips) is None
     assert "torch_tpu" not in sys.modules
 
 
@@ -123,18 +123,18 @@ def test_pjrt_device_cpu_selects_torch_xla(monkeypatch: pytest.MonkeyPatch) -> N
     assert backends.choose("auto") is BACKEND, "without torch_xla the variable is of no meaning"
 
 
-def test_worker_counts_that_form_no_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_counts_that_form_no_mesh_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
-    assert [count for count in range(1, 9) if BACKEND.count_refusal(count) is None] == [1, 4, 8]
-    assert "v5e chips: valid values are 1, 4, 8" in (BACKEND.count_refusal(3) or "")
+    assert [count for count in range(1, 9) if BACKEND.count_problem(count) is None] == [1, 4, 8]
+    assert "v5e chips: valid values are 1, 4, 8" in (BACKEND.count_problem(3) or "")
     whole(monkeypatch, 8, "v7x")
-    assert "valid values are 2, 4, 8" in (BACKEND.count_refusal(1) or "")
+    assert "valid values are 2, 4, 8" in (BACKEND.count_problem(1) or "")
 
 
-def test_a_host_of_a_larger_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_a_larger_slice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch, 4)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b,c,d")
-    assert "one of 4 hosts" in (BACKEND.launch_refusal() or "")
+    assert "one of 4 hosts" in (BACKEND.launch_problem() or "")
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -227,6 +227,6 @@ def test_no_other_file_imports_torch_tpu() -> None:
     assert found == ["torch_tpu.py"]
 
 
-def test_fp16_is_refused_and_names_bf16() -> None:
-    assert "bf16" in (BACKEND.precision_refusal("fp16") or "")
-    assert BACKEND.precision_refusal("bf16") is None
+def test_fp16_is_rejected_and_names_bf16() -> None:
+    assert "bf16" in (BACKEND.precision_problem("fp16") or "")
+    assert BACKEND.precision_problem("bf16") is None

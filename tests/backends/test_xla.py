@@ -63,9 +63,9 @@ def test_chips_decide(monkeypatch: pytest.MonkeyPatch, num_chips: int) -> None:
     assert BACKEND.device_count() == num_chips
     assert BACKEND.device_noun == "TPU chip"
     assert not BACKEND.is_oversubscribable
-    assert BACKEND.launch_refusal() is None
-    assert BACKEND.count_refusal(num_chips) is None
-    assert BACKEND.count_refusal(1) is None
+    assert BACKEND.launch_problem() is None
+    assert BACKEND.count_problem(num_chips) is None
+    assert BACKEND.count_problem(1) is None
     env = BACKEND.worker_env(Topology(0, 0, 0, num_chips, num_chips, master_port=1))
     assert env["PJRT_DEVICE"] == "TPU"
     assert env["PJRT_LOCAL_PROCESS_COUNT"] == str(num_chips)
@@ -89,9 +89,9 @@ def test_a_single_process_for_all_chips_keeps_the_images_bounds(monkeypatch: pyt
     assert env["PJRT_LOCAL_PROCESS_COUNT"] is None
 
 
-def test_a_part_of_the_chips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_chips_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
-    assert "valid values are 1 and 8" in (BACKEND.count_refusal(3) or "")
+    assert "valid values are 1 and 8" in (BACKEND.count_problem(3) or "")
 
 
 def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     env = BACKEND.worker_env(TOPOLOGY)
     assert env["PJRT_DEVICE"] == "CPU"
     assert env["TPU_PROCESS_BOUNDS"] is None
-    assert BACKEND.count_refusal(3) is None
+    assert BACKEND.count_problem(3) is None
 
 
 def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pyt
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(first_use, "_default_of_torch_xla", "CPU")
     assert (BACKEND.affinity(), BACKEND.device_count(), BACKEND.device_noun) == (20, 8, "TPU chip")
-    assert BACKEND.launch_refusal() is None
+    assert BACKEND.launch_problem() is None
     assert BACKEND.worker_env(TOPOLOGY)["PJRT_DEVICE"] == "TPU"
     monkeypatch.setattr(first_use, "_default_of_torch_xla", "")
     assert BACKEND.device_noun == "CPU core", "what the user has set holds"
@@ -163,25 +163,25 @@ def test_versions_that_do_not_fit_are_reported_before_the_import(
     monkeypatch: pytest.MonkeyPatch, torch: str, torch_xla: str, fits: bool
 ) -> None:
     install(monkeypatch, "torch_xla", torch=torch, torch_xla=torch_xla)
-    refusal = BACKEND.launch_refusal()
-    assert (refusal is None) is fits
-    assert fits or (torch in refusal and torch_xla in refusal and "Install torch==" in refusal)  # type: ignore[operator]
+    problem = BACKEND.launch_problem()
+    assert (problem is None) is fits
+    assert fits or (torch in problem and torch_xla in problem and "Install torch==" in problem)  # type: ignore[operator]
 
 
-def test_chips_with_two_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_with_two_cores_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 4, "v2 or v3")
     install(monkeypatch, "torch_xla")
-    assert BACKEND.launch_refusal() is None, "SPMD can drive them"
+    assert BACKEND.launch_problem() is None, "SPMD can drive them"
     for num_processes in (1, 4):
-        refusal = BACKEND.count_refusal(num_processes) or ""
-        assert "two cores each" in refusal
-        assert "strategy='spmd'" in refusal
+        problem = BACKEND.count_problem(num_processes) or ""
+        assert "two cores each" in problem
+        assert "strategy='spmd'" in problem
 
 
-def test_a_host_of_a_slice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_of_a_slice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 4, "v4")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
-    assert "one of 2 hosts" in (BACKEND.launch_refusal() or "")
+    assert "one of 2 hosts" in (BACKEND.launch_problem() or "")
 
 
 def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,28 +192,28 @@ def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch)
         "worker-network-endpoints": "a:1:10.0.0.2,b:2:10.0.0.3",
     }
     monkeypatch.setattr(tpu, "ask_metadata_server", answers.get)
-    assert "one of 2 hosts" in (BACKEND.launch_refusal() or "")
+    assert "one of 2 hosts" in (BACKEND.launch_problem() or "")
 
 
 def test_chips_that_a_library_of_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(tpu, "lock_holder", os.getpid)
-    assert "restart the kernel" in (BACKEND.launch_refusal() or "")
+    assert "restart the kernel" in (BACKEND.launch_problem() or "")
 
 
 def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(first_use, "is_xla_initialised", lambda: True)
-    assert "restart the kernel" in (BACKEND.launch_refusal() or "")
+    assert "restart the kernel" in (BACKEND.launch_problem() or "")
 
 
-def test_chips_in_use_by_another_process_are_refused_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_in_use_by_another_process_are_rejected_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(tpu, "lock_holder", lambda: 4242)
     monkeypatch.setattr(tpu, "command_of", lambda pid: "python train.py")
-    refusal = BACKEND.launch_refusal() or ""
-    assert "another process uses the TPU chips: 4242 (python train.py)" in refusal
-    assert "don't delete" in refusal
+    problem = BACKEND.launch_problem() or ""
+    assert "another process uses the TPU chips: 4242 (python train.py)" in problem
+    assert "don't delete" in problem
 
 
 @pytest.mark.parametrize(
@@ -239,12 +239,12 @@ def test_no_other_file_imports_torch_xla() -> None:
     assert found == ["xla_runtime.py"]
 
 
-def test_fp16_is_refused_and_names_bf16() -> None:
-    assert "bf16" in (BACKEND.precision_refusal("fp16") or "")
-    assert BACKEND.precision_refusal("bf16") is None
+def test_fp16_is_rejected_and_names_bf16() -> None:
+    assert "bf16" in (BACKEND.precision_problem("fp16") or "")
+    assert BACKEND.precision_problem("bf16") is None
 
 
-def test_a_downcast_is_refused_elsewhere() -> None:
+def test_a_downcast_is_rejected_elsewhere() -> None:
     from nblaunch.backends.cpu import CpuBackend
 
     with pytest.raises(ValueError, match="downcast_bf16=True needs XLA devices"):

@@ -170,7 +170,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def make_schedule(drawn: Draw, optimizer: torch.optim.Optimizer) -> Any:
     name = drawn.schedule
     if name == "onecycle":
-        total_steps = _CYCLE if drawn.steps_with_optimizer else 10 * _CYCLE  # torch refuses more steps
+        total_steps = _CYCLE if drawn.steps_with_optimizer else 10 * _CYCLE  # torch rejects more steps
         return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps, cycle_momentum=False)
     if name == "sequential":
         parts = [lr_scheduler.LinearLR(optimizer, 0.2, 1.0, 5), lr_scheduler.CosineAnnealingLR(optimizer, 40)]

@@ -223,9 +223,9 @@ def test_the_default_file_is_written_once(command: Command) -> None:
 
 
 def test_the_default_file_may_have_another_precision(command: Command) -> None:
-    refused = command("config", "default", "--mixed_precision", "fp5")
-    assert (refused.code, files.default_path().exists()) == (2, False)
-    assert "--mixed_precision" in refused.err
+    rejected = command("config", "default", "--mixed_precision", "fp5")
+    assert (rejected.code, files.default_path().exists()) == (2, False)
+    assert "--mixed_precision" in rejected.err
     assert command("config", "--mixed_precision", "bf16").code == 2
     ended = command("config", "default", "--mixed_precision", "bf16")
     assert ended.code == 0, ended.err

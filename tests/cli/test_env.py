@@ -124,13 +124,13 @@ def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     facts = found(environ={"PYTHONPATH": str(tmp_path)})
     assert any("libtorch_cpu.so" in text for text in facts["problems"])
-    assert "libtorch_cpu.so" in facts["launch"]["refusal"]
+    assert "libtorch_cpu.so" in facts["launch"]["problem"]
     assert "usable" in facts["devices"]["cpu"]
 
 
 def test_a_variable_that_would_stop_every_launch_is_named() -> None:
     facts = found(environ={"OMP_NUM_THREADS": "many"})
-    assert "OMP_NUM_THREADS='many'" in facts["launch"]["refusal"]
+    assert "OMP_NUM_THREADS='many'" in facts["launch"]["problem"]
     assert any("OMP_NUM_THREADS='many'" in text for text in facts["problems"])
 
 

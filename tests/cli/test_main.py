@@ -31,7 +31,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_an_unknown_command_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_rejected_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lunch"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert "lunch" in line
@@ -50,7 +50,7 @@ def test_closed_streams_do_not_matter(closed: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("rank*")} == {"rank0", "rank1"}
 
 
-def test_questions_without_an_input_are_refused(tmp_path: Path) -> None:
+def test_questions_without_an_input_are_rejected(tmp_path: Path) -> None:
     line = shlex.join([*PROGRAM, "config", "--config_file", str(tmp_path / "mine.yaml")])
     ended = subprocess.run(["/bin/sh", "-c", f"{line} <&-"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2

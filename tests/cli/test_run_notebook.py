@@ -212,7 +212,7 @@ def test_wrong_use_is_one_line_and_runs_nothing(
     assert "it ran" not in shown.err + shown.out
 
 
-def test_a_folder_that_can_not_be_written_to_is_refused_at_once(
+def test_a_folder_that_can_not_be_written_to_is_rejected_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "plain.ipynb", "raise SystemError('it ran')")

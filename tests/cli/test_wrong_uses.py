@@ -13,7 +13,7 @@ from tests.cli.conftest import Ended, script
 Command = Callable[..., Ended]
 
 
-def assert_refused(ended: Ended, *words: str) -> None:
+def assert_rejected(ended: Ended, *words: str) -> None:
     assert ended.code == 2
     assert ended.out == ""
     (line,) = ended.err.splitlines()
@@ -72,23 +72,23 @@ def assert_refused(ended: Ended, *words: str) -> None:
         ("--cpu --use_deepspeed --deepspeed_config_file no.json train.py", ["no.json", "no such file"]),
     ],
 )
-def test_a_wrong_use_is_refused(command: Command, options: str, words: list[str]) -> None:
+def test_a_wrong_use_is_rejected(command: Command, options: str, words: list[str]) -> None:
     script("raise AssertionError('the script must not run')\n")
     Path("wrong.yaml").write_text("bogus: 1\n")
     Path("type.yaml").write_text("num_processes: many\n")
     Path("rank.yaml").write_text("machine_rank: 3\n")
-    assert_refused(command("launch", *options.split()), *words)
+    assert_rejected(command("launch", *options.split()), *words)
 
 
-def test_a_taken_port_is_refused(command: Command) -> None:
+def test_a_taken_port_is_rejected(command: Command) -> None:
     name = script("raise AssertionError('the script must not run')\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = command("launch", "--cpu", "--num_processes", "2", "--main_process_port", str(port), name)
-    assert_refused(ended, str(port), "in use", "leave main_process_port out")
+    assert_rejected(ended, str(port), "in use", "leave main_process_port out")
 
 
-def test_another_machines_address_is_refused_by_option_name(command: Command) -> None:
+def test_another_machines_address_is_rejected_by_option_name(command: Command) -> None:
     options = "--cpu --num_machines 2 --main_process_ip 192.0.2.200"
     ended = command("launch", *options.split(), script("raise AssertionError('the script must not run')\n"))
     (line,) = ended.err.splitlines()

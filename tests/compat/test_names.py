@@ -162,7 +162,7 @@ _WAYS = (
 
 
 @pytest.mark.parametrize("name", sorted(INSTEAD))
-def test_every_name_that_is_refused_says_what_to_use(name: str) -> None:
+def test_every_name_that_is_rejected_says_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=rf"nblaunch has no {name}: .*({'|'.join(_WAYS)})"):
         exec(f"from nblaunch.utils import {name}")
 

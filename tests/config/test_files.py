@@ -53,10 +53,10 @@ def test_a_write_that_fails_leaves_the_old_file_whole(
 ) -> None:
     path = written(tmp_path, "num_processes: 1\n")
 
-    def refuse(*args: object) -> None:
+    def reject(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", reject)
     with pytest.raises(ConfigError, match="No space left"):
         files.write(path, {"num_processes": 2})
     assert path.read_text() == "num_processes: 1\n"
@@ -103,18 +103,18 @@ _VALUES = st.sampled_from(
     st.lists(st.tuples(_KEYS, st.sampled_from([": ", ":\n  x: ", ", ", ":"]), _VALUES), max_size=3),
     st.binary(max_size=3),
 )
-def test_whatever_is_in_a_file_it_is_read_or_refused_in_one_line(
+def test_whatever_is_in_a_file_it_is_read_or_rejected_in_one_line(
     lines: list[tuple[str, str, str]], more: bytes
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_bytes("\n".join(map("".join, lines)).encode() + more)
-        refusal = ""
+        problem = ""
         try:
             resolve([files.read(path)])
         except ConfigError as error:
-            refusal = str(error)
-        assert "\n" not in refusal
+            problem = str(error)
+        assert "\n" not in problem
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_values_are_read_from_text_and_from_yaml(name: str, given: Any, value: A
         ("dynamo_backend", "nosuch", "must be one of no, eager, aot_eager, inductor"),
     ],
 )
-def test_wrong_values_are_refused_with_their_name(name: str, given: Any, reason: str) -> None:
+def test_wrong_values_are_rejected_with_their_name(name: str, given: Any, reason: str) -> None:
     with pytest.raises(ConfigError) as raised:
         convert(name, given)
     message = str(raised.value)
@@ -151,7 +151,7 @@ def test_optional_settings_accept_none(tmp_path: Path) -> None:
         ({"strategy": "deepspeed", "deepspeed_config_file": "a.json", "zero_stage": 2}, "zero_stage"),
     ],
 )
-def test_contradictions_are_refused(values: dict[str, Any], words: str) -> None:
+def test_contradictions_are_rejected(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve([Layer("command line", values)])
 
@@ -250,19 +250,19 @@ assert "--patience X" in shown.getvalue() and "seconds of patience" in shown.get
 files.write("settings.yaml", {"patience": 3.0})
 assert launching.spec_of(launching.resolved_settings("settings.yaml", {}), print).patience_s == 3.0
 
-def refusal(call, **arguments):
+def problem(call, **arguments):
     try:
         call(**arguments)
     except ValueError as error:
         return str(error)
 
-assert refusal(LaunchSpec, function=print, patience_s=0.1) == "patience_s=0.1 must be at least 0.5"
+assert problem(LaunchSpec, function=print, patience_s=0.1) == "patience_s=0.1 must be at least 0.5"
 inline = LaunchSpec(function=print, engine="inline", patience_s=2.0)
-assert "patience_s=2.0" in refusal(notebook.run_spec, spec=inline, dashboard="none")
-assert "it is short" in refusal(LaunchSpec, function=print, is_detached=True, patience_s=2.0)
+assert "patience_s=2.0" in problem(notebook.run_spec, spec=inline, dashboard="none")
+assert "it is short" in problem(LaunchSpec, function=print, is_detached=True, patience_s=2.0)
 with nblaunch.Session(num_processes=1, backend="cpu") as session:
     from nblaunch.session.session import run_in_session
-    assert "patience_s=2.0" in refusal(run_in_session, session=session, spec=LaunchSpec(function=print, patience_s=2.0))
+    assert "patience_s=2.0" in problem(run_in_session, session=session, spec=LaunchSpec(function=print, patience_s=2.0))
 """
 
 

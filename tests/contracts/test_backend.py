@@ -122,10 +122,10 @@ def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: 
 def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
     if backend.affinity() == 0:
         pytest.skip("no such device here")
-    assert backend.precision_refusal("no") is None
+    assert backend.precision_problem("no") is None
     for precision in ("fp16", "bf16"):
-        refusal = backend.precision_refusal(precision)
-        assert refusal is None or precision in refusal
+        problem = backend.precision_problem(precision)
+        assert problem is None or precision in problem
 
 
 def test_random_states_can_be_put_back(family: Family) -> None:

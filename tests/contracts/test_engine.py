@@ -44,14 +44,14 @@ class Subject:
     Args:
         settings: settings of a launch on two nodes.
         environment: variables of the kernel.
-        refused: settings of a launch that the engine can't satisfy.
-        refusal: text that the error must contain.
+        rejected: settings of a launch that the engine can't satisfy.
+        problem: text that the error must contain.
     """
 
     settings: dict[str, Any]
     environment: dict[str, str]
-    refused: dict[str, Any]
-    refusal: tuple[str, ...]
+    rejected: dict[str, Any]
+    problem: tuple[str, ...]
 
 
 def _processes(stack: ExitStack, path: str) -> Subject:
@@ -59,11 +59,11 @@ def _processes(stack: ExitStack, path: str) -> Subject:
 
 
 def _ssh(stack: ExitStack, path: str) -> Subject:
-    refused = {"hosts": ["one", "unreachable"]}
+    rejected = {"hosts": ["one", "unreachable"]}
     return Subject(
         {"engine": "ssh", "hosts": ["one", "other"]},
         {"PATH": path},
-        refused,
+        rejected,
         ("node 1 (host unreachable)", "Connection refused"),
     )
 
@@ -193,8 +193,8 @@ def text_of(call):
     except (RuntimeError, ValueError) as error:
         return str(error)
 """)
-    error = notebook.run(f"text_of(lambda: go(rank, **{subject.refused!r}))", timeout_s=120).value
-    for part in subject.refusal:
+    error = notebook.run(f"text_of(lambda: go(rank, **{subject.rejected!r}))", timeout_s=120).value
+    for part in subject.problem:
         assert part in error
     notebook.wait_for_no_processes()
 

@@ -221,7 +221,7 @@ def test_closing_at_once_leaves_no_process(stage: Stage) -> None:
     stage.start(time.sleep, 100)
 
 
-def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
+def test_a_call_that_cannot_be_sent_is_rejected_by_name(stage: Stage) -> None:
     gate = threading.Lock()
 
     def train() -> bool:
@@ -235,26 +235,26 @@ def test_a_call_that_cannot_be_sent_is_refused_by_name(stage: Stage) -> None:
             stage.start(train)
 
 
-def test_a_refused_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_pipe_leaves_no_copy_of_the_call(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     if stage.method != "forkserver":
         pytest.skip("makes no pipe of its own")
 
-    def refuse() -> None:
+    def reject() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr(os, "pipe", refuse)
+    monkeypatch.setattr(os, "pipe", reject)
     with pytest.raises(OSError, match="Too many open files"):
         stage.start(time.sleep, 100)
     assert len(os.listdir("/proc/self/fd")) == len(before) - NUM  # the workers' ends of the pipes
 
 
-def test_a_refused_process_ends_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_process_ends_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     if stage.method == "forkserver":
         pytest.skip("its workers start in another process")
     fork, popen, started = posix.fork, subprocess.Popen, []
 
-    def second_is_refused(start: Callable[..., Any]) -> Callable[..., Any]:
+    def second_is_rejected(start: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any, **kwargs: Any) -> Any:
             if started:
                 raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -263,8 +263,8 @@ def test_a_refused_process_ends_the_others(stage: Stage, monkeypatch: pytest.Mon
 
         return begin
 
-    monkeypatch.setattr(posix, "fork", second_is_refused(fork))
-    monkeypatch.setattr(subprocess, "Popen", second_is_refused(popen))
+    monkeypatch.setattr(posix, "fork", second_is_rejected(fork))
+    monkeypatch.setattr(subprocess, "Popen", second_is_rejected(popen))
     with pytest.raises(LaunchError, match="Resource temporarily unavailable"):
         stage.start(time.sleep, 100)
     first = started[0] if isinstance(started[0], int) else started[0].pid

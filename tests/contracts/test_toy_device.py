@@ -49,7 +49,7 @@ class Toy(Backend):
     def device(self, topology):
         return torch.device("cpu", topology.local_rank)
 
-    def precision_refusal(self, precision):
+    def precision_problem(self, precision):
         return None if precision == "no" else f"toy chips have no {precision}"
 
     def begin_step(self, phase, batch):
@@ -133,7 +133,7 @@ class _Named(Backend):
 
 
 @pytest.mark.parametrize("name", ["cpu", "auto", "Toy chip", ""])
-def test_names_that_are_taken_or_no_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_taken_or_no_names_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Named, "__abstractmethods__", frozenset())
     backend = _Named()  # type: ignore[abstract]
     backend.name = name

@@ -495,7 +495,7 @@ def test_a_terminal_gets_few_lines_and_a_final_table() -> None:
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_kinds_are_refused_with_the_valid_ones() -> None:
+def test_unknown_kinds_are_rejected_with_the_valid_ones() -> None:
     with pytest.raises(ValueError, match="'auto', 'widgets', 'html', 'text', 'none'") as caught:
         dashboard.choose("rich")
     assert "'rich'" in str(caught.value)
@@ -519,7 +519,7 @@ def test_none_is_no_dashboard_and_shows_nothing(background: bool, capsys: pytest
     chosen = dashboard.choose("none", background=background)
     assert chosen == []
     assert not dashboard.show_again(chosen)
-    dashboard.close_refused(chosen, ValueError("no such device"))
+    dashboard.close_rejected(chosen, ValueError("no such device"))
     assert capsys.readouterr() == ("", "")
 
 

@@ -327,9 +327,9 @@ def test_consequences_are_one_line_and_their_ranks_look_different() -> None:
 
 
 def test_a_connection_that_is_lost_for_an_unknown_cause_is_shown_whole() -> None:
-    view = view_of([*started(3), *(raised(rank, f"refused {rank}", is_consequence=True) for rank in (0, 2))])
+    view = view_of([*started(3), *(raised(rank, f"rejected {rank}", is_consequence=True) for rank in (0, 2))])
     first, others = tabulate(view).failures
-    assert (first.who, first.text) == ("rank 0", "ValueError: refused 0")
+    assert (first.who, first.text) == ("rank 0", "ValueError: rejected 0")
     assert others.who == "rank 2"
 
 

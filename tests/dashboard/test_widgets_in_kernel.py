@@ -396,7 +396,7 @@ def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
         ("background=True, detach=True", "PayloadError"),
     ],
 )
-def test_a_refused_launch_does_not_look_as_if_it_started(
+def test_a_rejected_launch_does_not_look_as_if_it_started(
     shared: Kernel, tmp_path: Path, call: str, raises: str
 ) -> None:
     shared.run(f"import os, threading, nblaunch\nos.chdir({str(tmp_path)!r})\nopen('taken', 'w').close()")

@@ -201,7 +201,7 @@ def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -
         ("nblaunch.Session(2, mixed_precision='fp8')", "ValueError"),
     ],
 )
-def test_a_launch_that_is_refused_leaves_the_workers(shared: Kernel, launch: str, error: str) -> None:
+def test_a_launch_that_is_rejected_leaves_the_workers(shared: Kernel, launch: str, error: str) -> None:
     shared.run(LAUNCH.format(2), raises="ValueError")
     shared.run(launch, raises=error)
     assert shared.run("nblaunch.last_job().inspect('step')").result == "[0-1] 3"
@@ -318,5 +318,5 @@ job = notebook_launcher(waits, num_processes=2, background=True, post_mortem=Tru
     shared.wait_for_no_processes()
 
 
-def test_several_machines_are_refused(shared: Kernel) -> None:
+def test_several_machines_are_rejected(shared: Kernel) -> None:
     shared.run("notebook_launcher(train, num_nodes=2, post_mortem=True)", raises="ValueError")

@@ -307,8 +307,8 @@ class Lottery:
                 return f"{path.name} is {kind}: listed are {listed}"
             end = result_of(nblaunch.attach(hurt.id, dashboard="none"))
         except LookupError as error:
-            end = "refused", error
-        is_good = end == ("value", VALUE) or end[0] in ("refused", "JobLost", "ResultError")
+            end = "rejected", error
+        is_good = end == ("value", VALUE) or end[0] in ("rejected", "JobLost", "ResultError")
         return ("" if is_good else f"{path.name} is {kind}: {end}") + self._unless_value(other)
 
     def disk(self) -> str:

@@ -213,10 +213,10 @@ def test_a_job_of_another_version_is_listed_and_can_be_read_and_stopped(desk: De
     listed = desk.command("jobs").stdout
     assert re.search(rf"^{job_id} +running ", listed, re.MULTILINE), listed
     assert f"{job_id}: launched by {launcher}, which can attach" in listed
-    refused = desk.command("attach", job_id)
-    assert refused.returncode == 2
-    assert f"launched by {launcher}" in refused.stderr
-    assert f"nblaunch stop {job_id}" in refused.stderr
+    rejected = desk.command("attach", job_id)
+    assert rejected.returncode == 2
+    assert f"launched by {launcher}" in rejected.stderr
+    assert f"nblaunch stop {job_id}" in rejected.stderr
     assert desk.command("logs", job_id, "--rank", "1").stdout == "waiting\n"
 
     assert desk.command("stop", job_id).returncode == 0
@@ -363,7 +363,7 @@ job = notebook_launcher(
 """
 
 
-def test_a_job_for_whose_files_there_is_no_room_is_refused_and_not_listed(
+def test_a_job_for_whose_files_there_is_no_room_is_rejected_and_not_listed(
     small_disk: Path, desk: Desk
 ) -> None:
     desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
@@ -530,7 +530,7 @@ path.mkdir(mode=0o700)
 """
 
 
-def test_a_refused_attach_is_displayed(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_rejected_attach_is_displayed(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(OF_ANOTHER_VERSION.format(str(tmp_path)))
     cell = kernel.run("nblaunch.attach()", raises="LookupError")
     assert "another version" in str(cell.displays[0].data)

@@ -111,14 +111,14 @@ def test_there_are_no_jobs_at_first() -> None:
         nblaunch.attach()
 
 
-def test_a_folder_that_is_open_to_others_is_refused() -> None:
+def test_a_folder_that_is_open_to_others_is_rejected() -> None:
     open_home().path.chmod(0o750)
     for look in (nblaunch.jobs, nblaunch.attach, open_home):
         with pytest.raises(PermissionError, match="chmod 700"):
             look()
 
 
-def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _ended(JobOutcome("done"))
     monkeypatch.setattr(files.os, "getuid", lambda: os.geteuid() + 1)
     with pytest.raises(PermissionError, match="not a folder of this user"):
@@ -248,7 +248,7 @@ def test_a_damaged_job_does_not_hide_others(name: str, capsys: pytest.CaptureFix
         assert cli.main(["logs", one.id]) in (0, 2)
 
 
-def test_a_job_of_another_version_is_listed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_another_version_is_listed_and_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     folder = _ended(JobOutcome("done", values={0: 7}))
     record = json.loads((folder.path / "record.json").read_text())
     (folder.path / "record.json").write_text(json.dumps({"format": FORMAT + 1, "what": record}))
@@ -452,7 +452,7 @@ def test_requests_of_another_user_are_ignored(
     assert not Endpoint(own_folder).is_served()  # a client accepts no answer from another user's process
     with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
         client.connect(address)
-        with suppress(BrokenPipeError):  # the request was already refused
+        with suppress(BrokenPipeError):  # the request was already rejected
             client.sendall(b"stop")
         client.settimeout(10)
         assert _read(client) == b""
@@ -510,18 +510,18 @@ def test_a_stop_does_not_wait_until_the_stacks_are_known(own_folder: Path) -> No
 def test_requests_are_served_after_descriptors_have_run_out(
     own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = threading.Event()
+    rejected = threading.Event()
 
-    def refuse(listening: socket.socket) -> None:
-        refused.set()
+    def reject(listening: socket.socket) -> None:
+        rejected.set()
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(socket.socket, "accept", refuse)
+        patch.setattr(socket.socket, "accept", reject)
         # the server already waits for this descriptor
         with pytest.warns(UserWarning, match="did not answer"):
             requests.RemoteRequests(Endpoint(own_folder)).interrupt()
-        assert refused.wait(10)
+        assert rejected.wait(10)
     requests.RemoteRequests(Endpoint(own_folder)).stop()
     assert server.stopped.wait(10)
 

@@ -54,7 +54,7 @@ def test_a_job_is_restarted_when_its_nblaunch_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_fresh_interpreters_of_another_version_are_refused_with_the_reason(tmp_path: Path) -> None:
+def test_fresh_interpreters_of_another_version_are_rejected_with_the_reason(tmp_path: Path) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch("fail", "{'max_restarts': 1, 'start_method': 'spawn'}")
     installation.replace()

@@ -150,7 +150,7 @@ def test_an_exception_keeps_its_type_and_gets_notes(log: JobLog) -> None:
     ]
 
 
-def test_a_refused_allocation_is_explained_in_the_notes(log: JobLog) -> None:
+def test_a_rejected_allocation_is_explained_in_the_notes(log: JobLog) -> None:
     report = raised(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
     report.memory = MemoryRecord()
     report.host_memory = {1: HostMemory(1, 1.0, 1_000_000, peak_bytes=3_000_000_000)}

@@ -60,7 +60,7 @@ def test_the_cell_shows_the_users_line(notebook: Kernel) -> None:
     assert "nblaunch/" not in cell.raised.text
 
 
-def test_node_refusal_is_raised_before_ranks_start(notebook: Kernel) -> None:
+def test_node_rejection_is_raised_before_ranks_start(notebook: Kernel) -> None:
     notebook.run("class Picky:\n    def __reduce__(self): return __import__('sys').exit, ('not here',)")
     error = notebook.run("launch(print, Picky())", raises="LaunchError").raised
     assert re.match(r"node \d \(host ", error.value)

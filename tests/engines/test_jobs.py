@@ -119,7 +119,7 @@ job_id = job.id
         assert other.run("model.weight.tolist()").value == [[3.0, 3.0], [3.0, 3.0]]
 
 
-def test_settings_that_the_engine_cannot_honour_are_refused(notebook: Kernel) -> None:
+def test_settings_that_the_engine_cannot_honour_are_rejected(notebook: Kernel) -> None:
     for settings, text in (
         ("node_rank=1", "node_rank=1 can't be combined with engine='processes'"),
         ("rdzv_backend='c10d', rdzv_endpoint='a:1'", "rdzv_backend='c10d' can't be combined with engine"),

@@ -147,7 +147,7 @@ def test_nodes_that_end_again_before_the_call_is_loaded_are_named(ready: Kernel)
         ("nblaunch.Session(2, engine=nodes)", "Session("),
     ],
 )
-def test_what_nodes_cannot_do_is_refused(notebook: Kernel, call: str, named: str) -> None:
+def test_what_nodes_cannot_do_is_rejected(notebook: Kernel, call: str, named: str) -> None:
     notebook.run("nodes = nblaunch.Nodes(2, engine='processes')")
     assert named in notebook.run(call, raises="ValueError").raised.value
 

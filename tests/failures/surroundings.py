@@ -80,7 +80,7 @@ def check_all():
     shutil.rmtree(folder)
     return folder, sorted(map(oct, modes))
 
-def refusal(call, *args, **settings):
+def problem(call, *args, **settings):
     try:
         return call(*args, **settings)
     except BaseException as error:
@@ -139,7 +139,7 @@ class Surroundings:
     def umask_777(self) -> str:
         """Use a umask with which the user may not even read their own files."""
         with _kernel() as kernel:
-            return kernel.run("os.umask(0o777)\nrefusal(check_all)", timeout_s=LIMIT_S).value
+            return kernel.run("os.umask(0o777)\nproblem(check_all)", timeout_s=LIMIT_S).value
 
     def user_without_a_name(self) -> str:
         with _kernel() as kernel:
@@ -250,7 +250,7 @@ class Surroundings:
             ]
             process.suspend()
             assert kernel.run("[listed.status for listed in nblaunch.jobs()]").value[-1] == "running"
-            assert kernel.run("refusal(job.result, 3)").value.startswith("TimeoutError")
+            assert kernel.run("problem(job.result, 3)").value.startswith("TimeoutError")
             process.resume()
             return str(kernel.run("job.result(200)").value)
 

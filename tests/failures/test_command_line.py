@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_arguments_that_argparse_refuses_are_explained_at_the_users_line(
+def test_arguments_that_argparse_rejects_are_explained_at_the_users_line(
     kernel: Kernel, start_method: str
 ) -> None:
     kernel.run(

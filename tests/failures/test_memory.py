@@ -51,7 +51,7 @@ def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> 
     assert_as_before(limited)
 
 
-def test_a_refused_allocation_has_the_same_evidence(shared: Kernel) -> None:
+def test_a_rejected_allocation_has_the_same_evidence(shared: Kernel) -> None:
     cell = shared.run(
         """
 def train():

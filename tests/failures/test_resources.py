@@ -118,7 +118,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_disk_without_inodes_refuses_the_launch_and_says_so(
+def test_a_disk_without_inodes_rejects_the_launch_and_says_so(
     shared: Kernel, method: str, disk_without_inodes: Path
 ) -> None:
     """Each launch has room for one more file, so every file is once the first without room."""
@@ -149,7 +149,7 @@ for room in range({first}, {last}, {step}):
     except Exception as error:
         outcomes[type(error).__name__] += 1
         message = str(error)
-        last_refusal = message if "Too many open files" in message else last_refusal
+        last_error = message if "Too many open files" in message else last_error
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert sorted(child.pid for child in psutil.Process().children(recursive=True)) == before["children"]
@@ -158,21 +158,21 @@ sorted(outcomes)
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_whichever_descriptor_is_refused_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
+def test_whichever_descriptor_is_rejected_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
-    shared.run("last_refusal = ''")
+    shared.run("last_error = ''")
     shared.run("del sys.last_value") if value_of(shared, "hasattr(sys, 'last_value')") else None
     cell = shared.run(SWEEP.format(method=method, first=first, last=last, step=step), timeout_s=60)
     assert shared.processes() == []
     outcomes = set(cell.value)
-    # The refused process may be a worker: its error is then an OSError of that rank.
+    # The process that fails may be a worker: its error is then an OSError of that rank.
     assert "LaunchError" in outcomes
     assert outcomes <= {"LaunchError", "OSError", "RuntimeError", "DistStoreError", "[3.0, 3.0]"}, outcomes
-    assert "ulimit -n" in value_of(shared, "last_refusal")
+    assert "ulimit -n" in value_of(shared, "last_error")
     assert_as_before(shared)
 
 
-def test_a_refused_fork_takes_the_others_back(shared: Kernel) -> None:
+def test_a_rejected_fork_takes_the_others_back(shared: Kernel) -> None:
     """Other start methods fork in another process; :func:`test_a_limit_on_processes_is_named` covers them."""
     cell = shared.run(
         """
@@ -192,8 +192,8 @@ finally:
 """,
         raises="LaunchError",
     )
-    refusal, others = "Resource temporarily unavailable", "the 2 running workers were stopped"
-    for text in ("worker 2 of 4", refusal, others, "ulimit -u"):
+    problem, others = "Resource temporarily unavailable", "the 2 running workers were stopped"
+    for text in ("worker 2 of 4", problem, others, "ulimit -u"):
         assert text in cell.raised.value
     assert len(cell.raised.lines) <= 25
     assert shared.processes() == []
@@ -207,9 +207,9 @@ def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -
 import errno
 import nblaunch.launcher.attempt as attempt
 real = attempt.Guardian.start
-def refuse(guardian):
+def reject(guardian):
     raise OSError(errno.EMFILE, "Too many open files")
-attempt.Guardian.start = refuse
+attempt.Guardian.start = reject
 try:
     notebook_launcher(time.sleep, (3600,), 2, start_method={method!r})
 finally:
@@ -234,9 +234,9 @@ def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path
                 raises="LaunchError",
             )
             text = cell.raised.value
-            assert "the system refused" in text or "could not be started" in text
+            assert "the system could not start" in text or "could not be started" in text
             assert "ulimit -u" in text
-            # The system refuses a process, or the thread of the rendezvous store, whichever comes first.
+            # A process or the thread of the rendezvous store fails to start, whichever comes first.
             assert re.search("Resource temporarily unavailable|can't start new thread", text)
             assert len(cell.raised.lines) <= 25, cell.describe()
             kernel.wait_for_no_processes(3.0)

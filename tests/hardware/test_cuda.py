@@ -152,7 +152,7 @@ def _train(mixed_precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training(mixed_precision: str, world_size: int) -> None:
-    reason = BACKEND.precision_refusal(mixed_precision)
+    reason = BACKEND.precision_problem(mixed_precision)
     if reason is not None:
         pytest.skip(reason)
     for rank, answers in enumerate(

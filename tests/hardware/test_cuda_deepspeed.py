@@ -80,7 +80,7 @@ def test_training_matches_one_process(stage: int, world_size: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits(precision: str, stage: int) -> None:
-    reason = BACKEND.precision_refusal(precision)
+    reason = BACKEND.precision_problem(precision)
     if reason is not None:
         pytest.skip(reason)
     # A scale that overflows at first: the engine skips steps until it fits.
@@ -127,6 +127,6 @@ def _choose() -> None:
 
 
 @pytest.mark.skipif(BACKEND.device_count() > 1, reason="two GPUs are there for two ranks")
-def test_ranks_that_share_a_gpu_are_refused() -> None:
+def test_ranks_that_share_a_gpu_are_rejected() -> None:
     with pytest.raises(ranks.RankFailed, match="gloo, because they share GPUs"):
         ranks.run(_choose, 2, backend="cuda")

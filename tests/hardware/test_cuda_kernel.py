@@ -215,8 +215,8 @@ def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) 
     assert method == "fork"
     assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "gloo")] * 2
     assert found[0]["losses"] == pytest.approx(_alone(kernel), rel=1e-3)
-    refused = kernel.run("notebook_launcher(train, (build(),), 2)", raises="ValueError")
-    assert "backend='cuda' lets several" in refused.raised.value
+    rejected = kernel.run("notebook_launcher(train, (build(),), 2)", raises="ValueError")
+    assert "backend='cuda' lets several" in rejected.raised.value
 
 
 @pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")

@@ -117,9 +117,9 @@ def _train_in_fp8() -> tuple[list[float], list[str]]:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_fp8() -> None:
-    refusal = BACKEND.precision_refusal("fp8")
-    if refusal is not None:
-        pytest.skip(refusal)
+    problem = BACKEND.precision_problem("fp8")
+    if problem is not None:
+        pytest.skip(problem)
     ((losses, kinds),) = ranks.run(_train_in_fp8, 1, backend="cuda", timeout_s=120)
     assert kinds == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
     assert losses[-1] < losses[0] / 2

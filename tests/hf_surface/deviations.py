@@ -6,7 +6,7 @@ Names are patterns as in :mod:`fnmatch`, except that brackets are literal. Every
 from __future__ import annotations
 
 FORMS_OF_PARALLELISM = (
-    "models are spread with DistributedDataParallel; asking for another form is refused by name"
+    "models are spread with DistributedDataParallel; asking for another form is rejected by name"
 )
 LARGE_MODELS = (
     "of models cut by a device map, an installed Accelerate serves the names that programs use; these are not"

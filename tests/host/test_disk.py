@@ -11,31 +11,31 @@ import pytest
 from nblaunch.host import disk
 
 
-def refusal(number: int) -> OSError:
+def problem(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
 def test_a_file_that_can_grow_keeps_size_and_contents(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"text")
-    assert disk.refuses_growth(path, 1 << 14) is None
+    assert disk.growth_problem(path, 1 << 14) is None
     assert path.read_bytes() == b"text"
-    assert disk.refuses_growth(tmp_path / "none", 1 << 14) is None
+    assert disk.growth_problem(tmp_path / "none", 1 << 14) is None
 
 
 @pytest.mark.parametrize(
     ("number", "is_reported"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)]
 )
-def test_growth_is_refused_for_want_of_room_alone(
+def test_growth_is_rejected_for_want_of_room_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_reported: bool
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise refusal(number)
+    def reject(*_: object) -> None:
+        raise problem(number)
 
     path = tmp_path / "file"
     path.touch()
-    monkeypatch.setattr(disk, "_allocate", refuse)
-    reason = disk.refuses_growth(path, 1 << 14)
+    monkeypatch.setattr(disk, "_allocate", reject)
+    reason = disk.growth_problem(path, 1 << 14)
     assert (reason == os.strerror(number)) if is_reported else reason is None
 
 
@@ -64,11 +64,11 @@ def test_the_exhausted_resource_is_named(
     )
     status = os.statvfs_result([used_up.get(name, 4096) for name in names])
     monkeypatch.setattr(disk.os, "statvfs", lambda _: status)
-    assert wanted in disk.reason(tmp_path / "not" / "there", refusal(errno.ENOSPC))
+    assert wanted in disk.reason(tmp_path / "not" / "there", problem(errno.ENOSPC))
 
 
-def test_other_refusals_are_reported_in_the_words_of_the_system(tmp_path: Path) -> None:
-    assert disk.reason(tmp_path, refusal(errno.EROFS)) == os.strerror(errno.EROFS)
+def test_other_errors_are_reported_in_the_words_of_the_system(tmp_path: Path) -> None:
+    assert disk.reason(tmp_path, problem(errno.EROFS)) == os.strerror(errno.EROFS)
 
 
 def test_a_part_of_a_file_is_freed(tmp_path: Path) -> None:

@@ -192,6 +192,6 @@ def _when_up(url: str) -> str:
 def _allowing_401(call: Callable[[], None]) -> None:
     try:
         call()
-    except urllib.error.HTTPError as refused:
-        if refused.code != 401:
+    except urllib.error.HTTPError as rejected:
+        if rejected.code != 401:
             raise

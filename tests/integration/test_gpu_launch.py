@@ -64,8 +64,8 @@ def test_the_first_use_of_cuda_is_named_and_needs_no_restart(fresh: Kernel) -> N
 
 
 def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
-    refused = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
-    assert "valid values are 1 to 1, or None for all; backend='cpu' lets several" in refused.raised.value
+    rejected = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
+    assert "valid values are 1 to 1, or None for all; backend='cpu' lets several" in rejected.raised.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
     assert len(cell.value) == 2
     assert "workers share a made-up device" in cell.stdout

@@ -1,7 +1,7 @@
 """The programs of the GPU tests and the GPU benchmark on CPU cores, to find their mistakes without a GPU.
 
 ``tests/hardware`` checks their reports about devices; their computations are the same here. nblaunch does not offer
-fp16 on the CPU, but torch supports it, so these tests lift the refusal.
+fp16 on the CPU, but torch supports it, so these tests lift the restriction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.training.ranks import rank_server  # noqa: F401  a fixture
 
 ALLOW_FP16 = """
 from nblaunch.backends.cpu import CpuBackend
-CpuBackend.precision_refusal = lambda self, precision: None
+CpuBackend.precision_problem = lambda self, precision: None
 """
 
 

@@ -150,7 +150,7 @@ Counting.times
 
 def test_inline_rejects_settings_that_need_processes() -> None:
     ran: list[int] = []
-    with pytest.raises(ValueError, match="engine='inline'") as refused:
+    with pytest.raises(ValueError, match="engine='inline'") as rejected:
         notebook_launcher(
             ran.append, (1,), engine="inline", background=True, start_method="spawn", max_restarts=1,
             hang_timeout_s=5.0, on_hang="stop", threads_per_process=2,
@@ -163,7 +163,7 @@ def test_inline_rejects_settings_that_need_processes() -> None:
         "on_hang='stop'",
         "threads_per_process=2",
     ):
-        assert text in str(refused.value)
+        assert text in str(rejected.value)
     assert ran == []
     with pytest.raises(ValueError, match="background=True"):
         notebook_launcher(ran.append, (1,), engine="inline", background=True)

@@ -159,6 +159,6 @@ had, job.exception().partial, job.status
 def test_a_running_job_is_not_released(shared: Kernel) -> None:
     shared.run(PREPARED)
     shared.run("job = notebook_launcher(train, (model, 'wait'), 1, background=True)")
-    refused = shared.run("job.release()", raises="RuntimeError")
-    assert "cancel()" in refused.raised.value
+    rejected = shared.run("job.release()", raises="RuntimeError")
+    assert "cancel()" in rejected.raised.value
     assert shared.run("job.cancel(); job.wait(); job.release(); job.status").result == "'cancelled'"

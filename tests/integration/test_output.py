@@ -454,7 +454,7 @@ folders, text
     assert (stat.S_IMODE(log.stat().st_mode), log.read_text()) == (0o600, "4\n")
 
 
-def test_an_impossible_log_folder_is_refused_before_the_start(shared: Kernel, tmp_path: Path) -> None:
+def test_an_impossible_log_folder_is_rejected_before_the_start(shared: Kernel, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     cell = shared.run(

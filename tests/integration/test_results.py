@@ -261,8 +261,8 @@ def test_a_result_that_cannot_be_rebuilt_here_costs_nothing_else(shared: Kernel)
         """
 class Moody:
     def __reduce__(self):
-        return refuse, (os.getpid(),)
-def refuse(pid):
+        return reject, (os.getpid(),)
+def reject(pid):
     if pid != os.getpid():
         raise OSError("not in this process")
     return Moody()
@@ -525,7 +525,7 @@ after = parts(teacher, averages["left"])
 BROKEN_SENDING = {
     # The system does this when memory runs out; a real test would need a control group.
     "killed": ("os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL while it sent them"),
-    "refused": ("raise MemoryError('no room')", "rank 0 could not send them (MemoryError: no room)"),
+    "rejected": ("raise MemoryError('no room')", "rank 0 could not send them (MemoryError: no room)"),
     "full": (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))",
         "rank 0 could not send them (OSError: [Errno 27] File too large)",

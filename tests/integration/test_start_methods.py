@@ -150,12 +150,12 @@ value, nblaunch.last_job().plan.start_method
         shown = cell.stdout + cell.displays[0].data["text/plain"]
         assert "forkserver" in shown
         assert "this process has used the device, says the test" in shown
-        refused = shared.run(
+        rejected = shared.run(
             "notebook_launcher(where, num_processes=2, start_method='fork')", raises="LaunchError"
         )
-        assert "this process has used the device, says the test" in refused.raised.value
-        assert "start_method='fork'" in refused.raised.value
-        assert "start_method='auto'" in refused.raised.value
+        assert "this process has used the device, says the test" in rejected.raised.value
+        assert "start_method='fork'" in rejected.raised.value
+        assert "start_method='auto'" in rejected.raised.value
     finally:
         shared.run("backends._built_in()['cpu'] = real")
 

@@ -17,7 +17,7 @@ STRIDE = 37
 
 
 class Limit(TimeoutError):
-    """The timeout of a cell; an OSError, like the system's refusals."""
+    """The timeout of a cell; an OSError, like the system's own."""
 
 
 def on_alarm(number: int, frame: object) -> None:

@@ -138,14 +138,14 @@ def test_a_hang_inside_a_library_names_it(running: None) -> None:
     assert fork_safety.explain_hang([Position("Cell In[3], line 2 in train")]) == []
 
 
-def refuse_as_gnu_openmp_does() -> None:
+def reject_as_gnu_openmp_does() -> None:
     os.write(2, b"Terminating: fork() called from a process already using GNU OpenMP, this is unsafe.\n")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_refusal_of_gnu_openmp_is_explained() -> None:
+def test_the_abort_of_gnu_openmp_is_explained() -> None:
     with pytest.raises(WorkerDied, match="start_method='forkserver'"):
-        notebook_launcher(refuse_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
+        notebook_launcher(reject_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
 
 
 def test_grpc_used_in_the_kernel(kernel: Kernel) -> None:
@@ -158,14 +158,14 @@ def connect():
     try:
         grpc.channel_ready_future(grpc.insecure_channel("127.0.0.1:1")).result(timeout=0.1)
     except grpc.FutureTimeoutError:
-        return "refused"
+        return "rejected"
 def add():
     return 1 + 1
 connect()
 """
     )
     cell = kernel.run("notebook_launcher(connect, num_processes=2), last_job().plan.start_method")
-    assert cell.value == ("refused", "forkserver")
+    assert cell.value == ("rejected", "forkserver")
     cell = kernel.run("notebook_launcher(add, num_processes=2), last_job().plan.start_method")
     assert cell.value == (2, "fork")
 

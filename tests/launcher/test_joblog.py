@@ -153,7 +153,7 @@ def test_containers_with_equal_pids_share_a_log_folder(
     assert len({log.path for log in logs}) == 3
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default folder has a predictable name, in a place where other users can write."""
     monkeypatch.delenv("NBLAUNCH_LOG_DIR", raising=False)
     monkeypatch.setattr(joblog.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -165,7 +165,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     assert list(elsewhere.iterdir()) == []
 
 
-def test_files_that_the_disk_has_no_place_for_are_refused_with_its_reason(
+def test_files_that_the_disk_has_no_place_for_are_rejected_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = JobLog(str(tmp_path))
@@ -192,16 +192,16 @@ def test_a_job_begins_on_a_disk_that_is_full(
 ) -> None:
     """Training continues; only the printed output is lost."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def reject(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "write_bytes", reject)
     log = JobLog(str(tmp_path))
     log.make_attempt_folder(0, range(2))
     assert log.log_path(1).exists()
 
 
-def test_a_host_without_a_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_temporary_folder_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_none() -> str:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
 

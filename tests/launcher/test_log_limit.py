@@ -99,11 +99,11 @@ def test_holes_are_skipped_without_querying_the_file_system(
     """Some file systems first write a file to the disk or the server when they are queried about it."""
     seek = os.lseek
 
-    def refuse(fd: int, position: int, whence: int) -> int:
+    def reject(fd: int, position: int, whence: int) -> int:
         assert whence != os.SEEK_DATA
         return seek(fd, position, whence)
 
-    monkeypatch.setattr(os, "lseek", refuse)
+    monkeypatch.setattr(os, "lseek", reject)
     append(path, numbered(0, 100_000))
     got = shown(list(tail.read_rest()))
     assert "dropped" in got[0]
@@ -133,10 +133,10 @@ def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
 def test_log_grows_without_hole_support_and_says_so(
     tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr(disk, "free_range", refuse)
+    monkeypatch.setattr(disk, "free_range", reject)
     append(path, numbered(0, 50_000))
     (note,) = notes(tail.read())
     assert "can't free" in note

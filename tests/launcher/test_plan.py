@@ -1,4 +1,4 @@
-"""Decisions and refusals of a launch before any process starts, and the environment of workers."""
+"""Decisions and rejections before any process starts, and the environment of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NONSENSE = "nonsense, of course"
 
 
 @pytest.mark.parametrize("name", [name for name, row in env.TABLE.items() if row.type.valid != "a text"])
-def test_nonsense_is_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_nonsense_is_rejected_before_the_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, NONSENSE)
     with pytest.raises(ValueError, match=f"^environment variable {name}='{NONSENSE}': must be "):
         plan_launch(LaunchSpec(train, num_processes=1, backend="cpu"))
@@ -60,7 +60,7 @@ def test_the_environment_says_how_many_unless_the_call_does(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("text", ["0", "-2", "two"])
-def test_an_invalid_number_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_number_in_the_environment_is_rejected(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("NBLAUNCH_NUM_PROCESSES", text)
     with pytest.raises(ValueError, match=f"NBLAUNCH_NUM_PROCESSES='{text}': must be a whole number of"):
         planned()
@@ -80,16 +80,16 @@ def test_kept_workers_are_given_up_for_the_devices_that_they_have(
 ) -> None:
     kept = _Kept(DebugClient({}), 0)
 
-    def refusal(backend: CpuBackend) -> str | None:
+    def problem(backend: CpuBackend) -> str | None:
         return "taken" if has_devices and not kept.is_released else None
 
-    monkeypatch.setattr(CpuBackend, "launch_refusal", refusal)
+    monkeypatch.setattr(CpuBackend, "launch_problem", problem)
     plan_launch(LaunchSpec(train, num_processes=1, backend="cpu"))
     assert kept.is_released is has_devices
     kept.release()
 
 
-def test_devices_that_others_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "launch_refusal", lambda backend: "taken by others")
+def test_devices_that_others_have_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "launch_problem", lambda backend: "taken by others")
     with pytest.raises(LaunchError, match="taken by others"):
         plan_launch(LaunchSpec(train, num_processes=1, backend="cpu"))

@@ -156,7 +156,7 @@ def test_traces_of_the_profiler_are_added_on_the_same_clock(tmp_path: Path) -> N
         )
 
 
-def test_traces_of_another_time_or_kind_are_refused(tmp_path: Path) -> None:
+def test_traces_of_another_time_or_kind_are_rejected(tmp_path: Path) -> None:
     trace = {
         "baseTimeNanoseconds": 0,
         "traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": 2}],
@@ -268,7 +268,7 @@ def test_the_command_line_writes_a_timeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_command_line_refuses_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_the_command_line_rejects_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
     command = [sys.executable, "-m", "nblaunch", "launch", "--timeline", "no/where.json", "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)

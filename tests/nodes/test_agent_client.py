@@ -23,10 +23,10 @@ def test_a_failed_restart_closes_no_foreign_descriptor(
     client = AgentClient(spec, 1, str(tmp_path / "agent.log"))
     client.end("lost the rendezvous", can_retry=True)
 
-    def refuse(*args: Any, **options: Any) -> Any:
+    def reject(*args: Any, **options: Any) -> Any:
         raise LaunchError("no such address any more")
 
-    monkeypatch.setattr(network, "resolve", refuse)
+    monkeypatch.setattr(network, "resolve", reject)
     with pytest.raises(LaunchError, match="no such address"):
         client.restart(0)
     opened = [fd for _ in range(4) for fd in os.pipe()]  # with the numbers of the agent's descriptors

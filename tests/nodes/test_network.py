@@ -96,11 +96,11 @@ def test_a_name_is_resolved_to_an_address_that_other_machines_reach(
 
 
 def test_a_machine_without_a_network_can_not_be_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(address: str, port: int) -> str:
+    def reject(address: str, port: int) -> str:
         raise LaunchError("no network interface")
 
     know(monkeypatch, OWN_NAME)
-    monkeypatch.setattr(network, "address_towards", refuse)
+    monkeypatch.setattr(network, "address_towards", reject)
     with pytest.raises(LaunchError, match=r"'machine' is 127\.0\.1\.1, which no other machine reaches: set"):
         network.resolve("machine", 29500)
 
@@ -115,13 +115,13 @@ def test_it_listens_on_the_one_address(taken: int) -> None:
         host.close()
 
 
-def test_a_port_that_is_taken_is_refused_or_left_to_its_owner(taken: int) -> None:
+def test_a_port_that_is_taken_is_rejected_or_left_to_its_owner(taken: int) -> None:
     with pytest.raises(LaunchError, match=f"port {taken} on 127.0.0.1 is in use .* use_port"):
         network.listen("127.0.0.1", taken, is_optional=False)
     assert network.listen("127.0.0.1", taken, is_optional=True) is None
 
 
-def test_an_address_of_another_machine_is_refused_with_our_own() -> None:
+def test_an_address_of_another_machine_is_rejected_with_our_own() -> None:
     with pytest.raises(
         LaunchError, match=r"192\.0\.2\.200 is not an address of this machine \(.*127\.0\.0\.1"
     ):

@@ -444,7 +444,7 @@ def test_a_machine_that_is_lost_while_others_are_waited_for_is_named(pair: Pair,
     again.wait_for("joined: node 0 (host ")
 
 
-def test_a_rank_that_another_machine_has_is_refused(pair: Pair, static: Settings) -> None:
+def test_a_rank_that_another_machine_has_is_rejected(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[1].wait_for("step 10 ")
     outcome = pair[1].start("step_on", 10_000, **static).result()

@@ -89,7 +89,7 @@ def execute(
 
 
 def check_for_github(notebook: Any) -> None:
-    """Fail if GitHub would refuse to show the notebook, because ``metadata.widgets`` lacks ``state``.
+    """Fail if GitHub would not show the notebook, because ``metadata.widgets`` lacks ``state``.
 
     nbformat's schema does not require it, but GitHub's renderer does
     (https://github.com/googlecolab/colabtools/issues/5288).

@@ -92,7 +92,7 @@ def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any
     assert "0 to 0.967 in 29 steps" in text
 
 
-def test_what_github_refuses_is_found() -> None:
+def test_what_github_rejects_is_found() -> None:
     notebook = nbformat.v4.new_notebook()
     check_for_github(notebook)
     notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"version_major": 2}}

@@ -212,7 +212,7 @@ def test_new_command_hides_old_progress() -> None:
 @pytest.mark.parametrize(
     "settings", [{"engine": "processes", "num_nodes": 2}, {"engine": "ray"}, {"num_nodes": "1:4"}]
 )
-def test_ranks_on_other_machines_are_refused_before_anything_starts(settings: dict[str, Any]) -> None:
+def test_ranks_on_other_machines_are_rejected_before_anything_starts(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="ranks run here") as raised:
         Session(2, **settings)
     for name, value in settings.items():

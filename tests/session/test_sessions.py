@@ -176,7 +176,7 @@ def test_the_cell_says_why_before_the_workers_have_started(shared: Kernel, tmp_p
     assert cell.status == "ok", cell.describe()
 
 
-def test_a_command_of_another_thread_is_refused_and_disturbs_nothing(shared: Kernel) -> None:
+def test_a_command_of_another_thread_is_rejected_and_disturbs_nothing(shared: Kernel) -> None:
     shared.run("import threading, traceback\nfrom nblaunch.session import output\noutput._LONG_S = 0.0")
     cell = shared.run(
         """
@@ -185,7 +185,7 @@ def other():
         try:
             start()
         except RuntimeError as error:
-            print('refused:', error)
+            print('rejected:', error)
 
 thread = threading.Thread(target=other)
 threading.Timer(0.2, thread.start).start()
@@ -193,7 +193,7 @@ _ = session.execute('import time; time.sleep(1.5); print("the end")')
 thread.join()
 """
     )
-    assert cell.stdout.count("refused: the session is running another command") == 2
+    assert cell.stdout.count("rejected: the session is running another command") == 2
     assert "the end" in cell.stdout
     assert len(cell.displays) == 1
     assert "done" in str(cell.displays[0].data)
@@ -735,7 +735,7 @@ def test_a_session_is_an_argument_of_the_launcher(shared: Kernel) -> None:
         ).error
 
 
-def test_other_types_are_refused_as_session(shared: Kernel) -> None:
+def test_other_types_are_rejected_as_session(shared: Kernel) -> None:
     cell = shared.run("notebook_launcher(print, (), session='session')", raises="TypeError")
     assert cell.error is not None
     assert "'session'" in cell.error.value
@@ -767,7 +767,7 @@ while os.path.exists(f"/proc/self/task/{thread.native_id}"):    # it ends a mome
     kernel.run("sessions[0].close()")
 
 
-def test_wrong_arguments_are_refused_at_once(shared: Kernel) -> None:
+def test_wrong_arguments_are_rejected_at_once(shared: Kernel) -> None:
     for call in ("session.ranks(4)", "session['a b']"):
         assert shared.run(call, raises="ValueError").error is not None
     assert shared.run("session.run(3)", raises="TypeError").error is not None

@@ -46,7 +46,7 @@ def find_or_install() -> str | None:
 
 
 def flags() -> list[str]:
-    """Return flags for a headless start. Chromium's sandbox refuses to run as root, as tests in containers do."""
+    """Return flags for a headless start. Chromium's sandbox can't run as root, as tests in containers do."""
     return [*FLAGS, "--no-sandbox"] if os.geteuid() == 0 else list(FLAGS)
 
 

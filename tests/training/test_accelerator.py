@@ -1,4 +1,4 @@
-"""The Accelerator in one process: settings, refusals, prepare, a training step."""
+"""The Accelerator in one process: settings, rejections, prepare, a training step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message
         Accelerator(**arguments)
 
 
-def test_options_that_are_not_supported_are_refused() -> None:
+def test_options_that_are_not_supported_are_rejected() -> None:
     with pytest.raises(ValueError, match="data_seed=-3 is negative"):
         DataLoaderConfiguration(data_seed=-3)
 
@@ -169,7 +169,7 @@ def test_a_later_accelerator_may_compute_in_another_precision() -> None:
         assert torch.equal(model(inputs), exact) is not is_rounded
 
 
-def test_wrong_arguments_are_refused_before_the_process_joins() -> None:
+def test_wrong_arguments_are_rejected_before_the_process_joins() -> None:
     with pytest.raises(ValueError, match="dynamo_backend='eager' and dynamo_plugin"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
     assert context.current().training is None
@@ -239,7 +239,7 @@ def test_prepare_returns_everything_in_order_and_only_once() -> None:
     assert accelerator.prepare(model) is model
 
 
-def test_a_loader_of_torch_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_of_torch_xla_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class MpDeviceLoader:
         """A loader like torch_xla's, which wraps a DataLoader but is not one."""
 

@@ -38,7 +38,7 @@ def test_availability_takes_library_names() -> None:
         compare_versions("no-such-library", ">", "1.0")
 
 
-def test_an_unknown_comparison_is_refused_with_those_that_exist() -> None:
+def test_an_unknown_comparison_is_rejected_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"operation='=>'.*'<', '<=', '==', '!=', '>=', '>'"):
         is_torch_version("=>", "2.5")
 

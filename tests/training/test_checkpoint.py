@@ -1,4 +1,4 @@
-"""Checkpoints: resumed training equals uninterrupted training, bit for bit on two ranks; refusals."""
+"""Checkpoints: resumed training equals uninterrupted training, bit for bit on two ranks; rejections."""
 
 from __future__ import annotations
 
@@ -455,7 +455,7 @@ def test_projects() -> None:
     assert Accelerator(project_dir="a").project_configuration.logging_dir == "a"
 
 
-def test_invalid_folders_are_refused(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     accelerator = Accelerator()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="save_state needs an output_dir"):
@@ -671,18 +671,18 @@ def test_objects_that_execute_code_are_loaded_on_request_only(tmp_path: Path) ->
     assert (tmp_path / "made").is_dir()
 
 
-class _Refuses:
+class _Rejects:
     def __reduce__(self) -> tuple[Any, ...]:
-        return _refuse, ()
+        return _reject, ()
 
 
-def _refuse() -> None:
+def _reject() -> None:
     raise ValueError("Unsupported class of state")
 
 
 def test_an_unpickled_objects_own_error_is_reported(tmp_path: Path) -> None:
     accelerator = Accelerator()
-    accelerator.register_for_checkpointing(Registered({"made": _Refuses()}))
+    accelerator.register_for_checkpointing(Registered({"made": _Rejects()}))
     accelerator.save_state(tmp_path / "state")
     with pytest.raises(
         CheckpointError, match=r"can't be read; is it damaged\? \(ValueError: Unsupported class of state\)$"
@@ -967,7 +967,7 @@ def test_all_ranks_know_of_a_failure_on_one(tmp_path: Path, culprit: int) -> Non
         assert f"Rank {culprit}: OSError: the hook's own" in message
 
 
-def _refused_everywhere(folder: str) -> str:
+def _rejected_everywhere(folder: str) -> str:
     accelerator = Accelerator()
     with pytest.raises(ValueError) as caught:
         accelerator.save_state(folder)
@@ -975,9 +975,9 @@ def _refused_everywhere(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_a_folder_that_is_rejected_is_rejected_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert set(ranks.run(_refused_everywhere, 2, str(tmp_path / "file"))) == {
+    assert set(ranks.run(_rejected_everywhere, 2, str(tmp_path / "file"))) == {
         f"{tmp_path / 'file'} is a file; a folder is needed"
     }
 

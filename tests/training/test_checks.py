@@ -177,7 +177,7 @@ def test_steps_between_the_looks_run_no_check() -> None:
     assert not any(calls[11:16])
 
 
-def test_an_invalid_checks_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_checks_setting_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_CHECKS", "zero_learning_rate")
     with pytest.raises(ValueError, match="NBLAUNCH_CHECKS"):
         env.check()

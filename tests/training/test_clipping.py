@@ -64,7 +64,7 @@ def _copy(gradient: Any) -> torch.Tensor:
 def _train(strategy: str, precision: str, clipping: str, num_steps: int) -> Found:
     dtype = torch.float64 if precision == "no" else torch.float32
     # nblaunch computes in full precision instead of fp16 on a CPU. Autocast stays off, but losses are scaled.
-    type(context.current().backend).precision_refusal = lambda self, precision: None  # type: ignore[method-assign]
+    type(context.current().backend).precision_problem = lambda self, precision: None  # type: ignore[method-assign]
     scaling = [AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=256.0)]
     accelerator = Accelerator(
         split_batches=True,

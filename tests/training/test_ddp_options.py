@@ -156,7 +156,7 @@ def _registered_without_nccl(options: dict[str, Any]) -> str:
     [{"comm_hook": Hook.BF16}, {"comm_hook": Hook.POWER_SGD, "comm_wrapper": Hook.BF16}],
     ids=["hook", "wrapper"],
 )
-def test_bf16_without_nccl_is_refused_with_a_way_out(options: dict[str, Any]) -> None:
+def test_bf16_without_nccl_is_rejected_with_a_way_out(options: dict[str, Any]) -> None:
     for message in ranks.run(_registered_without_nccl, 2, options):
         assert message.startswith(f"comm_hook='{options['comm_hook']}' with comm_wrapper=")
         assert "fp16" in message

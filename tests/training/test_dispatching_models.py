@@ -47,7 +47,7 @@ def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(dispatched(batch), saved(batch))
 
 
-def test_other_mistakes_are_refused(tmp_path: Path) -> None:
+def test_other_mistakes_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="devicemap"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, devicemap=None)
     for argument in ("keep_in_fp32_modules", "offload_8bit_bnb"):  # an argument of load_checkpoint_in_model

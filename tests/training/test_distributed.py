@@ -270,7 +270,7 @@ def test_metrics_of_a_stream_survive_a_shorter_first_tensor() -> None:
 
 def _compare_on_demand() -> list[str]:
     state = PartialState()
-    refused = []
+    rejected = []
     tensor = torch.zeros(1, 5 + state.process_index)
     cube = torch.zeros((1, 1, 5) if state.is_main_process else (1, 5))
     state.debug = True
@@ -283,17 +283,17 @@ def _compare_on_demand() -> list[str]:
         try:
             collective({"tensor": argument})
         except DistributedOperationException as error:
-            refused.append(str(error))
+            rejected.append(str(error))
     padded = pad_across_processes(tensor, dim=1)
     state.debug = False
     assert padded.shape == (1, 6)
-    return refused
+    return rejected
 
 
 def test_shapes_are_compared_on_request() -> None:
-    for refused in ranks.run(_compare_on_demand, 2):
-        assert len(refused) == 4
-        assert all("rank 0" in text and "rank 1" in text for text in refused)
+    for rejected in ranks.run(_compare_on_demand, 2):
+        assert len(rejected) == 4
+        assert all("rank 0" in text and "rank 1" in text for text in rejected)
 
 
 class _Numbers(IterableDataset):

@@ -1,4 +1,4 @@
-"""Training in fp8 with a stub of torchao: converted and trained layers, and immediate refusals."""
+"""Training in fp8 with a stub of torchao: converted and trained layers, and immediate rejections."""
 
 from __future__ import annotations
 
@@ -149,23 +149,23 @@ def test_impossible_settings_are_rejected_at_once(arguments: dict[str, Any], mes
 def test_missing_torchao_is_reported() -> None:
     with pytest.raises(ImportError, match="pip install torchao"):
         AORecipeKwargs()
-    refusal = cuda.BACKEND.precision_refusal("fp8")
-    assert refusal is not None
-    assert "pip install torchao" in refusal
+    problem = cuda.BACKEND.precision_problem("fp8")
+    assert problem is not None
+    assert "pip install torchao" in problem
 
 
-@pytest.mark.parametrize(("capability", "is_refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
-def test_gpus_without_fp8_are_refused(
-    capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("capability", "is_rejected"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_gpus_without_fp8_are_rejected(
+    capability: tuple[int, int], is_rejected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "is_installed", lambda name: name == "torchao")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A card")
-    refusal = cuda.BACKEND.precision_refusal("fp8")
-    assert (refusal is not None) is is_refused
+    problem = cuda.BACKEND.precision_problem("fp8")
+    assert (problem is not None) is is_rejected
 
 
 def test_the_devices_that_do_not_compute_in_fp8_say_so() -> None:
-    assert "NVIDIA" in str(backends.choose("cpu").precision_refusal("fp8"))
+    assert "NVIDIA" in str(backends.choose("cpu").precision_problem("fp8"))
     assert FullyShardedDataParallelPlugin().precision_name("fp8", backends.choose("cpu")) == "fp8"

@@ -81,7 +81,7 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_states_that_are_damaged_or_of_another_model_are_refused(kind: str, tmp_path: Path) -> None:
+def test_states_that_are_damaged_or_of_another_model_are_rejected(kind: str, tmp_path: Path) -> None:
     def save_those_of_another_model() -> None:
         plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
         accelerator = Accelerator(fsdp_plugin=plugin)

@@ -344,7 +344,7 @@ def test_gradients_travel_as_a_hook_says(hook: str, wrapper: str) -> None:
     assert ranks.run(_hooked, 2, hook, wrapper) == [True, True]
 
 
-def test_unknown_hooks_are_refused() -> None:
+def test_unknown_hooks_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"comm_wrapper='power_sgd'.*'no', 'fp16', 'bf16'"):
         DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD)
 
@@ -452,7 +452,7 @@ def _local_where_steps_average(enabled: bool) -> str:
     return ""
 
 
-def test_local_steps_are_refused_where_every_step_averages_gradients() -> None:
+def test_local_steps_are_rejected_where_every_step_averages_gradients() -> None:
     for message in ranks.run(_local_where_steps_average, 2, True):
         assert "LocalSGD has no effect on CPU devices" in message
     assert ranks.run(_local_where_steps_average, 2, False) == [""] * 2

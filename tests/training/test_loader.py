@@ -593,7 +593,7 @@ def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
         assert (_board().step, _board().total) == (step, 4)
 
 
-def test_a_loader_that_is_shared_already_is_refused() -> None:
+def test_a_loader_that_is_shared_already_is_rejected() -> None:
     dataset = _rows(8)
     twice = DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
     with pytest.raises(ValueError, match=r"DistributedSampler .*1/2"):

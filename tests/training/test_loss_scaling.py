@@ -56,7 +56,7 @@ def test_fp16_on_a_cpu_is_full_precision_as_with_accelerate(num_ranks: int) -> N
 
 @pytest.fixture(autouse=True)
 def scaler_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(context.current().backend), "precision_refusal", lambda self, precision: None)
+    monkeypatch.setattr(type(context.current().backend), "precision_problem", lambda self, precision: None)
 
 
 def _accelerator(precision: str, **scaling: Any) -> Accelerator:
@@ -163,7 +163,7 @@ def test_skipping_a_step_by_hand_is_not_a_mixture() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_clipping_at_a_micro_step_is_refused_where_it_would_mix_gradients(name: str) -> None:
+def test_clipping_at_a_micro_step_is_rejected_where_it_would_mix_gradients(name: str) -> None:
     accelerator = _accelerator("fp16")
     accelerator.gradient_accumulation_steps = 2
     module = nn.Linear(1, 1)

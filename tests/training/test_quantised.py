@@ -75,7 +75,7 @@ def test_reducing_at_step_leaves_placed_models_in_place() -> None:
 
 
 @pytest.mark.parametrize(("places", "device"), [(["cpu", "disk"], "cpu"), (["cpu", "cuda:0"], "cuda:0")])
-def test_a_quantised_model_that_is_partly_offloaded_is_refused(places: list[str], device: str) -> None:
+def test_a_quantised_model_that_is_partly_offloaded_is_rejected(places: list[str], device: str) -> None:
     model = Fixed(**dict(zip(["embed", "head"], places, strict=True)))
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     process = replace(get_shared_state(cpu=True).process, device=torch.device(device))
@@ -87,9 +87,9 @@ def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
     def program() -> str:
         with pytest.raises(ValueError, match="loaded with `device_map='auto'` in any distributed mode"):
             Accelerator(cpu=True).prepare(Fixed(embed="cpu", head="disk"))
-        return "refused"
+        return "rejected"
 
-    assert ranks.run(program, 2) == ["refused"] * 2
+    assert ranks.run(program, 2) == ["rejected"] * 2
 
 
 def test_entries_of_the_state_that_belong_to_quantised_weights_are_found() -> None:
@@ -113,7 +113,7 @@ def test_adapters_on_a_quantised_base_are_saved_and_loaded(tmp_path: Path) -> No
     assert torch.equal(model.lora_B.weight, trained)
 
 
-def test_a_checkpoint_of_another_base_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_base_is_rejected(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Adapted())
     accelerator.save_state(str(tmp_path))

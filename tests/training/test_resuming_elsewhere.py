@@ -174,7 +174,7 @@ def _stream_with_workers(folder: str, is_resumed: bool) -> str:
     return str(caught.value)
 
 
-def test_a_stream_that_workers_share_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_stream_that_workers_share_is_rejected_before_anything_changes(tmp_path: Path) -> None:
     _stream_with_workers(str(tmp_path / "state"), False)
     for message in ranks.run(_stream_with_workers, 2, str(tmp_path / "state"), True):
         assert "loader 0 was in the middle of an epoch when 1 processes saved it" in message

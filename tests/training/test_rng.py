@@ -75,7 +75,7 @@ def test_ranks_can_have_seeds_of_their_own() -> None:
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_unknown_generators_are_refused() -> None:
+def test_unknown_generators_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"rng_type='npu'.*'generator', 'torch', 'cuda', 'xpu', 'xla'"):
         rng.synchronize_rng_state("npu")
     rng.synchronize_rng_state("torch")

@@ -65,7 +65,7 @@ def test_trackers_of_accelerate_must_be_registered(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["megatron_lm_plugin", "torch_tp_plugin"])
-def test_plugins_that_are_not_supported_are_refused_by_name(name: str) -> None:
+def test_plugins_that_are_not_supported_are_rejected_by_name(name: str) -> None:
     Accelerator(**{name: None})
     with pytest.raises(NotImplementedError, match=rf"{name}=.*parallelism_config=ParallelismConfig\("):
         Accelerator(**{name: object()})

@@ -87,7 +87,7 @@ def test_a_batch_sampler_given_as_sampler_is_skipped_too() -> None:
     assert [batch.tolist() for (batch,) in skip_first_batches(loader, 3)] == [[6, 7]]
 
 
-def test_a_negative_number_is_refused() -> None:
+def test_a_negative_number_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_batches=-1 is negative"):
         skip_first_batches(DataLoader(range(4)), -1)
 

@@ -366,7 +366,7 @@ def test_names_of_settings_and_values_that_are_no_texts(tmp_path: Path, calls: l
     assert json.loads((tmp_path / "project" / "metrics.jsonl").read_text())["4"] == 0.5
 
 
-def test_settings_without_names_are_refused() -> None:
+def test_settings_without_names_are_rejected() -> None:
     with pytest.raises(TypeError, match=r"must be a mapping, a dataclass, .* of type list: \[0\.1, 3\]"):
         Accelerator(log_with=Notebook()).init_trackers("project", [0.1, 3])
 

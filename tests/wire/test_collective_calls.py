@@ -89,7 +89,7 @@ def test_readers_share_groups() -> None:
     assert reader.digests(16) != other_reader.digests(16)
 
 
-def test_a_call_that_was_refused_is_not_read() -> None:
+def test_a_call_that_was_rejected_is_not_read() -> None:
     writer, reader, group = both()
     writer.put(site_of(group), 1)
     serial = writer.put(site_of(group, "barrier"), 2, size=UNCOUNTED)

@@ -83,7 +83,7 @@ def _changed(**values: Any) -> bytes:
         json.dumps({"id": "a"}).encode(),
     ],
 )
-def test_anything_else_is_refused(text: bytes) -> None:
+def test_anything_else_is_rejected(text: bytes) -> None:
     with pytest.raises(ValueError):
         schema.load(Node, text)
 
@@ -96,7 +96,7 @@ _JSON = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(schema.dump(_HEARTBEAT.summary)))), _JSON)
-def test_a_summary_with_a_strange_part_is_read_or_refused(name: str, part: Any) -> None:
+def test_a_summary_with_a_strange_part_is_read_or_rejected(name: str, part: Any) -> None:
     text = json.dumps({**json.loads(schema.dump(_HEARTBEAT.summary)), name: part}).encode()
     try:
         summary = schema.load(Summary, text)

@@ -5,7 +5,7 @@
 The table says for each library and start method what the launch did:
 
 * right: both ranks return what the kernel returned.
-* refused: the launch raised an error before the function started.
+* rejected: the launch raised an error before the function started.
 * raised: the function raised an error.
 * named: a rank can never continue; the seconds from the function's start until a line named the wait, and that line.
 * WRONG, SILENT, FROZEN: another value; no line within the limit; the kernel does not answer, or its next launch fails.
@@ -464,7 +464,7 @@ def outcome(kernel: Kernel, start_method: str) -> str:
     if took_s > LIMIT_S:
         return f"SILENT for {took_s:.0f} s"
     if cell.error is not None:
-        kind = "refused" if cell.error.name in ("LaunchError", "PayloadError") else "raised"
+        kind = "rejected" if cell.error.name in ("LaunchError", "PayloadError") else "raised"
         return f"{kind}: {cell.error.name}: {cell.error.value.strip().splitlines()[0]}"
     if not kernel.run("value == [expected] * 2").value:
         return f"WRONG: {kernel.run('value').result}"

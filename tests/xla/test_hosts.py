@@ -2,7 +2,7 @@
 
 ``make test-xla-older`` runs it with torch_xla 2.8. Every host is simulated: its chips on the PCI bus, its environment,
 and its metadata server's answers, if it has one. Either every worker's environment is complete and right, or the launch
-is refused with the reason.
+is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Host:
     Args:
         kind: kind of its chips on the PCI bus.
         num_chips: number of its chips.
-        bounds: bounds of one process per chip; empty if the launch is refused.
-        refused: part of the reason.
+        bounds: bounds of one process per chip; empty if the launch is rejected.
+        rejected: part of the reason.
         variables: its environment.
         metadata: answers of its metadata server; None: there is no server.
     """
@@ -44,7 +44,7 @@ class Host:
     kind: str
     num_chips: int
     bounds: str = ""
-    refused: str = ""
+    rejected: str = ""
     variables: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] | None = None
 
@@ -77,17 +77,17 @@ COLAB = {
 }
 KNOWS_V7X = "0x0076" in theirs._TPU_PCI_DEVICE_IDS  # torch_xla 2.9
 HOSTS = {
-    "v2-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v2-8", "2,2,1")),
-    "v3-8": Host("v2 or v3", 4, refused="two cores each", metadata=served("v3-8", "2,2,1")),
+    "v2-8": Host("v2 or v3", 4, rejected="two cores each", metadata=served("v2-8", "2,2,1")),
+    "v3-8": Host("v2 or v3", 4, rejected="two cores each", metadata=served("v3-8", "2,2,1")),
     "v4-8": Host("v4", 4, "2,2,1", metadata=served("v4-8", "2,2,1")),
     "v5e-1": Host("v5e", 1, "1,1,1", metadata=served("v5litepod-1", "1,1,1")),
     "v5e-4": Host("v5e", 4, "2,2,1", metadata=served("v5litepod-4", "2,2,1")),
     "v5e-8": Host("v5e", 8, "2,4,1", metadata=served("v5litepod-8", "2,4,1")),
-    "v5e-16": Host("v5e", 4, refused="one of 4 hosts", metadata=served("v5litepod-16", "2,2,1", FOUR_HOSTS)),
+    "v5e-16": Host("v5e", 4, rejected="one of 4 hosts", metadata=served("v5litepod-16", "2,2,1", FOUR_HOSTS)),
     "v5e-16 by its type": Host(
-        "v5e", 4, refused="4 chips of a TPU slice of 16", variables={"TPU_ACCELERATOR_TYPE": "v5litepod-16"}
+        "v5e", 4, rejected="4 chips of a TPU slice of 16", variables={"TPU_ACCELERATOR_TYPE": "v5litepod-16"}
     ),
-    "v5e-16 by its names": Host("v5e", 4, refused="one of 4", variables={"TPU_WORKER_HOSTNAMES": "a,b,c,d"}),
+    "v5e-16 by its names": Host("v5e", 4, rejected="one of 4", variables={"TPU_WORKER_HOSTNAMES": "a,b,c,d"}),
     "v6e-1": Host("v6e", 1, "1,1,1", metadata=served("v6e-1", "1,1,1")),
     "v6e-4": Host("v6e", 4, "2,2,1", metadata=served("v6e-4", "2,2,1")),
     "v6e-8": Host("v6e", 8, "2,4,1", metadata=served("v6e-8", "2,4,1")),
@@ -101,17 +101,17 @@ HOSTS = {
     "half a v7x": Host(
         "v7x",
         4,
-        refused="mesh of 4" if KNOWS_V7X else "does not know",
+        rejected="mesh of 4" if KNOWS_V7X else "does not know",
         metadata=served("tpu7x-4", "2,1,1"),
     ),
     "v7x without a server": Host(
-        "v7x", 8, refused="only meshes of three dimensions" if KNOWS_V7X else "does not know"
+        "v7x", 8, rejected="only meshes of three dimensions" if KNOWS_V7X else "does not know"
     ),
     "Kaggle v5e-8": Host("v5e", 8, "2,4,1", variables=KAGGLE),
     "Colab v6e-1": Host("v6e", 1, "1,1,1", variables=COLAB),
     "without a server": Host("v5e", 8, "2,4,1"),
     "without a server or a type": Host("v6e", 4, "2,2,1", variables={"TPU_SKIP_MDS_QUERY": "1"}),
-    "unknown": Host("", 4, refused="kind of TPU is unknown"),
+    "unknown": Host("", 4, rejected="kind of TPU is unknown"),
 }
 RUN = [name for name, host in HOSTS.items() if host.bounds]
 
@@ -148,8 +148,8 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_every_worker_gets_the_variables_that_torch_xla_needs(host: Host) -> None:
     count = BACKEND.device_count()
     assert count == host.num_chips
-    assert BACKEND.launch_refusal() is None
-    assert BACKEND.count_refusal(count) is None
+    assert BACKEND.launch_problem() is None
+    assert BACKEND.count_problem(count) is None
     for rank in range(count):
         with mock.patch.dict(os.environ):
             ours = BACKEND.worker_env(Topology(rank, rank, 0, count, count, master_port=1))
@@ -195,19 +195,19 @@ def test_with_a_metadata_server_the_environment_equals_torch_xlas(host: Host) ->
 
 
 @pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)
-def test_the_others_are_refused_with_the_reason(host: Host) -> None:
-    assert host.refused in (BACKEND.launch_refusal() or BACKEND.count_refusal(host.num_chips) or "")
+def test_the_others_are_rejected_with_the_reason(host: Host) -> None:
+    assert host.rejected in (BACKEND.launch_problem() or BACKEND.count_problem(host.num_chips) or "")
 
 
 @pytest.mark.parametrize(
     "host", ["v2-8", "v3-8", "v7x without a server", "v5e-8", "Kaggle v5e-8"], indirect=True
 )
 def test_one_process_drives_all_chips_of_a_host_with_spmd(host: Host) -> None:
-    """This holds even if a process per chip is refused: v2 and v3 have two cores each. No variable hides a chip
+    """This holds even if a process per chip is rejected: v2 and v3 have two cores each. No variable hides a chip
     from it.
     """
     if host.kind == "v7x" and not KNOWS_V7X:
-        assert "does not know" in (BACKEND.launch_refusal() or "")
+        assert "does not know" in (BACKEND.launch_problem() or "")
         return
     plan = plan_launch(LaunchSpec(function=print, is_spmd=True, backend="xla", start_method="forkserver"))
     assert plan.num_processes == 1
@@ -223,10 +223,12 @@ def test_one_process_drives_all_chips_of_a_host_with_spmd(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["v7x", "v6e-8"], indirect=True)
-def test_chips_that_are_newer_than_torch_xla_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_that_are_newer_than_torch_xla_are_rejected(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.1")
-    refusal = BACKEND.launch_refusal() or ""
-    assert ("torch_xla 2.8.1 does not support v7x" in refusal) == (host.kind == "v7x")
+    problem = BACKEND.launch_problem() or ""
+    assert ("torch_xla 2.8.1 does not support v7x" in problem) == (host.kind == "v7x")
 
 
 def _size(bounds: str) -> int:

@@ -85,7 +85,7 @@ def test_settings_that_come_too_late_are_noticed(probing: Kernel) -> None:
     assert "bf16: autocast, with weights in float32" in cell.stdout
 
 
-def test_fp16_is_refused(probing: Kernel) -> None:
+def test_fp16_is_rejected(probing: Kernel) -> None:
     cell = probing.run(
         "notebook_launcher(probe, num_processes=1, mixed_precision='fp16')", raises="ValueError"
     )
@@ -120,7 +120,7 @@ notebook_launcher(train, (nn.Linear(4, 1),), num_processes=2)
 
 
 def test_torch_xla_itself_autocasts_to_bf16_only_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is why fp16 is refused."""
+    """That is why fp16 is rejected."""
     import torch
     import torch_xla.amp
     import torch_xla.core.xla_model as xm
@@ -129,5 +129,5 @@ def test_torch_xla_itself_autocasts_to_bf16_only_on_a_tpu(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="only supports dtype of torch.bfloat16"):
         assert not torch_xla.amp.autocast("xla", dtype=torch.float16)._enabled
     assert torch_xla.amp.autocast("xla", dtype=torch.bfloat16)._enabled
-    assert "only bf16" in (BACKEND.precision_refusal("fp16") or "")
+    assert "only bf16" in (BACKEND.precision_problem("fp16") or "")
     assert not torch_xla._XLAC._xla_runtime_is_initialized()

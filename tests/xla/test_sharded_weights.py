@@ -141,18 +141,18 @@ def save_and_load(model, folder):
     try:
         training.accelerator.load_state(folder)
     except CheckpointError as error:
-        refusal = str(error)
-    return is_equal, parts, refusal, model.norm.bias.tolist()[0]
+        problem = str(error)
+    return is_equal, parts, problem, model.norm.bias.tolist()[0]
 
 notebook_launcher(save_and_load, (build(), {str(tmp_path / "saved")!r}), strategy="spmd", threads_per_process=4)
 """,
         timeout_s=200,
     )
-    is_equal, (held, state), refusal, bias = cell.value
+    is_equal, (held, state), problem, bias = cell.value
     assert is_equal
     assert held < 1 / 6
     assert state < 1 / 6
-    assert "size mismatch for back.weight" in refusal
+    assert "size mismatch for back.weight" in problem
     assert bias == 7, "nothing was loaded of a checkpoint that does not fit"
 
 
@@ -170,7 +170,7 @@ notebook_launcher(parts, (build(),), strategy="spmd", threads_per_process=4)
     assert cell.value == (1.0, 0.125, 0.125)
 
 
-def test_it_is_refused_with_a_process_per_device(kernel: Kernel) -> None:
+def test_it_is_rejected_with_a_process_per_device(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), num_processes=2)",
         raises="ValueError",

@@ -43,7 +43,7 @@ LEAVES_ALONE = (
     # nblaunch's own calls in the kernel.
     "BACKEND.affinity()",
     "BACKEND.device_count()",
-    "BACKEND.launch_refusal()",
+    "BACKEND.launch_problem()",
     "BACKEND.prepare_launcher()",
     "BACKEND.fork_hazard()",
     "BACKEND.worker_env(Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=1))",

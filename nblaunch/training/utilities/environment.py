@@ -159,13 +159,13 @@ def is_xccl_available() -> bool:
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether this process's device can compute in bf16; with ``ignore_tpu``, False for XLA devices."""
     backend = context.current().backend
-    return backend.precision_refusal("bf16") is None and not (ignore_tpu and backend.drives == "tpu")
+    return backend.precision_problem("bf16") is None and not (ignore_tpu and backend.drives == "tpu")
 
 
 def is_fp16_available() -> bool:
     """Return whether this process's device accepts ``mixed_precision="fp16"``; a CPU does, and ignores it."""
     backend = context.current().backend
-    return backend.precision_refusal("fp16") is None or backend.computes_in_full("fp16")
+    return backend.precision_problem("fp16") is None or backend.computes_in_full("fp16")
 
 
 _YES = ("y", "yes", "t", "true", "on", "1")

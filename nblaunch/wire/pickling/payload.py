@@ -75,7 +75,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
         if obj is _NAMES_OF_MAIN:
             return _names_of_main, ()
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            # cloudpickle refuses modules with their own class, such as torch.backends.cudnn.
+            # cloudpickle rejects modules with their own class, such as torch.backends.cudnn.
             return importlib.import_module, (obj.__name__,)
         if _is_on_device(obj):
             return _same, (_moved_to_cpu(obj),)
@@ -211,7 +211,7 @@ def to_bytes(value: Any, *, main_by_reference: bool, max_bytes: int | None = Non
 
 
 class _BoundedStream(io.BytesIO):
-    """Refuses to grow beyond ``max_bytes``."""
+    """Rejects writes beyond ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__()

@@ -103,11 +103,11 @@ def _make_process_executor(
     return kind(max_workers, get_context(start_method), initializer, initargs, **options)
 
 
-def _refuse(what: str) -> Callable[[Any], Reduction]:
-    def refuse(obj: Any) -> Reduction:
+def _reject(what: str) -> Callable[[Any], Reduction]:
+    def reject(obj: Any) -> Reduction:
         raise NotPicklable(f"{what} between processes reaches workers only through a fork")
 
-    return refuse
+    return reject
 
 
 def _of_loader(loader: Any) -> Reduction | None:
@@ -121,12 +121,12 @@ _OF_CLASSES: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
-    ("multiprocessing.queues", "Queue", _refuse("a queue")),
-    ("multiprocessing.queues", "SimpleQueue", _refuse("a queue")),
-    ("multiprocessing.connection", "_ConnectionBase", _refuse("a connection")),
-    ("multiprocessing.synchronize", "SemLock", _refuse("a lock or semaphore")),
-    ("multiprocessing.synchronize", "Condition", _refuse("a condition")),
-    ("multiprocessing.synchronize", "Event", _refuse("an event")),
-    ("multiprocessing.sharedctypes", "SynchronizedBase", _refuse("a shared value")),
+    ("multiprocessing.queues", "Queue", _reject("a queue")),
+    ("multiprocessing.queues", "SimpleQueue", _reject("a queue")),
+    ("multiprocessing.connection", "_ConnectionBase", _reject("a connection")),
+    ("multiprocessing.synchronize", "SemLock", _reject("a lock or semaphore")),
+    ("multiprocessing.synchronize", "Condition", _reject("a condition")),
+    ("multiprocessing.synchronize", "Event", _reject("an event")),
+    ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared value")),
 )
 """Module, class, how to pickle its objects."""

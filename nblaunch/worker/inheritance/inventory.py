@@ -21,7 +21,7 @@ class Treatment(Enum):
     """The worker gets a working one of its own."""
     DROPPED = "dropped"
     """The state belongs to the kernel alone; the worker starts without it."""
-    REFUSED = "refused"
+    REJECTED = "rejected"
     """An error before the function starts, or at the first use, says why and what to do."""
     NOTED = "noted"
     """Missing or unusable; one line says so."""
@@ -65,7 +65,7 @@ KINDS: tuple[Kind, ...] = (
             "each worker reads from its own position, which starts at the kernel's, even in files that are deleted or "
             "also open for writing; so does each process of a `DataLoader`; locks stay with the kernel",
         ),
-        fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
+        fresh=Way(Treatment.REJECTED, f"an open file {_NOT_PICKLED}"),
     ),
     Kind(
         "files open for writing",
@@ -74,19 +74,19 @@ KINDS: tuple[Kind, ...] = (
             "all ranks share the kernel's position, and nothing is lost or written twice; a line names a file in which "
             "ranks may damage each other's data",
         ),
-        fresh=Way(Treatment.REFUSED, f"an open file {_NOT_PICKLED}"),
+        fresh=Way(Treatment.REJECTED, f"an open file {_NOT_PICKLED}"),
     ),
     Kind(
         "unfinished archives, compressed files and databases",
         fork=Way(
-            Treatment.REFUSED,
+            Treatment.REJECTED,
             "the kernel holds part of an unfinished gzip, bz2, xz, lz4, zip, HDF5, PyTables, netCDF, Parquet, Arrow, "
             "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory: a rank's first write raises an error, and "
             "only the kernel completes the file. A line names a `zstandard` compressor. Ranks may add to a plain tar "
             "archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
-            Treatment.REFUSED,
+            Treatment.REJECTED,
             "they can't be pickled, and a `PayloadError` names the variable before any process starts; the first "
             "write to a `dbm.dumb` database raises an error",
         ),
@@ -94,7 +94,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "folders",
         fork=Way(Treatment.RENEWED, "each rank continues by itself a listing that the kernel has started"),
-        fresh=Way(Treatment.REFUSED, f"an unfinished listing {_NOT_PICKLED}"),
+        fresh=Way(Treatment.REJECTED, f"an unfinished listing {_NOT_PICKLED}"),
     ),
     Kind(
         "pipes and sockets",
@@ -105,7 +105,7 @@ KINDS: tuple[Kind, ...] = (
             "programs that the kernel has not started, such as databases, belong to the first rank; the other ranks "
             "find them closed, and an error names them",
         ),
-        fresh=Way(Treatment.REFUSED, f"a connection {_NOT_PICKLED}"),
+        fresh=Way(Treatment.REJECTED, f"a connection {_NOT_PICKLED}"),
     ),
     Kind(
         "queues between processes",
@@ -117,7 +117,7 @@ KINDS: tuple[Kind, ...] = (
             "`Manager` work",
         ),
         fresh=Way(
-            Treatment.REFUSED,
+            Treatment.REJECTED,
             f"a queue, lock or value between processes {_NOT_PICKLED}; proxies of a `Manager` work",
         ),
     ),
@@ -128,7 +128,7 @@ KINDS: tuple[Kind, ...] = (
             "a shared map stays shared with the kernel; a private map becomes a copy in each worker",
         ),
         fresh=Way(
-            Treatment.REFUSED,
+            Treatment.REJECTED,
             f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with the same values, and a line "
             "names a `numpy.memmap` that is open for writing",
         ),
@@ -140,7 +140,7 @@ KINDS: tuple[Kind, ...] = (
             "`poll()`, `wait()` and `kill()` act on the kernel's program, which keeps running when the worker ends; "
             "worker and kernel share its streams",
         ),
-        fresh=Way(Treatment.REFUSED, f"a `Popen` {_NOT_PICKLED}"),
+        fresh=Way(Treatment.REJECTED, f"a `Popen` {_NOT_PICKLED}"),
     ),
     Kind(
         "exit handlers",
@@ -242,7 +242,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "Ray connections",
         fork=Way(
-            Treatment.REFUSED,
+            Treatment.REJECTED,
             "a process that is connected to Ray is not forked; workers start from a clean process",
         ),
         fresh=Way(
@@ -317,7 +317,7 @@ KINDS: tuple[Kind, ...] = (
             "the kernel's threads do not run in a worker. Within seconds, a note names a `join()` of such a thread, or "
             "any wait that no thread of the worker can end",
         ),
-        fresh=Way(Treatment.REFUSED, "a thread can't be pickled, and an error names the variable"),
+        fresh=Way(Treatment.REJECTED, "a thread can't be pickled, and an error names the variable"),
     ),
     Kind(
         "locks",
@@ -326,7 +326,7 @@ KINDS: tuple[Kind, ...] = (
             "each worker gets a copy. The launcher waits a moment for threads that work under a lock; within seconds, "
             "a note names a wait for a lock that a thread of the kernel still holds",
         ),
-        fresh=Way(Treatment.REFUSED, "a lock can't be pickled, and an error names the variable"),
+        fresh=Way(Treatment.REJECTED, "a lock can't be pickled, and an error names the variable"),
     ),
     Kind(
         "data loaders",

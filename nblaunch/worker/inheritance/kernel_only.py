@@ -41,7 +41,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     """
     _drop_exit_handlers()
     _leave_interactive_mode()
-    _refuse_input()
+    _reject_input()
     _redirect_kernel_streams(kernel_streams)
     _drop_kernel_messages()
     _forget_figures()
@@ -111,7 +111,7 @@ def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
 
 
 def _leave_interactive_mode() -> None:
-    """Hide that this process was an interactive prompt, because Lightning and others refuse to run in one."""
+    """Hide that this process was an interactive prompt, because Lightning and others stop in one."""
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -128,21 +128,21 @@ def _leave_interactive_mode() -> None:
     threading.excepthook = threading.__excepthook__
 
 
-def _refuse_input() -> None:
+def _reject_input() -> None:
     """Make ``input()`` raise, because several workers run at once and a front end can't ask for all of them."""
 
-    def refuse(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
+    def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
             f"input({str(prompt)!r}) was called in a worker process, which has no keyboard. Ask before the launch "
             "and pass the answer as an argument. To step through the function with a debugger, launch with "
             "engine='inline'"
         )
 
-    builtins.input = refuse
-    getpass.getpass = refuse
+    builtins.input = reject
+    getpass.getpass = reject
     kernel = _kernel()
     if kernel is not None:  # for cells with ``from getpass import getpass``, which got the kernel's function
-        kernel._input_request = refuse
+        kernel._input_request = reject
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:

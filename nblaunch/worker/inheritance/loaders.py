@@ -44,7 +44,7 @@ def renew_at_use() -> None:
         if module is not None and name not in _watched and hasattr(module, iterator):
             _watched.add(name)
             _read_afresh(getattr(module, loader))
-            _refuse(getattr(module, iterator))
+            _reject(getattr(module, iterator))
 
 
 def _is_kernels(iterator: Any) -> bool:
@@ -66,7 +66,7 @@ def _read_afresh(cls: Any) -> None:
     cls.__iter__ = iterate_here
 
 
-def _refuse(cls: Any) -> None:
+def _reject(cls: Any) -> None:
     read, end = cls._next_data, cls._shutdown_workers
 
     @packages.replacement_of(read)

@@ -92,7 +92,7 @@ _abandoned: list[Any] = []
 """The kernel's writers that were closed here, kept because freeing one would flush its buffers."""
 
 
-def refuse_writes(fds: Collection[int]) -> None:
+def reject_writes(fds: Collection[int]) -> None:
     """Make writes to the kernel's unfinished files raise in this forked worker.
 
     Args:
@@ -103,10 +103,10 @@ def refuse_writes(fds: Collection[int]) -> None:
         if cls is not None:
             _change(cls, writer, fds)
     if fds and _HDF5 in sys.modules:
-        _refuse_hdf5(sys.modules["h5py"])
+        _reject_hdf5(sys.modules["h5py"])
 
 
-def refuse_writes_to_copies() -> None:
+def reject_writes_to_copies() -> None:
     """Make writes raise for unfinished files that this worker received by pickle."""
     for writer in _WRITERS:
         if writer.is_pickled:
@@ -127,8 +127,8 @@ def hold_back_text(files: Collection[Any]) -> None:
         if isinstance(file, io.TextIOWrapper):
             writer = next((kind for kind in _WRITERS if _is_of(file.buffer, kind)), None)
             if writer is not None:
-                refuse = functools.partial(_raise, writer.what, _path(file.fileno()))
-                file.write = refuse  # type: ignore[method-assign]
+                reject = functools.partial(_raise, writer.what, _path(file.fileno()))
+                file.write = reject  # type: ignore[method-assign]
 
 
 def _is_of(obj: Any, writer: _Writer) -> bool:
@@ -147,7 +147,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
     Args:
         cls: the class.
         writer: its row.
-        fds: as in :func:`refuse_writes`; unused for a class without a stream.
+        fds: as in :func:`reject_writes`; unused for a class without a stream.
     """
     make = cls.__init__
 
@@ -169,7 +169,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
     cls.__init__ = make_here
     for name in writer.writes:
         if hasattr(cls, name):
-            setattr(cls, name, _refusing(getattr(cls, name), is_kernels, writer.what, name_of))
+            setattr(cls, name, _rejecting(getattr(cls, name), is_kernels, writer.what, name_of))
     for name in writer.ends:
         if hasattr(cls, name):
             setattr(cls, name, _leaving_to_kernel(getattr(cls, name), is_kernels))
@@ -199,7 +199,7 @@ def _path(fd: int) -> str:
         return ""
 
 
-def _refusing(
+def _rejecting(
     method: Callable[..., Any], is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
 ) -> Callable[..., Any]:
     @packages.replacement_of(method)
@@ -235,7 +235,7 @@ def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
     )
 
 
-def _refuse_hdf5(h5py: Any) -> None:
+def _reject_hdf5(h5py: Any) -> None:
     """Make changes raise for all HDF5 files that HDF5 has open in this process."""
     files, objects = h5py.h5f, h5py.h5o
     numbers = frozenset(
@@ -255,4 +255,4 @@ def _refuse_hdf5(h5py: Any) -> None:
     for module, name, methods in _HDF5_WRITES:
         cls = getattr(sys.modules[module], name)
         for method in methods:
-            setattr(cls, method, _refusing(getattr(cls, method), is_kernels, "HDF5 file", name_of))
+            setattr(cls, method, _rejecting(getattr(cls, method), is_kernels, "HDF5 file", name_of))

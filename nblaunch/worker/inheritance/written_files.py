@@ -101,7 +101,7 @@ class WrittenFiles:
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
         """Detect a worker's writes; raise if the kernel holds a part of the file in memory."""
         self._report = report
-        unfinished_files.refuse_writes(self._plain)
+        unfinished_files.reject_writes(self._plain)
         for of_file in self._objects.values():
             unfinished_files.hold_back_text(of_file)
         for index, (fd, of_file) in enumerate(self._objects.items()):

@@ -36,7 +36,7 @@ def test_used_executor_runs_tasks_in_a_worker(kernel: Kernel, start_method: str)
 
 
 @contract("thread pools")
-def test_multiprocessing_thread_pool_forks_or_is_refused(kernel: Kernel, start_method: str) -> None:
+def test_multiprocessing_thread_pool_forks_or_is_rejected(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         "from multiprocessing.pool import ThreadPool\n"
@@ -65,7 +65,7 @@ def test_an_executor_with_processes_starts_its_own_in_a_worker(kernel: Kernel, s
 
 
 @contract("process pools")
-def test_multiprocessing_pool_restarts_after_fork_or_is_refused(kernel: Kernel, start_method: str) -> None:
+def test_multiprocessing_pool_restarts_after_fork_or_is_rejected(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, nblaunch, multiprocessing\n"
         "pool = multiprocessing.Pool(1)\n"
@@ -185,7 +185,7 @@ def test_a_lock_that_a_thread_of_the_kernel_holds_now_and_then_is_free_in_worker
 
 
 @contract("data loaders")
-def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_refused(
+def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_rejected(
     kernel: Kernel, start_method: str
 ) -> None:
     kernel.run(

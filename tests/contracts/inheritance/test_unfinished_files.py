@@ -1,4 +1,4 @@
-"""Files that the kernel keeps partly in memory: a worker's writes are refused, and nothing is damaged."""
+"""Files that the kernel keeps partly in memory: a worker's writes are rejected, and nothing is damaged."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def is_installed(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", list(filter(is_installed, WRITERS)))
-def test_writes_of_a_rank_are_refused_and_the_kernel_completes_its_file(
+def test_writes_of_a_rank_are_rejected_and_the_kernel_completes_its_file(
     shared: Kernel, tmp_path: Path, name: str
 ) -> None:
     opens, writes, completes, content = WRITERS[name]

@@ -390,26 +390,26 @@ def _save_whole(folder: str) -> None:
     accelerator.save_state(folder)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     ranks.run(_save_whole, 2, str(tmp_path / "whole"))
     ranks.run(_save, 2, 2, "no", str(folder))
 
-    def refused(stage: int) -> str:
+    def rejected(stage: int) -> str:
         with pytest.raises(CheckpointError) as caught:
             _resume(stage, "no", str(folder))
         return str(caught.value)
 
     assert (
         "was saved with zero_optimization.stage=1 or 2, but this engine has stage 3"
-        in ranks.run(refused, 2, 3)[0]
+        in ranks.run(rejected, 2, 3)[0]
     )
     folder, sharded = tmp_path / "whole", folder
-    assert "saved without DeepSpeed" in ranks.run(refused, 2, 2)[0]
+    assert "saved without DeepSpeed" in ranks.run(rejected, 2, 2)[0]
     folder = sharded
     damaged = next((folder / "pytorch_model").glob("*rank_1*"))
     damaged.write_bytes(damaged.read_bytes()[:100])
-    assert f"{damaged.name} has 100 bytes" in ranks.run(refused, 2, 2)[0]
+    assert f"{damaged.name} has 100 bytes" in ranks.run(rejected, 2, 2)[0]
 
 
 def test_misfit_weights_beside_an_engine_are_rejected(tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_only_deepspeeds_warnings_are_silenced() -> None:
     assert [str(one.message) for one in caught] == ["the loop's own"]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- rejections -------------------------------------------------------------------------------------------------------
 
 
 def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +533,7 @@ def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 
-def test_a_version_that_trains_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_trains_wrong_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     model = nn.Linear(2, 2)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.6")
@@ -566,12 +566,12 @@ def test_a_version_that_trains_wrong_is_refused(monkeypatch: pytest.MonkeyPatch)
         ({"deepspeed_plugins": {}}, "has no plugin"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+def test_contradictions_are_rejected_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Accelerator(**arguments)
 
 
-def test_plugins_of_another_library_are_refused_by_type() -> None:
+def test_plugins_of_another_library_are_rejected_by_type() -> None:
     with pytest.raises(TypeError, match=r"nblaunch\.DeepSpeedPlugin"):
         Accelerator(deepspeed_plugin=SimpleNamespace(zero_stage=2))  # type: ignore[arg-type]
 
@@ -612,7 +612,7 @@ def test_placeholders_need_a_deepspeed_plugin() -> None:
 
 
 def test_unsupported_operations_of_an_engine_are_rejected() -> None:
-    def refusals() -> list[str]:
+    def problems() -> list[str]:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1, gradient_clipping=1.0))
         module = _module()
         model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -641,7 +641,7 @@ def test_unsupported_operations_of_an_engine_are_rejected() -> None:
         module = _module()
         return module, torch.optim.SGD(module.parameters(), lr=0.1)
 
-    value, norm, contradiction, part, closure, twice, second, again = ranks.run(refusals, 1)[0]
+    value, norm, contradiction, part, closure, twice, second, again = ranks.run(problems, 1)[0]
     assert "clip_grad_value_ can't be used with DeepSpeed" in value
     assert "norm_type=1.0" in norm
     assert "max_norm=0.5) contradicts gradient_clipping=1.0" in contradiction

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: "auto" values are filled in from prepared objects, contradictions are refused by key."""
+"""DeepSpeed's configuration: "auto" values are filled in from prepared objects, contradictions are rejected by key."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_precision_goes_where_the_configuration_leaves_it_open(asked: str, giv
     assert config["fp16"].get("auto_cast", False) is (asked == "fp16" and not given)
 
 
-def test_a_precision_that_the_configuration_contradicts_is_refused() -> None:
+def test_a_precision_that_the_configuration_contradicts_is_rejected() -> None:
     plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
     with pytest.raises(
         ValueError, match="cannot be set to `fp16` when `bf16` is set in the DeepSpeed config"
@@ -204,7 +204,7 @@ def test_contradictory_plugins_are_rejected(fields: dict[str, Any], message: str
         DeepSpeedPlugin(**fields)
 
 
-def test_a_configuration_of_another_kind_is_refused() -> None:
+def test_a_configuration_of_another_kind_is_rejected() -> None:
     with pytest.raises(TypeError, match="not 3"):
         DeepSpeedPlugin(3)
 
@@ -356,7 +356,7 @@ def test_completing_does_not_change_the_plugin() -> None:
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, {}, "allgather_bucket_size"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused_by_their_keys(
+def test_contradictions_are_rejected_by_their_keys(
     config: dict[str, Any], prepared: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

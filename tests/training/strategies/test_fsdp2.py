@@ -645,7 +645,7 @@ def _average_locally() -> str:
     return str(caught.value)
 
 
-def test_local_steps_of_whole_models_are_refused() -> None:
+def test_local_steps_of_whole_models_are_rejected() -> None:
     assert "every rank holds only a shard" in ranks.run(_average_locally, 2)[0]
 
 

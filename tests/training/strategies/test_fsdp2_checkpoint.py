@@ -167,8 +167,8 @@ def _keep_what_a_failed_load_has_left(folder: str) -> None:
         training.step(name == "all")
         training.save(f"{folder}/{name}")
     before = training.load(f"{folder}/part")
-    refused = mock.patch.object(shard_files, "read", side_effect=CheckpointError("damaged"))
-    with refused, pytest.raises(CheckpointError, match="damaged"):
+    rejected = mock.patch.object(shard_files, "read", side_effect=CheckpointError("damaged"))
+    with rejected, pytest.raises(CheckpointError, match="damaged"):
         training.load(f"{folder}/all")
     assert training.states() == before
 
@@ -320,15 +320,15 @@ def test_whole_weights_go_into_a_sharded_model(tmp_path: Path) -> None:
 def _save_own_way(folder: str) -> str:
     accelerator, model, *_ = _prepare("SHARDED_STATE_DICT")
     accelerator.save(accelerator.get_state_dict(model), f"{folder}/whole.pt")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as rejected:
         accelerator.save({"weights": model.state_dict(), "epoch": 3}, f"{folder}/parts.pt")
-    return str(refused.value)
+    return str(rejected.value)
 
 
 def test_saving_one_ranks_shards_is_rejected(tmp_path: Path) -> None:
-    for refused in ranks.run(_save_own_way, 2, str(tmp_path)):
-        assert "would write only the main process's shards" in refused
-        assert "accelerator.save_model(model, folder)" in refused
+    for rejected in ranks.run(_save_own_way, 2, str(tmp_path)):
+        assert "would write only the main process's shards" in rejected
+        assert "accelerator.save_model(model, folder)" in rejected
     assert not (tmp_path / "parts.pt").exists()
     torch.testing.assert_close(torch.load(tmp_path / "whole.pt"), dict(network().state_dict()))
 

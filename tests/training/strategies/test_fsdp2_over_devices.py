@@ -39,7 +39,7 @@ def test_the_longest_dimension_that_the_devices_divide_is_cut(
         {"param_init_fn": print},
     ],
 )
-def test_a_field_that_the_compiler_can_not_follow_is_refused(field: dict[str, Any]) -> None:
+def test_a_field_that_the_compiler_can_not_follow_is_rejected(field: dict[str, Any]) -> None:
     class Spanning(type(backends.choose("cpu"))):  # type: ignore[misc]
         num_spmd_devices = 4
 

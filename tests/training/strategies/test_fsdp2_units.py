@@ -134,7 +134,7 @@ def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -
     assert message in str(caught.value)
 
 
-def test_an_unknown_field_is_refused_by_name() -> None:
+def test_an_unknown_field_is_rejected_by_name() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'fsdp_layers'"):
         FullyShardedDataParallelPlugin(fsdp_layers=3)  # type: ignore[call-arg]
 
@@ -300,7 +300,7 @@ def test_fp16_on_the_cpu_is_full_precision() -> None:
     assert accelerator.prepare(torch.nn.Linear(2, 2))(torch.ones(1, 2)).dtype == torch.float32
 
 
-def test_a_device_without_sharding_is_refused() -> None:
+def test_a_device_without_sharding_is_rejected() -> None:
     class Unsharded(type(backends.choose("cpu"))):  # type: ignore[misc]
         name = "lazy"
         reduces_gradients_at_step = True
@@ -310,7 +310,7 @@ def test_a_device_without_sharding_is_refused() -> None:
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
-def test_another_librarys_plugin_is_refused() -> None:
+def test_another_librarys_plugin_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"dict.* nblaunch\.FullyShardedDataParallelPlugin"):
         Accelerator(fsdp_plugin={"fsdp_version": 2})  # type: ignore[arg-type]
 

@@ -139,7 +139,7 @@ def test_an_averaged_model_is_made_before_the_model_is_prepared() -> None:
         assert averaged == pytest.approx(expected, rel=1e-12)
 
 
-def _refused_optimizers() -> list[str]:
+def _rejected_optimizers() -> list[str]:
     from transformers.optimization import Adafactor
 
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
@@ -152,5 +152,5 @@ def _refused_optimizers() -> list[str]:
     return messages
 
 
-def test_optimizers_that_can_not_step_shards_are_refused_before_training() -> None:
-    assert ranks.run(_refused_optimizers, 2)[0] == ["Adafactor", "LBFGS", "Rprop", "Adafactor"]
+def test_optimizers_that_can_not_step_shards_are_rejected_before_training() -> None:
+    assert ranks.run(_rejected_optimizers, 2)[0] == ["Adafactor", "LBFGS", "Rprop", "Adafactor"]

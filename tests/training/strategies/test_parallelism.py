@@ -313,7 +313,7 @@ def test_a_model_that_transformers_has_cut(tmp_path: Path, monkeypatch: pytest.M
 # --- what can't be done -----------------------------------------------------------------------------------------------
 
 
-def _refused() -> list[str]:
+def _rejected() -> list[str]:
     messages = []
     for settings in (
         {"parallelism_config": ParallelismConfig(tp_size=3)},
@@ -356,7 +356,7 @@ def test_old_torch_is_rejected_at_once(settings: dict[str, Any], asked: str) -> 
 
 
 def test_invalid_divisions_are_rejected() -> None:
-    messages, _ = ranks.run(_refused, 2)
+    messages, _ = ranks.run(_rejected, 2)
     for message, part in zip(
         messages,
         (
@@ -406,17 +406,17 @@ def test_a_configuration_that_can_not_be(sizes: dict[str, Any], message: str) ->
 
 
 def test_deepspeed_sequence_parallelism_is_rejected() -> None:
-    refusal = r"\(sp_size\) is not available.* ParallelismConfig\(cp_size=\.\.\.\) shards"
-    with pytest.raises(NotImplementedError, match=refusal):
+    problem = r"\(sp_size\) is not available.* ParallelismConfig\(cp_size=\.\.\.\) shards"
+    with pytest.raises(NotImplementedError, match=problem):
         ParallelismConfig(sp_size=2)
     with (
         patch_environment(parallelism_config_sp_size="2"),
-        pytest.raises(NotImplementedError, match=refusal),
+        pytest.raises(NotImplementedError, match=problem),
     ):
         ParallelismConfig()
     config = ParallelismConfig(sp_size=1)
     config.sp_size = 2
-    with pytest.raises(NotImplementedError, match=refusal):
+    with pytest.raises(NotImplementedError, match=problem):
         Accelerator(parallelism_config=config)
 
 

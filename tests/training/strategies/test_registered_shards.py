@@ -225,7 +225,7 @@ def test_differing_states_stay_with_their_ranks(tmp_path: Path) -> None:
     assert ranks.run(_per_rank, 2, folder, True, True, "common")[0] == [first, own, second]
 
 
-def _refused(folder: str, name: str) -> str:
+def _rejected(folder: str, name: str) -> str:
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(_network())
     shards = [one.detach() for one in model.parameters()]
@@ -251,7 +251,7 @@ def _refused(folder: str, name: str) -> str:
     ],
 )
 def test_unsavable_states_are_rejected_on_all_ranks(tmp_path: Path, name: str, message: str) -> None:
-    for text in ranks.run(_refused, 2, str(tmp_path), name):
+    for text in ranks.run(_rejected, 2, str(tmp_path), name):
         assert message in text
 
 
@@ -269,5 +269,5 @@ def _load_of_rank_0_alone(folder: str) -> None:
         accelerator.load_state(folder)
 
 
-def test_a_file_of_rank_0_s_shards_alone_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_rank_0_s_shards_alone_is_rejected(tmp_path: Path) -> None:
     ranks.run(_load_of_rank_0_alone, 2, str(tmp_path / "state"))

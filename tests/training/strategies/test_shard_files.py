@@ -48,14 +48,14 @@ def test_other_objects_come_back(rate: Any, tmp_path: Path) -> None:
     assert torch.equal(read["momentum"], torch.ones(3))
 
 
-def test_an_object_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_an_object_that_runs_code_is_rejected(tmp_path: Path) -> None:
     shard_files.write(_state(_MakesFolder(tmp_path / "made")), tmp_path / "shards", is_alone=True)
     with pytest.raises(CheckpointError, match=r"optimizer\.rate has an untrusted class.*add_safe_globals"):
         _read(tmp_path / "shards")
     assert not (tmp_path / "made").exists()
 
 
-def test_metadata_that_run_code_are_refused(tmp_path: Path) -> None:
+def test_metadata_that_run_code_are_rejected(tmp_path: Path) -> None:
     shard_files.write(_state(0.5), tmp_path / "shards", is_alone=True)
     (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(_MakesFolder(tmp_path / "made")))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir"):

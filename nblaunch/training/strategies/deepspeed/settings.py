@@ -98,7 +98,7 @@ class DeepSpeedSettings:
     dschf: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._refuse_unsupported()
+        self._reject_unsupported()
         fields = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         is_configured = self.hf_ds_config is not None
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
@@ -120,7 +120,7 @@ class DeepSpeedSettings:
         self.hf_ds_config.set_stage_and_offload()
         self._check()
 
-    def _refuse_unsupported(self) -> None:
+    def _reject_unsupported(self) -> None:
         if self.zero3_init_flag:
             raise NotImplementedError(
                 "DeepSpeedPlugin(zero3_init_flag=True) is not supported; build the model in a block "
@@ -158,14 +158,14 @@ class DeepSpeedSettings:
             if self.get_value(f"{name}.enabled") is not True:
                 continue
             setting = f"the DeepSpeed configuration has {name}.enabled=True, which"
-            reason = backend.precision_refusal(name)
+            reason = backend.precision_problem(name)
             if reason is not None:
                 raise ValueError(f"{setting} can't be used on {backend.name}: {reason}")
             if asked is not None and str(getattr(asked, "value", asked)).lower() != name:
                 raise ValueError(f"{setting} contradicts mixed_precision={str(asked)!r}; set it in one place")
             return name
         name = str(getattr(asked, "value", asked)).lower()
-        if name == "fp16" and (reason := backend.precision_refusal(name)) is not None:
+        if name == "fp16" and (reason := backend.precision_problem(name)) is not None:
             raise ValueError(
                 f"mixed_precision={name!r} can't be used with DeepSpeed on {backend.name}: {reason}"
             )

@@ -61,7 +61,7 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
-        reason = setup.process.backend.precision_refusal(setup.precision.name)
+        reason = setup.process.backend.precision_problem(setup.precision.name)
         if reason is not None:  # the device can't compute in it, with or without an engine
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"

@@ -113,7 +113,7 @@ class Fsdp2Strategy(DTensorStrategy):
         num_bytes = (self._shard_further if is_tp else self._shard_whole)(model, units, ignored, mesh)
         for unit in units:
             fsdp2_units.gather_for_training(unit)
-            fsdp2_units.refuse_copies(unit)
+            fsdp2_units.reject_copies(unit)
         # Look the parameters up again, because others may have replaced them.
         averaged = [weight for weight in map(model.get_parameter, whole) if weight.requires_grad]
         fsdp2_units.average_gradients(averaged, mesh, units)

@@ -382,12 +382,12 @@ def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequ
         parameter.register_post_accumulate_grad_hook(average)
 
 
-def refuse_copies(module: nn.Module) -> None:
+def reject_copies(module: nn.Module) -> None:
     """Make copying a sharded module raise an error that says what to do, which torch's own error does not."""
-    type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+    type(module).__deepcopy__ = _reject_copy  # type: ignore[attr-defined]
 
 
-def _refuse_copy(module: nn.Module, memo: Any) -> Any:
+def _reject_copy(module: nn.Module, memo: Any) -> Any:
     name = type(module).__name__.removeprefix("FSDP")
     raise RuntimeError(
         f"a {name} whose weights are sharded over ranks can't be copied by copy.deepcopy, which AveragedModel "

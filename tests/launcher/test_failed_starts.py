@@ -1,4 +1,4 @@
-"""Failed starts: only refusals of the system at the start count, not other ``OSErrors`` of a run."""
+"""Failed starts: only the system's errors at the start count, not other ``OSErrors`` of a run."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_refusal_at_the_start_fails_the_launch(
+def test_a_failure_at_the_start_fails_the_launch(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    def refuse(*args: object) -> None:
+    def reject(*args: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(attempt, "DeviceSampler", refuse)  # the workers are already running
+    monkeypatch.setattr(attempt, "DeviceSampler", reject)  # the workers are already running
     error = run(Failing(), 100.0, in_background=in_background).exception(30)
     assert isinstance(error, LaunchError)
     assert "Too many open files" in str(error)
@@ -79,27 +79,27 @@ def test_a_refusal_at_the_start_fails_the_launch(
 def test_old_logs_that_stay_do_not_end_a_job(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(log: JobLog) -> None:
+    def reject(log: JobLog) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(JobLog, "prune", refuse)
+    monkeypatch.setattr(JobLog, "prune", reject)
     listener = Keeping()
     job = run(listener, 0.3)
     assert job.status == "done"
     assert any("Input/output error" in text for text in listener.texts)
 
 
-def test_a_refused_thread_ends_what_was_started(
+def test_a_rejected_thread_ends_what_was_started(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
-    def refuse(thread: threading.Thread) -> None:
+    def reject(thread: threading.Thread) -> None:
         if thread.name.startswith("nblaunch-"):
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", reject)
     job = run(Keeping(), 100.0, in_background=True)
     error = job.exception(30)
     assert isinstance(error, LaunchError)
@@ -110,13 +110,13 @@ def fail() -> None:
     raise ZeroDivisionError("the loss was zero")
 
 
-def test_a_restart_that_is_refused_does_not_hide_why_it_was_needed(
+def test_a_restart_that_is_rejected_does_not_hide_why_it_was_needed(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object) -> None:
+    def reject(*args: object) -> None:
         raise LaunchError("a fork is not possible any more")
 
-    monkeypatch.setattr(runner, "replan_start_method", refuse)
+    monkeypatch.setattr(runner, "replan_start_method", reject)
     spec = LaunchSpec(fail, (), 1, backend="cpu", max_restarts=1)
     job = JobRunner(spec, plan_launch(spec))
     job.run()

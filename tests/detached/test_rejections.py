@@ -1,4 +1,4 @@
-"""Arguments that can't be combined with ``detach=True`` are refused before any process is started."""
+"""Arguments that can't be combined with ``detach=True`` are rejected before any process is started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nblaunch import PayloadError, notebook_launcher
         ({"engine": "inline"}, "inline"),
     ],
 )
-def test_settings_that_need_the_kernel_are_refused(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_need_the_kernel_are_rejected(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         notebook_launcher(print, **{"background": True, "detach": True, **settings})
 
@@ -34,7 +34,7 @@ def test_a_text_is_no_flag() -> None:
         notebook_launcher(print, background=True, detach="yes")  # type: ignore[arg-type]
 
 
-def test_a_call_that_cannot_be_pickled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_pickled_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path))
     with pytest.raises(PayloadError, match="lock"):
         notebook_launcher(print, (torch.nn.Linear(1, 1), threading.Lock()), background=True, detach=True)
