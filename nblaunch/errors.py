@@ -50,7 +50,7 @@ class WorkerError(NblaunchError, RuntimeError):
     """A worker failed.
 
     Args:
-        message: what happened, where, the evidence and the remedy.
+        message: what happened, where, the evidence and the advice.
         rank: rank of the worker that failed first.
     """
 

@@ -227,8 +227,8 @@ class Observation(Event):
 
     Args:
         check: name of the check.
-        problem: what is wrong, as the beginning of a sentence; empty: what the check observed before was no mistake.
-        remedy: what to do, as a sentence without its full stop.
+        problem: what is wrong, as the beginning of a sentence; empty: what the check observed before was not a mistake.
+        advice: what to do, as a sentence without its full stop.
         step: number of optimizer steps so far.
         value: values by which ranks are compared; the first says what is compared.
         judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
@@ -243,7 +243,7 @@ class Observation(Event):
 
     check: str = ""
     problem: str = ""
-    remedy: str = ""
+    advice: str = ""
     step: int = 0
     value: Any = None
     judged_by: str = "itself"

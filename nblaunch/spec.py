@@ -128,11 +128,11 @@ def _check_call(function: Any, args: Any) -> None:
         )
     _check_runs_when_called(function)
     if not isinstance(args, (tuple, list)):
-        remedy = "for one argument, write (model,) with a comma"
+        advice = "for one argument, write (model,) with a comma"
         if isinstance(args, Mapping):
-            remedy = "for keyword arguments, pass functools.partial(function, **arguments) as the function"
+            advice = "for keyword arguments, pass functools.partial(function, **arguments) as the function"
         raise TypeError(
-            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {remedy}"
+            f"args must be a tuple of the function's arguments, but is a {type(args).__name__}; {advice}"
         )
     try:
         signature = inspect.signature(function)

@@ -4,8 +4,8 @@
 command's parser. It also sets the default ``run``, which executes the command and returns the exit code, and optionally
 ``explain_unknown``, which returns the message for unknown options.
 
-No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and the
-remedy, and exit code 2.
+No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and
+advice, and exit code 2.
 
     config.py            ``nblaunch config``
       questions.py       its questions

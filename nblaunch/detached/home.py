@@ -91,13 +91,13 @@ def private_problem(path: Path, error: PermissionError) -> PermissionError:
     """Return the error for a folder that :func:`files.open_private` rejected, with advice."""
     if error.errno is not None:  # an error of the system: this user may not enter it
         return error
-    remedy = (
+    advice = (
         f"If only you have written to this folder: chmod 700 {path}"
         if path.stat().st_uid == os.getuid() and path.is_dir()
         else "Choose another place for jobs with NBLAUNCH_LOG_DIR."
     )
     return PermissionError(
-        f"{path} {error}, so nothing in it was read: jobs are private to their user. {remedy}"
+        f"{path} {error}, so nothing in it was read: jobs are private to their user. {advice}"
     )
 
 

@@ -48,7 +48,7 @@ from nblaunch.worker import output, process_control
 from nblaunch.worker.inheritance import random_states
 
 _MAX_NAME = 24  # characters of the function's name in the job's id
-_REMEDY = "without detach=True, workers are forked from the notebook and nothing needs to be pickled"
+_ADVICE = "without detach=True, workers are forked from the notebook and nothing needs to be pickled"
 
 _TERMINATION_GRACE_S = 20.0
 """Time for a checkpoint when this process receives SIGTERM."""
@@ -94,7 +94,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
         )
     name = re.sub(r"\W+", "-", spec.function_name.rpartition(".")[2]).strip("-_")[:_MAX_NAME] or "job"
     job_id = f"{name}-{secrets.token_hex(3)}"
-    call = save_call((spec.function, spec.args), _REMEDY)
+    call = save_call((spec.function, spec.args), _ADVICE)
     random_states.move_on()
     try:
         launch = Launch(

@@ -103,7 +103,7 @@ def judge(
     else:
         return []
     host = _host_line(before, lowest)
-    return [first, host, *_worker_lines(peaks), _remedy(readings, before)]
+    return [first, host, *_worker_lines(peaks), _advice(readings, before)]
 
 
 def _host_line(before: MemoryFacts, lowest: int | None) -> str:
@@ -123,7 +123,7 @@ def _worker_lines(peaks: Mapping[int, int]) -> list[str]:
     return [f"Peak memory of each process: {formatting.first(texts, 8)}."]
 
 
-def _remedy(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
+def _advice(readings: Sequence[SlotReading], before: MemoryFacts) -> str:
     built = [reading.built_bytes for reading in readings if reading.built_bytes > 1 << 20]
     if built:
         each = formatting.size(max(built))

@@ -144,7 +144,7 @@ def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: 
     if seen.judged_by in ("equal", "first") and others:
         who += f" against {formatting.ranks(others)}"
     place = f", {cell_name(seen.filename)}, line {seen.lineno}" if seen.filename else ""
-    return f"{seen.problem} ({who}{place}). {seen.remedy}. (NBLAUNCH_CHECKS=-{check} silences this)"
+    return f"{seen.problem} ({who}{place}). {seen.advice}. (NBLAUNCH_CHECKS=-{check} silences this)"
 
 
 def _all(by_rank: Mapping[int, Observation]) -> list[int]:

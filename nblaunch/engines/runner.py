@@ -44,7 +44,7 @@ _TICK_S = 0.1
 _NOTE_S = 10.0
 """Seconds until a note names the nodes that are not ready."""
 
-_REMEDY = "on one machine, where workers are forked from the notebook, nothing needs to be pickled"
+_ADVICE = "on one machine, where workers are forked from the notebook, nothing needs to be pickled"
 
 
 class EngineRunner(JobRunner):
@@ -58,7 +58,7 @@ class EngineRunner(JobRunner):
         for warning in self.plan.warnings:
             self.emit(Note.of_job(warning, "warning"))
         self._links: list[NodeLink] = []
-        self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
+        self._saved = save_call((self.spec.function, self.spec.args), _ADVICE)
         random_states.move_on()
         nodes = self.spec.nodes
         self._engine = find(self.spec.engine)() if nodes is None else nodes.lend()

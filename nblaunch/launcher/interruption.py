@@ -17,7 +17,7 @@ from nblaunch.launcher.weights import listed
 from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.outbox import RankResult
 
-_REMEDY = (
+_ADVICE = (
     "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
     "accelerator.save_state()"
 )
@@ -33,7 +33,7 @@ def describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping
     if not reason or not all(_has_begun(report, rank) for rank in ranks):
         return ""
     named = listed(attempt.plan.modules, list(attempt.plan.modules))
-    return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_REMEDY}"
+    return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_ADVICE}"
 
 
 def can_load(attempt: Attempt, report: AttemptReport) -> bool:

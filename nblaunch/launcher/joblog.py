@@ -41,7 +41,7 @@ _PRUNE_EVERY = 20
 
 _STAMP_NAME = ".nblaunch_job.json"
 
-_REMEDY = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
+_ADVICE = "Choose another with log_dir= or NBLAUNCH_LOG_DIR."
 
 _in_use: set[Path] = set()
 """Folders of this process's running jobs."""
@@ -235,7 +235,7 @@ def log_root(folder: str | None = None) -> Path:
     except OSError as error:
         raise _log_error(f"can't create the log folder {root}", root, error) from error
     if not chosen and (status.st_uid != os.getuid() or root.is_symlink() or not stat.S_ISDIR(status.st_mode)):
-        raise LaunchError(f"the log folder {root} belongs to another user. {_REMEDY}")
+        raise LaunchError(f"the log folder {root} belongs to another user. {_ADVICE}")
     return root
 
 
@@ -245,12 +245,12 @@ def _temporary_root() -> Path:
     except FileNotFoundError as error:  # gettempdir() writes a file to each candidate
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         why = disk.reason(Path("/tmp"), full)
-        raise LaunchError(f"no temporary folder is writable for logs: {why}. {_REMEDY}") from error
+        raise LaunchError(f"no temporary folder is writable for logs: {why}. {_ADVICE}") from error
     return Path(folder) / f"nblaunch-{os.getuid()}"
 
 
 def _log_error(what: str, path: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"{what}: {disk.reason(path, error)}. {_REMEDY}")
+    return LaunchError(f"{what}: {disk.reason(path, error)}. {_ADVICE}")
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:

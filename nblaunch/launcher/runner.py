@@ -47,7 +47,7 @@ from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker.inheritance import random_states
 from nblaunch.worker.inheritance.random_states import RandomStates
 
-_REMEDY = (
+_ADVICE = (
     "with background=True and max_restarts or several machines, workers can start after the call has "
     "returned, so they load a pickled copy of it. Without max_restarts, or without background=True, nothing "
     "needs to be pickled"
@@ -220,7 +220,7 @@ class JobRunner(Job):
         if self.spec.max_restarts > 0:
             self._random_states = RandomStates.of_this_process()
         if self.plan.starts_later:
-            self._saved = save_call((self.spec.function, self.spec.args), _REMEDY)
+            self._saved = save_call((self.spec.function, self.spec.args), _ADVICE)
 
     def _finish(self) -> None:
         """Run the job that :meth:`_start` has started to its end; do nothing if it has already ended."""

@@ -257,7 +257,7 @@ class Session(RankCommands):
         attempt = self._attempt(spec)
         command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
         with (
-            closing(save_call((spec.function, spec.args), _REMEDY)) as saved,
+            closing(save_call((spec.function, spec.args), _ADVICE)) as saved,
             self._output.shown_by(shown, signs_before=self._progress_signs()),
         ):
             emit(shown, [attempt.start_event(), *self._started()])
@@ -584,4 +584,4 @@ def execute_and_display(
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
 """Settings that apply from the start of the workers to their end."""
 
-_REMEDY = "or launch without session="
+_ADVICE = "or launch without session="

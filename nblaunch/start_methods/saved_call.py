@@ -97,16 +97,16 @@ class SavedCall:
 
 def save_call(
     call: FunctionCall,
-    remedy: str = "start_method='fork' pickles nothing, if this process can still be forked",
+    advice: str = "start_method='fork' pickles nothing, if this process can still be forked",
 ) -> SavedCall:
     """Write the call to a memory file with cloudpickle.
 
     Args:
         call: the function and its arguments.
-        remedy: advice for a call that can't be pickled, beyond creating the object inside the function.
+        advice: what to do if a call can't be pickled, beyond creating the object inside the function.
 
     Raises:
-        PayloadError: a variable of the call can't be pickled; the message names it and the remedy.
+        PayloadError: a variable of the call can't be pickled; the message names it and says what to do.
     """
     fd = create_memory_file("nblaunch-call")
     descriptors.keep_from_children(fd)
@@ -114,7 +114,7 @@ def save_call(
         try:
             payload.dump(call, fd)
         except Exception as error:
-            raise PayloadError(_blame(call, error, remedy)) from error
+            raise PayloadError(_blame(call, error, advice)) from error
         return SavedCall.around(fd)
     except BaseException:
         descriptors.close(fd)
@@ -142,11 +142,11 @@ def present_folder() -> str | None:
         return None
 
 
-def _blame(call: FunctionCall, error: Exception, remedy: str) -> str:
+def _blame(call: FunctionCall, error: Exception, advice: str) -> str:
     function, args = call
     parts = pickle_errors.unpicklable_variables(function, args)
     named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
     return (
         f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: {named}. "
-        f"Create it inside the function, or pass the data that it is made from in args; {remedy}."
+        f"Create it inside the function, or pass the data that it is made from in args; {advice}."
     )

@@ -91,7 +91,7 @@ def test_memory_that_was_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> 
     assert record.lowest_available == 0
 
 
-def test_models_built_in_workers_lead_to_the_remedy() -> None:
+def test_advice_for_models_built_in_workers() -> None:
     found = verdict(kills=1, built=1_200_000_000)
     assert found[-1] == (
         "2 processes each built a model of 1.20 GB on a host with 16.0 GB: build it once in a cell and pass it, "

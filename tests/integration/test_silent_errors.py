@@ -1,4 +1,4 @@
-"""Errors in training loops that raise no exception: each is reported once with ranks, line and remedy; correct
+"""Errors in training loops that raise no exception: each is reported once with ranks, line and advice; correct
 loops that look odd are not.
 """
 

@@ -11,6 +11,6 @@
     scaling.py     a gradient scaler that has collapsed
 
 A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and reports
-each error once, with the ranks, the line and a remedy (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
+each error once, with the ranks, the line and advice (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not
 communicate for a check, and steps without checks take no extra time.
 """

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 Report = Callable[..., None]
-"""``report(check, problem, remedy, value, judged_by, step)``: sends an observation of a check."""
+"""``report(check, problem, advice, value, judged_by, step)``: sends an observation of a check."""
 
 
 class Prepared(Protocol):
@@ -65,7 +65,7 @@ class Check(ABC):
     def report(
         self,
         problem: str,
-        remedy: str,
+        advice: str,
         *,
         value: Any = None,
         judged_by: str = "itself",
@@ -75,7 +75,7 @@ class Check(ABC):
 
         ``step`` is for ranks that do not step together; None: the number of steps of this rank's optimizers.
         """
-        self._report(self, problem, remedy, value, judged_by, step)
+        self._report(self, problem, advice, value, judged_by, step)
 
 
 class Streaks:

@@ -140,7 +140,7 @@ class Watch:
                 check.left_out.add(model)
 
     def report(
-        self, check: Check, problem: str, remedy: str, value: Any, judged_by: str, step: int | None = None
+        self, check: Check, problem: str, advice: str, value: Any, judged_by: str, step: int | None = None
     ) -> None:
         """Send an observation of a check; without a launcher, warn if it needs no comparison with other ranks."""
         if judged_by == "itself" and check.name in self._reported:
@@ -151,7 +151,7 @@ class Watch:
             return
         if not process.is_watched:
             if judged_by == "itself" and not check.is_hint:
-                self._warnings.append(f"{problem}. {remedy} (NBLAUNCH_CHECKS=-{check.name} silences this)")
+                self._warnings.append(f"{problem}. {advice} (NBLAUNCH_CHECKS=-{check.name} silences this)")
             return
         frame = user_frame()
         process.emit(
@@ -160,7 +160,7 @@ class Watch:
                 time.time(),
                 check.name,
                 problem,
-                remedy,
+                advice,
                 self._slot.num_updates if step is None else step,
                 value,
                 judged_by,
