@@ -322,7 +322,7 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
             _run_probe(attempt, writer)
     os.close(writer)
     try:
-        return _answer(reader, timeout_s)
+        return _reply(reader, timeout_s)
     finally:
         os.close(reader)
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still the child's
@@ -330,7 +330,7 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
             os.waitpid(pid, 0)
 
 
-def _answer(reader: int, timeout_s: float) -> str | None:
+def _reply(reader: int, timeout_s: float) -> str | None:
     """Read the child's report."""
     # Not select.select(), which rejects descriptors from 1024 on: a kernel may have many files open.
     poller = select.poll()
@@ -344,7 +344,7 @@ def _answer(reader: int, timeout_s: float) -> str | None:
 
 
 def _run_probe(attempt: Callable[[], None], writer: int) -> None:
-    """Run in the child. Never returns; writes only its answer, and runs none of the parent's exit handlers."""
+    """Run in the child. Never returns; writes only its reply, and runs none of the parent's exit handlers."""
     try:
         warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()

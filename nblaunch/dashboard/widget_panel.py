@@ -111,8 +111,8 @@ class Buttons:
             self.message, self.stacks = "collecting the stacks of all ranks", ""
             self._controls.ask_stacks().add_done_callback(self._receive_stacks)
 
-    def _receive_stacks(self, answer: Future[str]) -> None:
-        self.message, self.stacks = "stacks of the ranks:", answer.result()
+    def _receive_stacks(self, reply: Future[str]) -> None:
+        self.message, self.stacks = "stacks of the ranks:", reply.result()
 
     def _on_stop(self, button: Any) -> None:
         if self._controls is not None:
@@ -287,7 +287,7 @@ class Panel:
         self._show_rows(table)
         self._show_block(
             self._remarks,
-            html.cards(table, is_over=view.is_over) + html.remarks(table) + self._answers(),
+            html.cards(table, is_over=view.is_over) + html.remarks(table) + self._replies(),
             is_urgent=True,
         )
         self._charts.show(view)
@@ -348,7 +348,7 @@ class Panel:
         layout = (shown or self._shown) if content else self._hidden
         self._throttle.update(block, every_s=every_s, is_urgent=is_urgent, value=value, layout=layout)
 
-    def _answers(self) -> str:
+    def _replies(self) -> str:
         """Return the result of the last click."""
         buttons = self._buttons
         message = f"<div>{escape(buttons.message)}</div>" if buttons.message else ""

@@ -49,7 +49,7 @@ _POLLS_PER_CHECK = 10
 _PATIENCE_S = 10.0
 """Time for the thread to end."""
 
-_ANSWER_S = 2.0
+_REPLY_S = 2.0
 
 _followers: dict[tuple[int, Path], JobFollower] = {}
 """Process and folder of a job -> its follower, while it follows. A forked process has none."""
@@ -233,7 +233,7 @@ class JobFollower(Job):
         written_s = self._reader.last_snapshot_s()  # several times a second, unless the disk is full
         is_quiet, self._written_s = written_s == self._written_s, written_s
         if is_gone or is_quiet or self._reader.has_ended_ranks:
-            served = ask(self._endpoint, _ANSWER_S)  # the process restores removed files before it answers
+            served = ask(self._endpoint, _REPLY_S)  # the process restores removed files before it answers
             waits_for = served.waits_for if served is not None else ""
             if waits_for != self._waits_for:
                 self._waits_for = waits_for

@@ -26,7 +26,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _PATIENCE_S = 1.0
-"""How long the list waits for the answers of job processes, which may be busy or stopped. All are asked at once."""
+"""How long the list waits for the replies of job processes, which may be busy or stopped. All are asked at once."""
 
 _MAX_ASKED = 32
 """Number of job processes that are asked at the same time."""
@@ -144,13 +144,13 @@ def find(job_id: str | None) -> JobFolder:
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
-    """Ask a job process about itself; return None if it does not answer.
+    """Ask a job process about itself; return None if it does not reply.
 
     The process restores removed files of its folder before it answers.
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
-    except ValueError:  # another version, or no answer
+    except ValueError:  # another version, or no reply
         return None
 
 
@@ -173,7 +173,7 @@ def _subfolders(folder_fd: int) -> list[str]:
 
 
 def _at_once(look: Callable[[T], U], places: Sequence[T]) -> list[U]:
-    """Return ``look(place)`` for all places, some of which take a while to answer."""
+    """Return ``look(place)`` for all places, some of which take a while to reply."""
     if not places:
         return []
     with ThreadPoolExecutor(min(len(places), _MAX_ASKED), "nblaunch-jobs") as pool:
@@ -264,30 +264,30 @@ def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[Jo
         listed: addresses of jobs whose folders exist.
     """
     lines = []
-    for answer in _answers(listed):
-        if answer.folder.parent not in homes:
+    for reply in _replies(listed):
+        if reply.folder.parent not in homes:
             continue
-        if answer.problem:
-            lines.append(_unrestored_line(answer))
+        if reply.problem:
+            lines.append(_unrestored_line(reply))
             continue
-        summary, _ = _look_at(JobFolder(answer.folder))
+        summary, _ = _look_at(JobFolder(reply.folder))
         if summary is not None:
             lines.append(summary)
     return lines
 
 
-def _unrestored_line(answer: _Answer) -> JobSummary:
-    problem = f"its folder was removed and can't be restored: {answer.problem}"
-    if answer.record is not None:
-        return _summary(answer.folder, answer.record, "running", time.time(), problem)
+def _unrestored_line(reply: _Reply) -> JobSummary:
+    problem = f"its folder was removed and can't be restored: {reply.problem}"
+    if reply.record is not None:
+        return _summary(reply.folder, reply.record, "running", time.time(), problem)
     problem = f"{problem}; launched by another version of nblaunch"
-    job_id = answer.folder.name
+    job_id = reply.folder.name
     name = job_id.rpartition("-")[0]
-    return JobSummary(job_id, name, "running", 0, "", time.time(), 0.0, answer.folder, problem, False)
+    return JobSummary(job_id, name, "running", 0, "", time.time(), 0.0, reply.folder, problem, False)
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Reply:
     """What any version of nblaunch can read of a job process's reply about itself.
 
     Args:
@@ -303,13 +303,13 @@ class _Answer:
     record: Record | None
 
 
-def _answers(skipped: Collection[str] = ()) -> list[_Answer]:
+def _replies(skipped: Collection[str] = ()) -> list[_Reply]:
     """Ask all job processes of this user about themselves, except those at the ``skipped`` addresses."""
     addresses = [address for address in served_addresses() if address not in skipped]
-    return [answer for answer in _at_once(_answer_at, addresses) if answer is not None]
+    return [reply for reply in _at_once(_reply_at, addresses) if reply is not None]
 
 
-def _answer_at(address: str) -> _Answer | None:
+def _reply_at(address: str) -> _Reply | None:
     """Return the reply of the job process at an address; None if it does not reply."""
     text = Endpoint(Path("/nonexistent"), address).ask("describe", _PATIENCE_S)
     try:
@@ -317,7 +317,7 @@ def _answer_at(address: str) -> _Answer | None:
         record = None
         with suppress(ValueError):
             record = schema.load(Served, text.encode()).record
-        return _Answer(address, Path(plain["folder"]), str(plain.get("problem", "")), record)
+        return _Reply(address, Path(plain["folder"]), str(plain.get("problem", "")), record)
     except (ValueError, KeyError, TypeError):  # there is no reply
         return None
 
@@ -331,5 +331,5 @@ def endpoint_of(folder: JobFolder) -> Endpoint:
     except (LookupError, OSError):  # there is no folder, or another file has its name
         address = ""
     if not address:
-        address = next((answer.address for answer in _answers() if answer.folder == folder.path), "")
+        address = next((reply.address for reply in _replies() if reply.folder == folder.path), "")
     return Endpoint(folder.path, address)

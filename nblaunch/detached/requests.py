@@ -233,9 +233,9 @@ class RequestServer:
         connection.close()
 
 
-def _reply_with(connection: socket.socket, answer: Future[str]) -> None:
+def _reply_with(connection: socket.socket, reply: Future[str]) -> None:
     with connection, suppress(OSError):  # the client has ended
-        connection.sendall(answer.result().encode())
+        connection.sendall(reply.result().encode())
 
 
 class RemoteRequests:
@@ -271,14 +271,14 @@ class RemoteRequests:
 
     def ask_stacks(self) -> Future[str]:
         """Ask where every rank is."""
-        answer: Future[str] = Future()
+        reply: Future[str] = Future()
 
         def ask() -> None:
             text = self._endpoint.ask("stacks", _STACKS_S + _PATIENCE_S)
-            answer.set_result(text or "no worker of the job is running")
+            reply.set_result(text or "no worker of the job is running")
 
         threading.Thread(target=ask, name="nblaunch-stacks", daemon=True).start()
-        return answer
+        return reply
 
 
 def _is_own_user(connection: socket.socket) -> bool:

@@ -19,7 +19,7 @@ from nblaunch.user_code import cell_name, is_own_file, is_user_file
 from nblaunch.wire.assignment import NATIVE_STACKS_SIGNAL, NUM_THREADS, STACKS_SIGNAL
 
 _NATIVE_S = 0.2
-"""Seconds without an answer after which a rank counts as blocked in native code and is asked again."""
+"""Seconds without a reply after which a rank counts as blocked in native code and is asked again."""
 
 _DEADLINE_S = 1.0
 _QUIET_S = 0.03
@@ -119,7 +119,7 @@ class Position:
         return f"waiting in {self.waiting_in}, {self.where}" if self.waiting_in else self.where
 
 
-NO_ANSWER = Position("no answer: it is stopped, or blocked in a system call")
+NO_REPLY = Position("no reply: it is stopped, or blocked in a system call")
 
 
 class StackDump:
@@ -166,17 +166,17 @@ class StackDump:
     def _position(self, rank: int) -> Position:
         state = proc.unusual_state(self._pids[rank])
         if self._sizes[rank] == self._offsets[rank] and state is not None:
-            return Position(f"no answer: the process is {state}")
+            return Position(f"no reply: the process is {state}")
         path = self._paths[rank]
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets[rank])
                 position = position_of(file.read().decode(errors="replace"))
         except OSError as error:  # the log folder may be deleted while the job runs
-            return Position(f"no answer: {path} can't be read: {error.strerror}")
+            return Position(f"no reply: {path} can't be read: {error.strerror}")
         if position is None:
             problem = disk.growth_problem(path, _STACK_BYTES)
-            return Position(f"its stack can't be written: {problem}") if problem else NO_ANSWER
+            return Position(f"its stack can't be written: {problem}") if problem else NO_REPLY
         return position
 
 

@@ -99,13 +99,13 @@ class NodeLink:
         """Ask for the node's time."""
         self.channel.send(AskClock())
 
-    def set_clock(self, answer: ClockIs) -> None:
+    def set_clock(self, reply: ClockIs) -> None:
         """Compare the node's clocks with this process's; the error is at most half of the reply time."""
         now_s, now_monotonic = time.time(), time.monotonic()
-        error_s = (now_monotonic - answer.sent_s) / 2
-        ahead_s = answer.time_s - (now_s - error_s)
+        error_s = (now_monotonic - reply.sent_s) / 2
+        ahead_s = reply.time_s - (now_s - error_s)
         self._ahead_s = ahead_s if abs(ahead_s) > max(_MIN_SHIFT_S, error_s) else 0.0
-        ahead_s = answer.monotonic_s - (now_monotonic - error_s)
+        ahead_s = reply.monotonic_s - (now_monotonic - error_s)
         self._monotonic_ahead_s = ahead_s if abs(ahead_s) > max(_MIN_SHIFT_S, error_s) else 0.0
         self.has_clock = True
 

@@ -163,7 +163,7 @@ class NodeProgram:
         at = 0
         while at < self._boot.call_bytes:
             for message in self._channel.wait():
-                assert isinstance(message, CallPart), "nothing else comes before an answer"
+                assert isinstance(message, CallPart), "nothing else comes before a reply"
                 at += os.pwrite(fd, message.data, at)
             if self._channel.is_closed:
                 return None

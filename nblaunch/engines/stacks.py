@@ -39,10 +39,10 @@ class NodesStacks:
         return all(link.is_over for link in self._missing)
 
     def poll(self) -> None:
-        """Do nothing: answers arrive by :meth:`take`."""
+        """Do nothing: replies arrive by :meth:`take`."""
 
     def take(self, stacks: Stacks, link: NodeLink) -> None:
-        """Store an answer if it belongs to this query."""
+        """Store a reply if it belongs to this query."""
         if stacks.number == self._number:
             for rank, check in stacks.checks.items():
                 self._checks[rank] = replace(check, position=described_here(check.position))

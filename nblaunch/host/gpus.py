@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from nblaunch import env
 from nblaunch.packages import is_installed
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 INSTANCE = "MIG-"
 """Prefix of the UUID of a MIG instance."""
@@ -256,8 +256,8 @@ def _initialised() -> Any:
     return pynvml
 
 
-def _ask(question: Callable[[Any], _Answer]) -> _Answer:
-    """Return the answer of ``question`` while NVML is open; raise LookupError if NVML is unavailable."""
+def _ask(question: Callable[[Any], _Result]) -> _Result:
+    """Return the result of ``question`` while NVML is open; raise LookupError if NVML is unavailable."""
     pynvml = _initialised()
     try:
         return question(pynvml)

@@ -268,8 +268,8 @@ def ask_metadata_server(key: str) -> str | None:
     # Use no proxy: the server has a link-local address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            text: str = answer.read().decode()
+        with opener.open(request, timeout=_TIMEOUT_S) as reply:
+            text: str = reply.read().decode()
             return text
     except (OSError, urllib.error.URLError):
         return None

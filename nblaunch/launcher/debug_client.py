@@ -333,7 +333,7 @@ def release_kept_failures() -> None:
         kept.release()
 
 
-# --- what the ranks have answered ------------------------------------------------------------------------------------
+# --- replies of the ranks --------------------------------------------------------------------------------------------
 
 
 _MISSING = "not defined"
@@ -379,7 +379,7 @@ class Comparison:
         places = _grouped({rank: _place(frame) for rank, frame in self.frames.items()})
         lines = [f"{formatting.ranks(ranks)}: {place}" for place, ranks in places]
         if self.silent:
-            lines.append(f"{formatting.ranks(self.silent)}: no answer")
+            lines.append(f"{formatting.ranks(self.silent)}: no reply")
         for name, values in self.differing.items():
             # The rarest value comes first, because it is probably the wrong one.
             parts = [f"{text} on {formatting.ranks(ranks)}" for text, ranks in reversed(_grouped(values))]

@@ -82,10 +82,10 @@ class StackQuery(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the query has stopped waiting for answers."""
+        """Whether the query has stopped waiting for replies."""
 
     def poll(self) -> None:
-        """Look for answers."""
+        """Look for replies."""
 
     def checks(self) -> dict[int, Check]:
         """Return rank -> its position, and its processor time so far."""

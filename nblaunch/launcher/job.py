@@ -342,11 +342,11 @@ class Job(Generic[T]):
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.
-            timeout_s: how long to wait for the answers.
+            timeout_s: how long to wait for the replies.
 
         Returns:
             rank -> value; an exception if the expression raised one; a ValueError if the value can't be rebuilt in the
-            kernel. Ranks without an answer are missing.
+            kernel. Ranks without a reply are missing.
 
         Raises:
             RuntimeError: no worker can answer.
@@ -361,7 +361,7 @@ class Job(Generic[T]):
         by shape, data type and device, numbers and text by value, and containers by length.
 
         Args:
-            timeout_s: how long to wait for the answers.
+            timeout_s: how long to wait for the replies.
 
         Raises:
             RuntimeError: no worker can answer.

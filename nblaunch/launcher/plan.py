@@ -132,7 +132,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
 def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
     """Return this process's part of the plan for a launch on other machines, each of which makes its own plan.
 
-    The backend is a placeholder until the nodes have answered, and so is the number of processes if it is not set.
+    The backend is a placeholder until the nodes have replied, and so is the number of processes if it is not set.
     """
     return LaunchPlan(
         backend=backends.find("cpu"),

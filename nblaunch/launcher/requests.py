@@ -73,7 +73,7 @@ class WakePipe:
 
 
 class Query(Future[str]):
-    """A query to the supervisor, and its answer.
+    """A query to the supervisor, and its reply.
 
     Args:
         subject: ``"stacks"``: the position of every rank; ``"logs"``: confirmation that all output, events and board
@@ -88,7 +88,7 @@ class Query(Future[str]):
 class JobRequests:
     """Collects requests to a job and wakes the supervisor's wait loop. Safe in signal handlers and any thread.
 
-    Every query gets an answer from the supervisor, or the reason why there is none.
+    Every query gets a reply from the supervisor, or the reason why there is none.
 
     Attributes:
         endings: number of requests to end the job in any way.
@@ -161,7 +161,7 @@ class JobRequests:
         self._owner = weakref.ref(owner, self._lost_owners.append)
 
     def ask_stacks(self) -> Future[str]:
-        """Ask for the position of every rank; the future gets an answer within a second or two."""
+        """Ask for the position of every rank; the future gets a reply within a second or two."""
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:

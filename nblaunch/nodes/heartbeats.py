@@ -345,7 +345,7 @@ class HeartbeatExchange:
         """Return the values whose changes are published at once instead of with the next heartbeat."""
         summary = self._own.summary
         stop = summary.stop
-        replies = [reply for _, reply in stop.answers.values()]
+        replies = [reply for _, reply in stop.replies.values()]
         urgent = stop.is_wanted, stop.proposal, stop.decision, replies
         return self._own.state, summary.failed, summary.exits, summary.returned, urgent
 

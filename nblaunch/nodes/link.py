@@ -37,7 +37,7 @@ from nblaunch.nodes.messages import (
     WorkersEnded,
     WorldFormed,
 )
-from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, answers_of
+from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, replies_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
 from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
@@ -366,7 +366,7 @@ class NodeLink:
             running: rank -> slot, for ranks of this node whose function has not returned.
         """
         now = time.monotonic()
-        self._stop.answers = answers_of(running)
+        self._stop.replies = replies_of(running)
         if any(other.is_wanted for other in self._peers.stop_states.values()):
             self._requests.wants_stop = True
         self._stop.is_wanted = self._requests.wants_stop

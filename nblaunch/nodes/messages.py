@@ -136,13 +136,13 @@ class StopState:
         is_wanted: a stop was requested on any node.
         proposal: number of the check at which all ranks stop, from a leader; 0 = none yet.
         decision: the proposal once the leader has accepted it, negated once the leader has withdrawn it.
-        answers: rank -> checks so far, and the reply to the proposal.
+        replies: rank -> checks so far, and the reply to the proposal.
     """
 
     is_wanted: bool = False
     proposal: int = 0
     decision: int = 0
-    answers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    replies: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

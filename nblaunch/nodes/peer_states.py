@@ -86,7 +86,7 @@ class PeerStates:
             return []
         summary, ranks = heartbeat.summary, peer.node.ranks
         self.stop_states[peer.node.node_rank] = replace(
-            summary.stop, answers=_restricted(ranks, summary.stop.answers)
+            summary.stop, replies=_restricted(ranks, summary.stop.replies)
         )
         for reading in summary.readings:
             if reading.rank in ranks:
@@ -186,7 +186,7 @@ class NodesStopAgreement:
 
         leader: StopAgreement over all slots, with copies of the slots of other nodes
             ── proposal, decision ──> other nodes write them into their ranks' slots
-            <── checks, replies ──    and report the answers of their ranks
+            <── checks, replies ──    and report the replies of their ranks
 
     Any node may start it. The lowest node with a running rank leads. Once all its ranks have returned, it proposes and
     decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat contains the
@@ -228,24 +228,24 @@ class NodesStopAgreement:
         self.is_settled = leader.decision == leader.proposal
 
     def _lead(self, running: Sequence[int], last_proposal: int, now_s: float) -> None:
-        answers = {rank: answer for node in self.peers.values() for rank, answer in node.answers.items()}
-        for rank, (num_checks, reply) in answers.items():
+        replies = {rank: reply for node in self.peers.values() for rank, reply in node.replies.items()}
+        for rank, (num_checks, reply) in replies.items():
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
         if self._agreement is None:
             # A proposal must be ahead of all ranks, and a node's first heartbeats do not contain its own checks.
-            if not self.remote.labels.keys() <= answers.keys() | self.remote.returned.keys():
+            if not self.remote.labels.keys() <= replies.keys() | self.remote.returned.keys():
                 return
             slots = {**self.slots, **self._copies}
             self._agreement = StopAgreement(
                 slots, now_s, ahead_s=_AHEAD_S, patience_s=_PATIENCE_S, after=last_proposal
             )
-        self._agreement.poll([*running, *answers], now_s)
+        self._agreement.poll([*running, *replies], now_s)
         any_slot = next(iter(self.slots.values()))
         self.state.proposal, self.state.decision = any_slot.stop_proposal, any_slot.stop_decision
         self.is_settled = self._agreement.is_settled
 
 
-def answers_of(slots: Mapping[int, Slot]) -> dict[int, tuple[int, int]]:
-    """Return the answers of ranks to the proposal: rank -> (checks so far, reply)."""
+def replies_of(slots: Mapping[int, Slot]) -> dict[int, tuple[int, int]]:
+    """Return the replies of ranks to the proposal: rank -> (checks so far, reply)."""
     return {rank: (slot.num_checks, slot.stop_reply) for rank, slot in slots.items()}

@@ -232,7 +232,7 @@ def watch_faults(stacks_path: str) -> None:
     """Write all Python stacks to a file on a crash, and the main thread's stack when the launcher requests it by
     signal.
 
-    Python answers the first signal between two of its instructions. If no answer comes, the launcher sends a second
+    Python answers the first signal between two of its instructions. If no reply comes, the launcher sends a second
     signal, which faulthandler answers. faulthandler works even while the interpreter is blocked in C code, when a
     stack is most useful. But it takes no lock and may crash the process if frames change in the meantime (Python 3.11
     keeps a frame in its list while it frees the frame's code). For that reason Python is asked first, and only the

@@ -449,7 +449,7 @@ def test_requests_of_another_user_are_ignored(
     own_folder: Path, server: _Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests.os, "getuid", lambda: os.geteuid() + 1)
-    assert not Endpoint(own_folder).is_served()  # a client accepts no answer from another user's process
+    assert not Endpoint(own_folder).is_served()  # a client accepts no reply from another user's process
     with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
         client.connect(address)
         with suppress(BrokenPipeError):  # the request was already rejected

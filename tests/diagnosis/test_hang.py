@@ -167,7 +167,7 @@ def test_sending_is_distinguished_from_the_function() -> None:
     )
 
 
-def test_no_answer_is_reported_as_none() -> None:
+def test_no_reply_is_reported_as_none() -> None:
     assert position_of("") is None
 
 

@@ -332,7 +332,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     expected = (
         "ranks 0, 4: waiting in all_reduce",
         "in train: collections.deque(itertools.repeat(None), maxlen=0)",
-        "rank 2: no answer: the process is stopped by a signal",
+        "rank 2: no reply: the process is stopped by a signal",
         "rank 3: Cell In[",
         "in train: time.sleep(3600)",
     )

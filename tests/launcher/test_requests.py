@@ -113,7 +113,7 @@ def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
     assert requests.fileno() == -1
 
 
-def test_every_question_has_an_answer_at_every_time() -> None:
+def test_every_query_gets_a_reply() -> None:
     requests = JobRequests()
     assert requests.ask_stacks().result(0) == "no worker of the job is running"
     with requests.answering():

@@ -145,11 +145,11 @@ def test_a_node_reports_on_its_own_ranks_alone() -> None:
         failed={0: failed(0), 9: failed(9)},
         exits={4: (ExitStatus(-9), 2.0)},
         returned={-1: Returned(-1, 3.0)},
-        stop=StopState(answers={2: (1, 0), 77: (1, 0)}),
+        stop=StopState(replies={2: (1, 0), 77: (1, 0)}),
     )
     assert others.update([heartbeat("b", 1, summary=sent)], 101.0) == ([], [])
     assert not others.failures.has_cause
-    assert others.stop_states[1].answers == {2: (1, 0)}
+    assert others.stop_states[1].replies == {2: (1, 0)}
 
 
 def test_heartbeats_of_a_former_start_report_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 from nblaunch.diagnosis.report import RemoteFailures
 from nblaunch.events import Returned
 from nblaunch.nodes.messages import StopState
-from nblaunch.nodes.peer_states import NodesStopAgreement, answers_of
+from nblaunch.nodes.peer_states import NodesStopAgreement, replies_of
 from nblaunch.wire.board import private_slot
 from nblaunch.wire.stop_agreement import should_stop
 
@@ -46,7 +46,7 @@ class Node:
         return [rank for rank in self.slots if rank not in self.steps]
 
     def send_to(self, *others: Node) -> None:
-        self.own.answers = answers_of({rank: self.slots[rank] for rank in self.running})
+        self.own.replies = replies_of({rank: self.slots[rank] for rank in self.running})
         for other in others:
             other.peers[self.node_rank] = copy.copy(self.own)
             other.remote.returned.update({rank: Returned(rank, 0.0) for rank in self.steps})
@@ -56,7 +56,7 @@ class Node:
         self.steps.update(dict.fromkeys(self.slots, 0))
 
     def look(self, count: int) -> set[bool]:
-        """Let the ranks check ``should_stop`` before check ``count``, where no rank waits; return the answers."""
+        """Let the ranks check ``should_stop`` before check ``count``, where no rank waits; return the replies."""
         looks = set()
         for slot in self.slots.values():
             while slot.num_checks < count - 1:

@@ -68,7 +68,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A rank's answer to rank 0: where it is."""
+    """A rank's reply to rank 0: where it is."""
 
     number: int  # the round that this answers
     is_present: bool  # the rank has called ``save_state``
