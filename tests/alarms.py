@@ -37,7 +37,7 @@ _GUARDED = (
 )
 _NAMES = re.compile(r"NBLAUNCH_CHECKS=-(\w+)|^\d+ hints? about the training loop \((.*?)\)")
 _KINDS = {"slow": "slow_steps", "hang": "hang"}
-_OF_THE_MACHINE = re.compile(r"\bcores?\b|control group|virtual machine")
+_ABOUT_MACHINE = re.compile(r"\bcores?\b|control group|virtual machine")
 """Slow steps whose cause is the machine's load: true where tests run side by side."""
 
 _END = "\0"
@@ -138,7 +138,7 @@ def undeclared(notes: Iterable[tuple[str, str]], declared: AbstractSet[str] = fr
 
 def _names(kind: str, text: str) -> set[str]:
     """Return the names of the alarms in a note."""
-    is_alarm = kind in _KINDS and not (kind == "slow" and _OF_THE_MACHINE.search(text))
+    is_alarm = kind in _KINDS and not (kind == "slow" and _ABOUT_MACHINE.search(text))
     names = {_KINDS[kind]} if is_alarm else set()
     for check, hints in _NAMES.findall(text):
         names |= set(hints.split(", ")) if hints else {check}

@@ -131,12 +131,12 @@ class MergedLines:
         return joined
 
 
-_HEAD_LINES_OF_ALL = 2 * HEAD_LINES  # approximate limit for all ranks together
+_MAX_HEAD_LINES = 2 * HEAD_LINES  # approximate limit for all ranks together
 _LINE_LENGTH = 4000  # characters
 # Limit for displays such as figures, of all ranks; each rank has its share even if others have used it up. VS Code
 # shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes two, and the last may be an error.
 _NUM_DISPLAYS = 120
-_TAIL_LINES_OF_ALL = 320  # approximate limit for the last lines of all ranks; each rank has at least one
+_MAX_TAIL_LINES = 320  # approximate limit for the last lines of all ranks; each rank has at least one
 
 Publish = Callable[[Displayed], None]
 
@@ -259,7 +259,7 @@ class LinesPrinter(Dashboard):
         if num_shown == len(lines):
             return
         if rank not in self._tails:
-            length = min(TAIL_LENGTH, _TAIL_LINES_OF_ALL // self._num_processes)
+            length = min(TAIL_LENGTH, _MAX_TAIL_LINES // self._num_processes)
             self._tails[rank] = deque(maxlen=max(length, 1))
             self._pending.append(
                 f"{self._label(rank)}... prints a lot; its last lines follow when the job ends\n"
@@ -291,8 +291,8 @@ class LinesPrinter(Dashboard):
         if rank in self._tails:
             return 0
         shown = self._num_shown[rank]
-        share = _HEAD_LINES_OF_ALL // self._num_processes
-        room = max(_HEAD_LINES_OF_ALL - self._num_shown.total(), share - shown)
+        share = _MAX_HEAD_LINES // self._num_processes
+        room = max(_MAX_HEAD_LINES - self._num_shown.total(), share - shown)
         return max(min(HEAD_LINES - shown, room), 0)
 
     def _end_all(self) -> None:

@@ -18,7 +18,7 @@ from nblaunch.user_code import cell_name
 _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
-_GATHER_OF_WRITES_S = 5.0
+_GATHER_WRITES_S = 5.0
 """The same, for a file that several ranks write."""
 
 OF_NODE = frozenset({"together"})
@@ -108,7 +108,7 @@ class SilentErrors:
         by_rank = self._seen[key]
         how = next(iter(by_rank.values())).judged_by
         is_complete = by_rank.keys() >= self._ranks
-        patience_s = _GATHER_OF_WRITES_S if how == "together" else _GATHER_S
+        patience_s = _GATHER_WRITES_S if how == "together" else _GATHER_S
         is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
         # A rank that works longer reaches the file later.
         is_alone = how == "together" and len(by_rank) == 1 and not is_end

@@ -127,8 +127,8 @@ _MARK = "_nblaunch_worker"
 """
 
 
-_OF_ARGUMENTS = ("_setup_devices", "_n_gpu", "distributed_state")
-_OF_TRAINERS = (
+_ARGUMENT_NAMES = ("_setup_devices", "_n_gpu", "distributed_state")
+_TRAINER_NAMES = (
     "accelerator",
     "gather_function",
     "_train_batch_size",
@@ -160,7 +160,7 @@ def _watch_arguments(module: Any, worker: str) -> None:
     def renew(arguments: Any) -> None:
         vars(arguments)["_setup_devices"] = find_out(arguments)
 
-    for name in _OF_ARGUMENTS:
+    for name in _ARGUMENT_NAMES:
         setattr(cls, name, _Renewed(name, worker, renew, ()))
 
 
@@ -170,8 +170,8 @@ def _watch_trainers(module: Any, worker: str) -> None:
         trainer._train_batch_size = trainer.args.train_batch_size
         trainer.create_accelerator_and_postprocess()
 
-    for name in _OF_TRAINERS:
-        setattr(module.Trainer, name, _Renewed(name, worker, renew, _OF_TRAINERS))
+    for name in _TRAINER_NAMES:
+        setattr(module.Trainer, name, _Renewed(name, worker, renew, _TRAINER_NAMES))
 
 
 def _watch_event_files(module: Any, worker: str) -> None:

@@ -5,7 +5,7 @@ Names are patterns as in :mod:`fnmatch`, except that brackets are literal. Every
 
 from __future__ import annotations
 
-FORMS_OF_PARALLELISM = (
+PARALLELISM_FORMS = (
     "models are spread with DistributedDataParallel; asking for another form is rejected by name"
 )
 LARGE_MODELS = (
@@ -18,7 +18,7 @@ KEYWORD_ONLY = "keyword-only behind the first arguments, because Accelerate inse
 CONFIGURATION_FILES = "nblaunch has a default file of its own"
 
 DEVIATIONS: dict[str, list[str]] = {
-    FORMS_OF_PARALLELISM: [
+    PARALLELISM_FORMS: [
         "Accelerator(*_plugin)", "Accelerator(deepspeed_plugins)",
         "*(parallelism_config)",
         "*(fsdp_plugin)", "*(torch_tp_plugin)", "*egatron*", "*MEGATRON*", "*(torch_device_mesh)",

@@ -18,7 +18,7 @@ import torch
 
 from tests.architecture.source import ROOT
 
-VARIABLES_OF_TESTS = ("PYTHONPATH", "NBLAUNCH_NUM_PROCESSES", "NBLAUNCH_LOG_DIR", "VIRTUAL_ENV")
+TEST_VARIABLES = ("PYTHONPATH", "NBLAUNCH_NUM_PROCESSES", "NBLAUNCH_LOG_DIR", "VIRTUAL_ENV")
 
 
 @pytest.mark.timeout(900)
@@ -61,7 +61,7 @@ def make_environment(folder: Path) -> dict[str, str]:
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     lend_torch(folder)
-    variables = {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_TESTS}
+    variables = {name: value for name, value in os.environ.items() if name not in TEST_VARIABLES}
     path = f"{folder / 'bin'}{os.pathsep}{variables['PATH']}"
     return variables | {"PATH": path, "PIP_NO_INPUT": "1", "PIP_COMPILE": "0"}
 

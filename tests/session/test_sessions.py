@@ -233,7 +233,7 @@ def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> 
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
-GROUP_OF_A_COMMAND = """
+COMMAND_GROUP = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 group = dist.new_group()
@@ -248,7 +248,7 @@ del group, model, optimizer
 
 
 def test_a_destroyed_groups_threads_end_with_the_command(shared: Kernel) -> None:
-    shared.run(f"session.execute({GROUP_OF_A_COMMAND!r})")
+    shared.run(f"session.execute({COMMAND_GROUP!r})")
     shared.run("session.execute('num_after = len(os.listdir(\"/proc/self/task\"))')")
     cell = shared.run("[list(session[name].values()) for name in ('num_within', 'num_after')]")
     within, after = cell.value

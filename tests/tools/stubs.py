@@ -32,7 +32,7 @@ _RESULTS = (
 )
 """The types of both flags, and the return type."""
 
-_IMPORTS_OF_OVERLOADS = """\
+_OVERLOAD_IMPORTS = """\
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
@@ -74,7 +74,7 @@ def stub_of(module: str) -> str:
             homes.setdefault("nblaunch", []).append(name)
     lines = ["# Written by `make stubs` from nblaunch/compat/names.py."]
     if is_root:
-        lines += _IMPORTS_OF_OVERLOADS
+        lines += _OVERLOAD_IMPORTS
     for home, names in sorted(homes.items()):
         lines.append(f"from {home} import (")
         lines += [f"    {name} as {name}," for name in sorted(names)]

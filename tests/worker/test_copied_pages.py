@@ -20,7 +20,7 @@ pytestmark = [
 MAX_PAGES = 1450
 """Pages that a worker with an empty function may copy beyond a bare fork. Python 3.11 copied 1,306."""
 
-MAX_PAGES_OF_KERNEL = 10_000
+MAX_KERNEL_PAGES = 10_000
 """Pages that a kernel may copy during a launch. About 2,500 were counted, and 59,000 with a search of 2 million
 objects.
 """
@@ -70,4 +70,4 @@ def test_a_launch_in_its_own_cell_does_not_search_the_heap(kernel: Kernel) -> No
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "copied()"
     )
-    assert max(kernel.run("copied()").value for _ in range(6)) < MAX_PAGES_OF_KERNEL
+    assert max(kernel.run("copied()").value for _ in range(6)) < MAX_KERNEL_PAGES

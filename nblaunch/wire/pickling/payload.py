@@ -69,10 +69,10 @@ class NotebookPickler(cloudpickle.CloudPickler):
         self._main = sys.modules.get("__main__")
         if not main_by_reference:
             # The globals of a function in the reading process, by the id of its globals here.
-            self.globals_ref[id(vars(self._main))] = _NAMES_OF_MAIN
+            self.globals_ref[id(vars(self._main))] = _MAIN_NAMES
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is _NAMES_OF_MAIN:
+        if obj is _MAIN_NAMES:
             return _names_of_main, ()
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # cloudpickle rejects modules with their own class, such as torch.backends.cudnn.
@@ -138,11 +138,11 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _NamesOfMain:
+class _MainNames:
     """Stands for the namespace of ``__main__`` in the reading process."""
 
 
-_NAMES_OF_MAIN = _NamesOfMain()
+_MAIN_NAMES = _MainNames()
 
 
 _LruCached = type(functools.lru_cache(_same))

@@ -14,7 +14,7 @@ from nblaunch.user_code import captured_variables
 from nblaunch.wire.pickling.payload import pickling_error
 from nblaunch.wire.pickling.process_bound import NotPicklable
 
-_KINDS_OF_FUNCTION = (FunctionType, MethodType, functools.partial)
+_FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
 
@@ -64,7 +64,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
-    elif isinstance(value, _KINDS_OF_FUNCTION):
+    elif isinstance(value, _FUNCTION_TYPES):
         yield from _variables(value, ())
     elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
         yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())

@@ -33,7 +33,7 @@ def reduction(obj: Any) -> Reduction | None:
     """
     if isinstance(obj, types.FunctionType):
         return _of_compiled(obj)
-    for name, cls, reduce in _OF_CLASSES:
+    for name, cls, reduce in _REDUCTIONS:
         kind = getattr(sys.modules.get(name), cls, None)
         if kind is not None and isinstance(obj, kind):
             return reduce(obj)
@@ -117,7 +117,7 @@ def _of_loader(loader: Any) -> Reduction | None:
     return make, arguments, {**state, "_iterator": None}, *rest
 
 
-_OF_CLASSES: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
+_REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
