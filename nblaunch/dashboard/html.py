@@ -157,7 +157,7 @@ def last_known(view: JobView) -> str:
 def title(view: JobView, table: Table) -> str:
     """Return name, progress, state and setting of the job; a second line if its start method is unusual."""
     look = outcome_look(view.outcome)
-    still = table.standstill
+    still = table.stall
     is_failing = bool(table.failures) and not view.is_over
     shape = _glyph("✗", BAD) if is_failing else _glyph(look.shape, look.colour)
     if still is not None:
@@ -239,7 +239,7 @@ def _rows_or_summary(view: JobView, table: Table) -> str:
 def remarks(table: Table) -> str:
     """Return notices and warnings; empty if there are none."""
     warnings = [_labelled("warning", text, "▲", CAUTION) for text in table.warnings]
-    advice = table.standstill.advice if table.standstill is not None else ""
+    advice = table.stall.advice if table.stall is not None else ""
     advice = f'<div style="padding-left:2em">{escape(advice)}</div>' if advice else ""
     return "".join([*map(_notice, table.notices), advice, *warnings])
 

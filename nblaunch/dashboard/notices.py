@@ -46,7 +46,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Standstill:
+class JobStall:
     """A job in which no rank makes progress.
 
     Args:
@@ -262,10 +262,10 @@ def _stalled(view: JobView) -> list[Notice]:
     return [Notice("stalled", ranks, f"{formatting.ranks(ranks)}: no progress for {whole_duration(for_s)}")]
 
 
-def standstill(view: JobView) -> Standstill | None:
+def job_stall(view: JobView) -> JobStall | None:
     """Return a sentence that says where a job is stuck; None while a rank makes progress.
 
-    It also reports a rank that waits in a collective for a working rank, although not yet as a standstill.
+    It also reports a rank that waits in a collective for a working rank, although this is not yet a stall.
     """
     live = [] if view.is_over else [rank for rank in view.ranks if not rank.state.is_final]
     waiting = [rank for rank in live if rank.stall is not None and rank.stall.waiting_in]
@@ -279,7 +279,7 @@ def standstill(view: JobView) -> Standstill | None:
     for_s = whole_duration(view.now_s - max(_still_since(rank) for rank in (*waiting, *still)))
     status = f"{'stuck' if is_certain else 'waiting' if waiting else 'no progress'} for {for_s}"
     text = f"{status}: {_whereabouts(waiting, others)}".removesuffix(": ")
-    return Standstill(text, is_certain, "" if waiting and not is_certain else _next_step(others))
+    return JobStall(text, is_certain, "" if waiting and not is_certain else _next_step(others))
 
 
 def _still_since(rank: RankView) -> float:
@@ -307,7 +307,7 @@ def _whereabouts(waiting: Sequence[RankView], others: Sequence[RankView]) -> str
 
 
 def _next_step(others: Sequence[RankView]) -> str:
-    """Return what to do about a standstill."""
+    """Return what to do about a stall."""
     places = [rank for rank in others if rank.stall is not None and rank.stall.where]
     look = ""
     if places and places[0].stall is not None:

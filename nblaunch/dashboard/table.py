@@ -20,13 +20,13 @@ from typing import NamedTuple
 from nblaunch import formatting
 from nblaunch.dashboard.failures import Failure, failures
 from nblaunch.dashboard.notices import (
+    JobStall,
     Notice,
-    Standstill,
     as_of_now,
+    job_stall,
     notices,
     settled_state,
     stall_text,
-    standstill,
 )
 from nblaunch.dashboard.result import Figure, alike, figures, shown_metrics
 from nblaunch.dashboard.view import EpochView, JobView, RankView
@@ -377,7 +377,7 @@ class Table:
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.
         progress: ``epoch 3 of 10 · 31 % · 4:12 left · loss 0.171 · 412 samples/s``; may be empty.
-        standstill: where the job is stuck; None while it makes progress.
+        stall: where the job is stuck; None while it makes progress.
         setting: number of processes, backend, start method.
         fallback: reason for an unusual start method; empty if it is usual.
         failures: root cause first.
@@ -398,7 +398,7 @@ class Table:
     name: str
     headline: str
     progress: str
-    standstill: Standstill | None
+    stall: JobStall | None
     setting: str
     fallback: str
     failures: tuple[Failure, ...]
@@ -415,7 +415,7 @@ class Table:
 
 def tabulate(view: JobView) -> Table:
     """Return the table of a job."""
-    still = standstill(view)
+    still = job_stall(view)
     shown = notices(view)
     if still is not None:  # the headline already has the notices without details
         shown = tuple(notice for notice in shown if notice.kind != "stalled" or notice.lines)
@@ -429,7 +429,7 @@ def tabulate(view: JobView) -> Table:
         name=single_line(view.start.function_name) or "job",
         headline=headline(view),
         progress=_progress(view, left_s),
-        standstill=still,
+        stall=still,
         setting=_setting(view),
         fallback=single_line(view.start.fallback),
         failures=failures(view),

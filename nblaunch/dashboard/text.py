@@ -68,7 +68,7 @@ def render_text(
     """
     table = table or tabulate(view)
     lines = [_headline(view, table, paint, width if is_live else None)]
-    if table.progress and not table.standstill and not is_live:  # the rows say the same
+    if table.progress and not table.stall and not is_live:  # the rows say the same
         lines += [f"    {table.progress}"]
     lines += [table.fallback] if table.fallback else []
     for failure in table.failures:
@@ -81,7 +81,7 @@ def render_text(
         lines += [table.alike] if table.alike else []
     for notice in table.notices:
         lines += [paint(notice.text, "yellow"), *(f"    {line}" for line in notice.lines)]
-    lines += [f"    {table.standstill.advice}"] if table.standstill and table.standstill.advice else []
+    lines += [f"    {table.stall.advice}"] if table.stall and table.stall.advice else []
     lines += [f"{paint('warning', 'yellow')}: {text}" for text in table.warnings]
     if is_live:
         return "\n".join(lines)
@@ -99,7 +99,7 @@ def render_text(
 
 def _headline(view: JobView, table: Table, paint: Paint, width: int | None) -> str:
     """Return the first line, cut to ``width`` columns if a terminal redraws the table."""
-    still = table.standstill
+    still = table.stall
     if still is not None:
         text = f"{table.name}: {still.text}"
         return paint(text if width is None else _cut(text, width), "red" if still.is_certain else "yellow")

@@ -277,7 +277,7 @@ class Panel:
     def show(self, view: JobView) -> None:
         """Update the widgets to ``view`` within the throttle's budget, and add charts and lines once there are some."""
         table = tabulate(view)
-        still = table.standstill
+        still = table.stall
         troubles = bool(table.failures), still is not None, still is not None and still.is_certain
         has_news, self._troubles = troubles != self._troubles, troubles
         # One line, however long, so that everything below keeps its place.

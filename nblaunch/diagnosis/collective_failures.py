@@ -8,7 +8,7 @@ from nblaunch import formatting
 from nblaunch.diagnosis.disagreements import Explanation, place
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, own_failures
-from nblaunch.diagnosis.standstill import Standing, explain_standstill
+from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.errors import DistributedOperationException
 
 _COLLECTIVE_FILES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
@@ -31,7 +31,7 @@ def explain_failure(report: AttemptReport, root: RootCause | None) -> Explanatio
     if root is None or not _may_come_from_collective(root):
         return None
     readings = {reading.rank: reading.step for reading in report.last_readings}
-    return explain_standstill(Standing(report.calls, report.returned.keys(), steps=readings))
+    return explain_stall(Standing(report.calls, report.returned.keys(), steps=readings))
 
 
 def explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | None:

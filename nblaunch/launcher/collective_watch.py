@@ -26,7 +26,7 @@ from nblaunch.diagnosis.disagreements import (
     find_disagreement,
 )
 from nblaunch.diagnosis.report import AttemptReport
-from nblaunch.diagnosis.standstill import Standing, explain_standstill
+from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.events import Event, Note
 from nblaunch.launcher.attempt import Attempt, RunningAttempt
 from nblaunch.wire.collective_calls import NUM_CALLS, RankCalls
@@ -189,7 +189,7 @@ class CollectiveWatch:
         if (self._clock() if interrupted_s is None else interrupted_s) - last_s < _STANDS_STILL_S:
             return
         standing = Standing(calls, report.returned.keys(), steps=self._source.steps())
-        explanation = self._explain(calls) or explain_standstill(standing)
+        explanation = self._explain(calls) or explain_stall(standing)
         if explanation is not None:
             self._emit(Note.of_job(f"interrupted while ranks waited: {explanation.headline}", "warning"))
 

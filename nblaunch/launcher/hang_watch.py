@@ -36,7 +36,7 @@ from nblaunch.diagnosis.hang import (
 )
 from nblaunch.diagnosis.report import Hang
 from nblaunch.diagnosis.stacks import Position, StackDump
-from nblaunch.diagnosis.standstill import Standing, explain_standstill
+from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.events import Event, Metric, Note, Stalled
 from nblaunch.host import proc
 from nblaunch.launcher import fork_safety
@@ -324,7 +324,7 @@ class HangWatch:
             return explain(disagreement, calls, steps)
         if (splits := explain_splits(calls)) is not None:
             return splits
-        return explain_standstill(Standing(calls, set(done) & calls.keys(), positions, steps))
+        return explain_stall(Standing(calls, set(done) & calls.keys(), positions, steps))
 
     def _report(self, headline: str, lines: Sequence[str]) -> None:
         self._emit(Note.of_job("\n".join([headline, *(f"    {line}" for line in lines)]), "hang"))

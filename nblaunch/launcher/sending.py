@@ -20,7 +20,7 @@ from nblaunch.events import WorkerState
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.argument_paths import ArgPath
 
-_STANDSTILL_S = 5.0
+_STALL_S = 5.0
 """How long a rank may write nothing to its outbox while some rank has not returned."""
 
 
@@ -90,4 +90,4 @@ class SendingRanks:
         size = os.fstat(self._outboxes[rank]).st_size
         if size != self._sizes.get(rank, (-1, 0.0))[0]:
             self._sizes[rank] = (size, now_s)
-        return now_s - self._sizes[rank][1] < _STANDSTILL_S
+        return now_s - self._sizes[rank][1] < _STALL_S

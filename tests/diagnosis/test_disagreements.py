@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.diagnosis.disagreements import completed, explain, find_disagreement
-from nblaunch.diagnosis.standstill import Standing, explain_standstill
+from nblaunch.diagnosis.stalls import Standing, explain_stall
 from nblaunch.wire.collective_calls import BACKWARD, STEP, Call, Group, RankCalls, Site
 
 ALL = Group((0, 1, 2, 3), 0, True)
@@ -146,7 +146,7 @@ def stand(
 def test_a_loop_that_was_left_early(tmp_path: Path) -> None:
     backward = (BACKWARD, 3)
     calls = {0: [backward] * 3, 1: [backward] * 2 + [("barrier", 6)], 2: [backward] * 3}
-    found = explain_standstill(stand(tmp_path, calls))
+    found = explain_stall(stand(tmp_path, calls))
     assert found is not None
     assert found.ranks == (1,)
     assert found.headline.startswith(
@@ -156,7 +156,7 @@ def test_a_loop_that_was_left_early(tmp_path: Path) -> None:
 
 def test_a_collective_under_a_rank_condition_is_explained(tmp_path: Path) -> None:
     for calls in ({0: [("all_reduce", 5)], 1: [(BACKWARD, 3)]}, {0: [("all_reduce", 5)], 1: []}):
-        found = explain_standstill(stand(tmp_path, calls, returned=[1] if not calls[1] else []))
+        found = explain_stall(stand(tmp_path, calls, returned=[1] if not calls[1] else []))
         assert found is not None
         assert found.ranks == (0,)
         assert "rank 0 alone called all_reduce" in found.headline
@@ -164,7 +164,7 @@ def test_a_collective_under_a_rank_condition_is_explained(tmp_path: Path) -> Non
 
 
 def test_two_ranks_in_different_places_are_named_without_blame(tmp_path: Path) -> None:
-    found = explain_standstill(stand(tmp_path, {0: [(BACKWARD, 3)] * 2, 1: [(BACKWARD, 3), ("barrier", 6)]}))
+    found = explain_stall(stand(tmp_path, {0: [(BACKWARD, 3)] * 2, 1: [(BACKWARD, 3), ("barrier", 6)]}))
     assert found is not None
     assert found.ranks == ()
     assert "rank 0" in found.headline
@@ -172,4 +172,4 @@ def test_two_ranks_in_different_places_are_named_without_blame(tmp_path: Path) -
 
 
 def test_ranks_that_all_wait_for_the_same_are_not_explained(tmp_path: Path) -> None:
-    assert explain_standstill(stand(tmp_path, {rank: [("barrier", 6)] for rank in range(3)})) is None
+    assert explain_stall(stand(tmp_path, {rank: [("barrier", 6)] for rank in range(3)})) is None

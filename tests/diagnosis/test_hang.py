@@ -1,4 +1,4 @@
-"""Detecting a standstill, and interpreting the ranks' stacks."""
+"""Detecting a stall, and interpreting the ranks' stacks."""
 
 from __future__ import annotations
 

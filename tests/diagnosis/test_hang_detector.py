@@ -151,10 +151,10 @@ def printing(rank: Rank) -> Rank:
         "steps, then Python that moves",
         "one saves and one waits",
         "processor time unknown",
-        "an import that stands still",
+        "a stalled import",
     ],
 )
-def test_each_standstill_is_found_once(
+def test_each_stall_is_found_once(
     ranks: dict[int, Rank], hung: tuple[int, ...], suspected: tuple[int, ...]
 ) -> None:
     ((_, finding),) = findings(ranks)
@@ -225,7 +225,7 @@ def test_lines_of_long_ago_do_not_hide_a_hang() -> None:
     assert second[0] < 2.5 * T
 
 
-def test_progress_makes_the_next_standstill_news() -> None:
+def test_progress_makes_the_next_stall_news() -> None:
     hangs = then(then(sleeps, 15.0, lambda t: Is(signs=1)), 30.0, lambda t: Is(signs=2))
     assert [finding.hung for _, finding in findings({0: hangs}, until_s=50.0)] == [(0,)] * 3
 

@@ -80,7 +80,7 @@ class Standing:
     steps: Mapping[int, int] | None = None
 
 
-def explain_standstill(standing: Standing) -> Explanation | None:
+def explain_stall(standing: Standing) -> Explanation | None:
     """Return which rank is missing, and where; None if the recorded calls do not show it."""
     activities = {rank: _activity(standing, rank) for rank in sorted(standing.calls)}
     recorded = {rank: activity for rank, activity in activities.items() if activity.kind != "unknown"}
