@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # a process without a launcher does not need these modules
     from nblaunch.wire.worker_commands import CommandConnection
 
 
-def _discard(event: Event) -> None:
-    """Discard an event, because no launcher receives it."""
+def _drop(event: Event) -> None:
+    """Drop an event, because no launcher receives it."""
 
 
 def _do_nothing() -> None:
@@ -69,7 +69,7 @@ class ProcessContext:
     topology: Topology
     backend: Backend
     slot: Slot = field(default_factory=private_slot)
-    emit: Callable[[Event], None] = _discard
+    emit: Callable[[Event], None] = _drop
     locks: WorkerLocks = field(default_factory=WorkerLocks)
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0

@@ -68,8 +68,8 @@ class XlaBackend(Backend):
         self._seed: int | None = None
         self._watch: CompileWatch | None = None
         self._noted: set[str] = set()
-        self._note: Callable[[str], None] = _discard
-        self._fact: Callable[[str, str], None] = _discard
+        self._note: Callable[[str], None] = _drop
+        self._fact: Callable[[str, str], None] = _drop
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ def _default_cache() -> str:
     return os.path.join(os.path.expanduser("~"), ".cache", "nblaunch", "xla")
 
 
-def _discard(*values: object) -> None:
+def _drop(*values: object) -> None:
     """Drop a report: this process has no launcher."""
 
 

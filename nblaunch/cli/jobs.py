@@ -109,7 +109,7 @@ def _attach(arguments: argparse.Namespace) -> int:
 
     folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
-    # Python could discard an exception, for example in a finalizer, or raise it while the thread starts.
+    # Python could ignore an exception, for example in a finalizer, or raise it while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)

@@ -1,7 +1,7 @@
 """Recorder: a listener in the job process that writes everything about a job into its folder.
 
 If the disk is full, the recorder keeps data in memory and writes it as soon as there is space: events while the job
-runs, and at its end the result, the weights and the error. The process waits for space until its user discards the
+runs, and at its end the result, the weights and the error. The process waits for space until its user drops the
 result. Space for the record of the end is reserved from the beginning. Files that are removed while the job runs are
 restored.
 """
@@ -77,7 +77,7 @@ class Recorder:
         record: description of the launch.
         launch: remaining facts about the launch.
         outcome: returns the outcome once the job has ended.
-        requests: requests to the job; a request to end it discards data for which there is no space.
+        requests: requests to the job; a request to end it drops data for which there is no space.
 
     Attributes:
         waits_for: why the process waits before it ends; empty while it does not wait.
@@ -317,7 +317,7 @@ class Recorder:
                 num_bytes = payload.num_bytes(part.value)  # raises if the value's own code fails
                 why = disk.reason(self._folder.path, problem)
                 if not self._waits(saving, what, num_bytes, problem, why):
-                    return f"{what} could not be written: {why}. It was discarded on request"
+                    return f"{what} could not be written: {why}. It was dropped on request"
         except Exception as error:  # raised by the user's classes
             return f"{what} could not be written: {type(error).__name__}: {error}"
         finally:
@@ -329,7 +329,7 @@ class Recorder:
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (
             f"waits for {needs} in {place} to write {what} ({why}). It tries again until there is space; "
-            f"job.stop() or `nblaunch stop {self._folder.id}` discards the result"
+            f"job.stop() or `nblaunch stop {self._folder.id}` drops the result"
         )
         next_try_s = time.monotonic() + _RETRY_S
         while not saving.is_given_up(self._requests):

@@ -86,7 +86,7 @@ def run_arrived() -> None:
 
 
 def take(number: int) -> bool:
-    """Return whether a signal has arrived whose handler is held back; if so, discard the signal."""
+    """Return whether a signal has arrived whose handler is held back; if so, drop the signal."""
     if number not in _arrived:
         return False
     _arrived.remove(number)

@@ -155,7 +155,7 @@ class JobRequests:
     def cancel_without(self, owner: object) -> None:
         """Cancel once nothing refers to ``owner``.
 
-        Python discards an exception that a signal handler raises in a finalizer, and skips the rest of the finalizer.
+        Python ignores an exception that a signal handler raises in a finalizer, and skips the rest of the finalizer.
         No handler can interrupt this callback, which is one call of a C function.
         """
         self._owner = weakref.ref(owner, self._lost_owners.append)

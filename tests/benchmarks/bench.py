@@ -137,7 +137,7 @@ def alternate(a: Callable[[], object], b: Callable[[], object], num_pairs: int) 
 
 
 def pairs_of(a: Callable[[], float], b: Callable[[], float], num_pairs: int) -> Pairs:
-    """Take two measurements in seconds, in turn; discard the first of each."""
+    """Take two measurements in seconds, in turn; drop the first of each."""
     a(), b()
     times = [(a(), b()) for _ in range(num_pairs)]
     return Pairs(

@@ -379,7 +379,7 @@ def test_a_job_for_whose_files_there_is_no_room_is_rejected_and_not_listed(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ending", ["room", "stop"])
-def test_full_disk_result_waits_for_space_or_discard(small_disk: Path, desk: Desk, ending: str) -> None:
+def test_full_disk_result_waits_for_space_or_is_dropped(small_disk: Path, desk: Desk, ending: str) -> None:
     desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
     kernel = desk.kernel()
     kernel.run(RETURN_MUCH.format(gate=desk.gate), timeout_s=120)
@@ -404,7 +404,7 @@ def test_full_disk_result_waits_for_space_or_discard(small_disk: Path, desk: Des
         error = kernel.run("job.result(60)", raises="ResultError", timeout_s=120).error
         assert error is not None
         assert "the result could not be written: the disk at" in error.value
-        assert "discarded on request" in error.value
+        assert "dropped on request" in error.value
         kernel.run("job.weights()", raises="ResultError")
         assert kernel.run(listed).value == [("done", "")]
         filler.unlink()

@@ -45,7 +45,7 @@ def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_while_a_session_is_garbage_collected_leaves_no_worker() -> None:
-    """Python discards an exception that a handler raises in a finalizer."""
+    """Python ignores an exception that a handler raises in a finalizer."""
     for number in range(1, 100):
         sessions = [Session(2, backend="cpu")]
         workers = [psutil.Process(pid) for pid in sessions[0].pids.values()]

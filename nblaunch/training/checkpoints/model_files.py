@@ -173,7 +173,7 @@ def save_sharded(
         before = [path.name for path in folder.glob("*")] if folder.is_dir() else []
         staging.commit(name for name in before if _SHARD.fullmatch(name) and name not in names)
     except BaseException:
-        staging.discard()
+        staging.drop()
         raise
 
 

@@ -65,7 +65,7 @@ class Staging:
             os.rename(self.folder, self.target)
             sync_folder(self.target.parent)
 
-    def discard(self) -> None:
+    def drop(self) -> None:
         """Remove the folder with all files in it. Does nothing after :meth:`commit`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 

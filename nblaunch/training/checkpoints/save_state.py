@@ -311,11 +311,11 @@ def _give_up(
             coordinator.announce(outcome)  # before removing the folder, which other ranks may be looking for
     finally:
         if staging is not None:
-            staging.discard()
+            staging.drop()
     if coordinator is not None and isinstance(error, Exception):
         coordinator.wait_until_known()
         if staging is not None:
-            staging.discard()  # again, because another rank may have written to it in the meantime
+            staging.drop()  # again, because another rank may have written to it in the meantime
 
 
 def _not_saved(target: Path, rank: int, error: BaseException) -> str:

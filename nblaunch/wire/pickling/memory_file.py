@@ -104,7 +104,7 @@ class FileWriter:
 
 
 class NullWriter(FileWriter):
-    """Discards all data, to test whether a value can be pickled, and to count the bytes."""
+    """Drops all data, to test whether a value can be pickled, and to count the bytes."""
 
     def __init__(self) -> None:
         super().__init__(-1)
