@@ -1,6 +1,6 @@
 """Exit statuses of child processes, in a process that ignores SIGCHLD.
 
-If SIGCHLD is ignored, the system does not keep how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
+If SIGCHLD is ignored, the system forgets how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
 cell or the program that started the kernel did so. While workers run, this module sets the system's default for the
 signal, which also ignores it but keeps statuses.
 
