@@ -123,30 +123,42 @@ def failure_of(
     )
     notes = [*_notes(report, root, pid, logs, attempt), *past]
     if root.failed is not None:
-        info = root.failed.info
-        headline = f"{info.type_name}: {info.message[:_HEADLINE]}".strip().splitlines()[0]
-        error = rebuild(root.failed)
-        compared = explain_rejection(report, root)
-        if compared is not None:
-            annotate(error, info, [f"{compared.headline}.", *evidence, *notes])
-            alone = compared.ranks[0] if len(compared.ranks) == 1 else None
-            return Failure(error, alone, headline, (f"{compared.headline}.", *evidence))
-        annotate(error, info, [*evidence, *notes])
-        return Failure(error, root.rank, headline, tuple(evidence))
-    headline = what_happened(root, report)
-    explanation = [] if evidence else [what_it_means(root)]
+        return _raised(report, root, root.failed, evidence, notes)
     if mismatch is not None:
         explanation = [f"{mismatch.headline}.", mismatch.advice]
-    who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
+    else:
+        explanation = [] if evidence else [what_it_means(root)]
     advice = [*explanation, *evidence, *shm_evidence(report, root)]
-    summary = [f"{who} {headline}.", *advice]
     traces = _last_lines(printed, logs.log_path(root.rank, attempt)) + _crash_stack(logs, root.rank, attempt)
-    death = WorkerDied(
-        "\n".join([*summary, *traces, *notes]),
-        rank=root.rank,
-        exitcode=_exit_code(root.status),
-    )
-    return Failure(death, root.rank, headline, tuple(advice))
+    return _died(root, pid, what_happened(root, report), advice, [*traces, *notes])
+
+
+def _raised(
+    report: AttemptReport, root: RootCause, failed: Failed, evidence: Sequence[str], notes: Sequence[str]
+) -> Failure:
+    """Return the failure of a rank that raised an exception.
+
+    If nblaunch raised it because ranks passed different values to a collective, a comparison names the ranks at fault.
+    """
+    headline = f"{failed.info.type_name}: {failed.info.message[:_HEADLINE]}".strip().splitlines()[0]
+    rank: int | None = root.rank
+    compared = explain_rejection(report, root)
+    if compared is not None:
+        rank = compared.ranks[0] if len(compared.ranks) == 1 else None
+        evidence = [f"{compared.headline}.", *evidence]
+    error = rebuild(failed)
+    annotate(error, failed.info, [*evidence, *notes])
+    return Failure(error, rank, headline, tuple(evidence))
+
+
+def _died(
+    root: RootCause, pid: int | None, headline: str, advice: Sequence[str], notes: Sequence[str]
+) -> Failure:
+    """Return the failure of a rank whose process ended without an exception."""
+    who = f"rank {root.rank}" + (f" (pid {pid})" if pid else "")
+    text = "\n".join([f"{who} {headline}.", *advice, *notes])
+    error = WorkerDied(text, rank=root.rank, exitcode=_exit_code(root.status))
+    return Failure(error, root.rank, headline, tuple(advice))
 
 
 def _remote_explanation(report: AttemptReport, notes: Sequence[str]) -> Failure | None:

@@ -92,15 +92,7 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
     starts_later = starts_here and _starts_later(spec, background)
     if starts_later and background and spec.start_method == "fork":
         raise ValueError(_LATER_FORK)
-    backend = backends.choose(spec.backend)
-    problem = backend.launch_problem()
-    if problem is not None and debug_client.latest_kept_failure() is not None:
-        # Workers that are kept for the debugger may hold the devices.
-        debug_client.release_kept_failures()
-        problem = backend.launch_problem()
-    if problem is not None:
-        raise LaunchError(f"backend={backend.name!r} can't be used now: {problem}")
-    backend.check_precision(spec.mixed_precision)
+    backend = _usable_backend(spec)
     num_processes = _num_processes(spec, backend)
     start = (
         _start_of(spec, backend)
@@ -127,6 +119,25 @@ def plan_launch(spec: LaunchSpec, *, background: bool = False) -> LaunchPlan:
             *copied_variables.warnings_about(spec, num_processes, start.method),
         ),
     )
+
+
+def _usable_backend(spec: LaunchSpec) -> Backend:
+    """Return the backend that the launch uses.
+
+    Raises:
+        LaunchError: it can't be used from this kernel.
+        ValueError: its devices do not support the precision.
+    """
+    backend = backends.choose(spec.backend)
+    problem = backend.launch_problem()
+    if problem is not None and debug_client.latest_kept_failure() is not None:
+        # Workers that are kept for the debugger may hold the devices.
+        debug_client.release_kept_failures()
+        problem = backend.launch_problem()
+    if problem is not None:
+        raise LaunchError(f"backend={backend.name!r} can't be used now: {problem}")
+    backend.check_precision(spec.mixed_precision)
+    return backend
 
 
 def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
