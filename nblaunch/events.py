@@ -7,7 +7,7 @@ listeners of ``nblaunch launch``. Steps are not events: each rank writes them to
 ``accelerator.progress``; optimizer steps are counted separately.
 
 ``time_s`` is the wall clock (``time.time()``) of the process that created the event: a worker for the first group, the
-launcher for the second. Both create notes.
+launcher for the second. Both create notes. In the other direction, a listener sends requests through :class:`Controls`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import enum
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 class WorkerState(enum.IntEnum):
@@ -489,3 +490,22 @@ class JobEnded(Event):
     advice: tuple[str, ...] = ()
     is_early: bool = False
     has_hung: bool = False
+
+
+# --- from listeners to the job ----------------------------------------------------------------------------------------
+
+
+class Controls(Protocol):
+    """Requests to a running job. They are safe in any thread and return immediately."""
+
+    def stop(self) -> None:
+        """Let all ranks leave their training loops at the same step."""
+
+    def interrupt(self) -> None:
+        """Interrupt the workers, with a grace period; a second call kills them."""
+
+    def cancel(self) -> None:
+        """Kill the workers at once."""
+
+    def ask_stacks(self) -> Future[str]:
+        """Ask for the Python stacks of all ranks as text; they arrive within a second or two."""

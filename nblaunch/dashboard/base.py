@@ -10,12 +10,11 @@ import abc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, final
 
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import AttemptStarted, Event, Exited, Failed, JobEnded, Returned
+from nblaunch.events import AttemptStarted, Controls, Event, Exited, Failed, JobEnded, Returned
 from nblaunch.wire.board import SlotReading
 
 _log = logging.getLogger(__name__)
@@ -30,22 +29,6 @@ RATE_BYTES_S = 17_500.0
 def uptime() -> float:
     """Return seconds on a clock that never jumps and runs while the machine is suspended, like the times of events."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-class Controls(Protocol):
-    """Requests to a running job. They are safe in any thread and return immediately."""
-
-    def stop(self) -> None:
-        """Request that all ranks leave their training loops at the same step."""
-
-    def interrupt(self) -> None:
-        """Interrupt every worker."""
-
-    def cancel(self) -> None:
-        """Kill every worker."""
-
-    def ask_stacks(self) -> Future[str]:
-        """Request the Python stacks of all ranks as text; they arrive within about a second."""
 
 
 class ShownJob(Controls, Protocol):

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from nblaunch import env
-from nblaunch.dashboard.base import Bundle, Controls, Pace, ViewingDashboard, uptime
+from nblaunch.dashboard.base import Bundle, Pace, ViewingDashboard, uptime
 from nblaunch.dashboard.html import log_bundle, mimebundle
 from nblaunch.dashboard.lines import TAIL_LENGTH, LastLines
 from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
-from nblaunch.events import Event, Note
+from nblaunch.events import Controls, Event, Note
 from nblaunch.user_code import ipython_shell
 
 if TYPE_CHECKING:

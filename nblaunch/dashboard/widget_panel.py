@@ -30,7 +30,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from nblaunch.dashboard import html
-from nblaunch.dashboard.base import Bundle, Controls
+from nblaunch.dashboard.base import Bundle
 from nblaunch.dashboard.charts import LIVE_HEIGHT, charts
 from nblaunch.dashboard.lines import LastLines
 from nblaunch.dashboard.table import Table, tabulate
@@ -38,6 +38,7 @@ from nblaunch.dashboard.text import render_text
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_logs import TAB_SHEET, LogPane
 from nblaunch.dashboard.widget_throttle import Throttle
+from nblaunch.events import Controls
 from nblaunch.user_code import ipython_shell
 
 # --- buttons ---------------------------------------------------------------------------------------------------------

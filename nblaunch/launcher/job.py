@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from nblaunch import notes
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
-from nblaunch.events import Event, Hint, Metric, Note, Started
+from nblaunch.events import Controls, Event, Hint, Metric, Note, Started
 from nblaunch.launcher.debug_client import Comparison, DebugClient, KeptFailure, RankValues
 from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.latch import Latch
@@ -83,24 +83,12 @@ class Listener(Protocol):
         """Handle the end of the job, after ``JobEnded``. Dashboards draw the final table."""
 
 
-class Requests(Protocol):
+class Requests(Controls, Protocol):
     """Requests to a job, such as :class:`nblaunch.launcher.requests.JobRequests`."""
 
     @property
     def interrupts(self) -> int:
         """Number of requested interrupts."""
-
-    def stop(self) -> None:
-        """Let the loops of all ranks end at the same step boundary."""
-
-    def interrupt(self) -> None:
-        """Interrupt the workers, with a grace period; a second call kills them."""
-
-    def cancel(self) -> None:
-        """Kill the workers at once."""
-
-    def ask_stacks(self) -> Future[str]:
-        """Ask where every rank is."""
 
 
 class Job(Generic[T]):

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from nblaunch import dashboard, env
-from nblaunch.dashboard.base import Bundle, Controls
+from nblaunch.dashboard.base import Bundle
 from nblaunch.dashboard.fold import fold, fold_readings
 from nblaunch.dashboard.lines import NUM_LINES, LastLines, LinesPrinter
 from nblaunch.dashboard.notebook import NotebookDashboard, is_on_colab
 from nblaunch.dashboard.view import JobView
 from nblaunch.dashboard.widget_panel import Buttons
 from nblaunch.dashboard.widget_throttle import BURST_BYTES, MESSAGE_BYTES, RATE_BYTES_S, Throttle
-from nblaunch.events import AttemptStarted, Displayed, LogLines, Metric, Note, StatusLine
+from nblaunch.events import AttemptStarted, Controls, Displayed, LogLines, Metric, Note, StatusLine
 from nblaunch.wire.board import LossCurve
 from tests.dashboard.scenes import START_S, Clock, ended, sample, started, trained, view_of
 
