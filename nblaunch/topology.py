@@ -52,8 +52,8 @@ class Topology:
         every rank. ``TORCHELASTIC_RUN_ID`` shows frameworks that a launcher has started the process.
 
         Args:
-            restart_count: how often the job's workers were restarted.
-            max_restarts: how often they may be restarted.
+            restart_count: how many times the job's workers were restarted.
+            max_restarts: how many times they may be restarted.
         """
         return {
             "RANK": str(self.rank),

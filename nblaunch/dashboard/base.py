@@ -54,7 +54,7 @@ class Dashboard(abc.ABC):
         """Handle an event of the job."""
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Handle readings of the progress board, one per rank. Also the tick at which dashboards publish."""
+        """Handle readings of the progress board, one per rank. Dashboards also publish at this point."""
 
     def close(self) -> None:
         """Show the final state of the job. Calls after the first do nothing."""
@@ -185,7 +185,7 @@ class _Unread(NamedTuple):
 class ViewingDashboard(Dashboard):
     """A dashboard that keeps the view of a job; subclasses draw it.
 
-    It folds several events together. With many ranks, it skips readings, because a later one contains all they say.
+    It folds several events together. With many ranks, it skips readings: a later one contains the same information.
 
     Args:
         pace: times of updates.

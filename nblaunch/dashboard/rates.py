@@ -90,7 +90,7 @@ def rates_of(points: tuple[RatePoint, ...], last: Rates) -> Rates:
 
 
 def pause_s(points: tuple[RatePoint, ...]) -> float:
-    """Return by how many seconds one interval between points is longer than usual; 0.0 if none or several stand out."""
+    """Return how many seconds longer than usual one interval between points is; 0.0 if none or several stand out."""
     intervals = [(then.time_s - at.time_s, then.steps - at.steps) for at, then in pairwise(points)]
     if len(intervals) < _MIN_INTERVALS:
         return 0.0

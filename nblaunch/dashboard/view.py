@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
 
     def replace(state, /, **changes):
-        """Return a copy of a frozen dataclass with other values in some fields, as :func:`dataclasses.replace` does.
+        """Return a copy of a frozen dataclass with some fields changed, like :func:`dataclasses.replace`.
 
         ``dataclasses.replace`` calls the constructor, which sets the 30 fields of a rank one by one and takes ten
         times as long.
@@ -79,9 +79,9 @@ class Curve:
     """Points of a quantity over an attempt. Every second point is dropped when there are too many.
 
     Args:
-        xs: steps, rising.
+        xs: steps, in increasing order.
         ys: values, all finite.
-        stride: one of ``stride`` points is kept.
+        stride: one in ``stride`` points is kept.
         num_seen: number of points added.
         latest: the last point added, kept or not; None before the first.
         lowest: the point with the smallest value, kept or not.
@@ -97,7 +97,7 @@ class Curve:
     highest: tuple[float, float] | None = None
 
     def extended(self, x: float, y: float, max_points: int) -> Curve:
-        """Return the curve with one more point. If ``x`` does not rise, it is set to the last x plus 1."""
+        """Return the curve with one more point. If ``x`` does not increase, it becomes the last x plus 1."""
         if self.latest is not None and x <= self.latest[0]:
             x = self.latest[0] + 1
         xs, ys, stride = self.xs, self.ys, self.stride
@@ -128,7 +128,7 @@ LINE_STAYS_S = 2.0
 
 
 NUM_EPOCHS = 100
-"""Number of last epochs in the view."""
+"""Number of recent epochs in the view."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class RankView:
 
     @property
     def usual_step_s(self) -> float | None:
-        """The expected seconds of the next steps, without a single long one; None if unknown."""
+        """The expected seconds of the next steps, ignoring a single long one; None if unknown."""
         if not self.steps_per_s:
             return None
         points = self.rate_points
@@ -445,6 +445,6 @@ class JobView:
 
     @property
     def left_s(self) -> float | None:
-        """The estimated seconds until the slowest rank has ended; see :attr:`RankView.left_s`."""
+        """The estimated seconds until the slowest rank ends; see :attr:`RankView.left_s`."""
         seconds = [left_s for rank in self.ranks if (left_s := rank.left_s) is not None]
         return max(seconds, default=None)

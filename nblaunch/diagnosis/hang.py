@@ -257,7 +257,7 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
     return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in formatting.ranks_by_text(texts).items()]
 
 
-BUSY_FOR_LONG = f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s."
+BUSY_FOR_LONG = f"{SAME_COLLECTIVES} If a rank was only busy for that long, raise hang_timeout_s."
 """Advice for ranks that have made no progress for ``hang_timeout_s``."""
 
 

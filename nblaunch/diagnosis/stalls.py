@@ -37,7 +37,7 @@ class _Activity:
     Args:
         kind: ``"returned"``, ``"elsewhere"``, ``"behind"``, ``"unknown"``, or ``"waits"``.
         call: the call that it waits in; None if the rank has not recorded it.
-        position: position in its code of a rank that has not recorded its call, or does not wait.
+        position: where the rank is in its code, if it has not recorded its call or does not wait.
         key: equal for ranks with the same activity.
     """
 
@@ -151,7 +151,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority, those alone behind a condition, or the busy ones."""
+    """Return the ranks outside the majority; without one, ranks that a condition separates, or busy ones."""
     largest = max(sides, key=lambda side: len(side.ranks))
     if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
         return _ranks_of([side for side in sides if side is not largest])
@@ -238,7 +238,7 @@ def _is_outside(side: _Side, loop: Loop) -> bool:
 
 
 def _alone(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that ranks at fault have made a call that a condition hides from the others."""
+    """Explain that the ranks at fault have made a call that a condition keeps the others from making."""
     guilty = [side for side in sides if set(side.ranks) <= set(faulty)]
     if len(guilty) != 1 or guilty[0].kind != "waits" or not guilty[0].calls:
         return None
@@ -256,7 +256,7 @@ def _plain(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) ->
 
 
 def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
-    """Explain that some ranks kept their gradients to themselves in a step in which others exchanged them."""
+    """Explain that some ranks did not exchange gradients in a step in which others did."""
     if not any(call.site.kind == BACKWARD for side in sides for call in side.calls):
         return None
     forwards = {
@@ -276,7 +276,7 @@ def _no_sync(standing: Standing, sides: Sequence[_Side]) -> Explanation | None:
 def _explain_no_sync(number: int, in_step: Mapping[int, Call], without_sync: Sequence[int]) -> Explanation:
     others = [rank for rank in in_step if rank not in without_sync]
     texts = {
-        "kept gradients to itself (no_sync)": without_sync,
+        "did not exchange gradients (no_sync)": without_sync,
         "exchanged gradients": others,
     }
     faulty: Sequence[int] = ()
@@ -332,7 +332,7 @@ _UNEVEN = (
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = (
-    "Every rank must take part in the same collectives: look for the code that delays the rank. If it was just busy "
+    "Every rank must take part in the same collectives: look for the code that delays the rank. If it was only busy "
     "for that long, raise hang_timeout_s."
 )
 _SAME = (

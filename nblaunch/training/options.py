@@ -265,7 +265,7 @@ class TorchDynamoPlugin(KwargsHandler):
         dynamic: whether shapes may change; None: torch detects it.
         options: options for the compiler.
         disable: don't compile, for debugging.
-        use_regional_compilation: compile the repeated blocks of a model once for all of them, instead of the whole.
+        use_regional_compilation: compile a model's repeated blocks, each kind once, instead of the whole model.
 
     Raises:
         ValueError: torch has no such compiler. The ``Accelerator`` raises it when it gets the plugin.
@@ -280,7 +280,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        # Don't check here: checking imports torch's list of compilers, which not every plugin's creator needs.
+        # Don't check here: checking imports torch's list of compilers, which many plugins never need.
         if self.backend is None:
             self.backend = env.read("ACCELERATE_DYNAMO_BACKEND") or DynamoBackend.NO
         if self.mode is None:

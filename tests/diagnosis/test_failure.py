@@ -181,7 +181,7 @@ def test_a_hang_that_was_stopped(log: JobLog) -> None:
     assert failure.sentence.startswith(headline)
     assert str(failure.error).splitlines()[1:] == [
         *lines,
-        f"{SAME_COLLECTIVES} If a rank was just busy for that long, raise hang_timeout_s.",
+        f"{SAME_COLLECTIVES} If a rank was only busy for that long, raise hang_timeout_s.",
         f"complete logs: {log.attempt_path(0)}",
     ]
 

@@ -3,7 +3,7 @@
     kernel   KernelSettings.of_this_process(): reads the settings of every loaded library in the table
     worker   restore(): writes the settings that differ, once the worker has imported the library
 
-nblaunch imports no library for this, neither in the kernel nor in a worker, because the function may use none of
+nblaunch does not import libraries for this, in the kernel or in a worker, because the function may not use
 them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers.
 """
 
