@@ -6,7 +6,7 @@
     <prefix>/pulse/<id>       its count, and its version, which rises with each urgent change
 
 A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends six requests,
-whatever the number of nodes. It reads all pulses, a few bytes each, which show which nodes live. It reads only
+whatever the number of nodes. It reads all pulses, a few bytes each, which show which nodes are alive. It reads only
 heartbeats with a new version, and two more in turn, so that traffic grows with the number of nodes and not with its
 square. Heartbeats of nodes that have ended stay on the store, but their count no longer rises. Values are plain data
 (``wire/schema.py``); the agent ignores values that other processes have written.

@@ -4,8 +4,8 @@ A fork copies the descriptor of a connection. All ranks then write requests into
 reaches only one of them, so a rank may get the reply to another rank's request.
 
 HTTP clients and log handlers keep connections for later. Each rank replaces these with its own, whatever the program at
-the other end, and leaves the kernel's to the kernel: after a rank had used an encrypted connection, the kernel's next
-request would fail.
+the other end, and does not use the kernel's: after a rank had used an encrypted connection, the kernel's next request
+would fail.
 
 The first rank of this machine keeps the kernel's other connections, such as those to databases. The other ranks see
 them closed by the other side. Clients with connection pools then reconnect; others raise, and the error names the
@@ -77,7 +77,7 @@ def _is_kernels(connection: Any, channels: Collection[Identity]) -> bool:
     """Return whether a socket or its wrapper is among the kernel's ``channels``."""
     try:
         status = os.fstat(connection.fileno())
-    except (AttributeError, OSError, ValueError):  # no socket, or a closed one
+    except (AttributeError, OSError, ValueError):  # not a socket, or a closed one
         return False
     return (status.st_dev, status.st_ino) in channels
 
