@@ -1,7 +1,7 @@
 """HangWatch finds ranks without progress, reports where they are, and answers queries for the position of all ranks.
 
     progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
-    query ──────────────────────────────────────> StackQuery ── poll ──> answer
+    query ──────────────────────────────────────> StackQuery ── poll ──> reply
     threads ──> DeadlockDetector ─ needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
     pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
 
