@@ -50,7 +50,7 @@ def test_no_function_is_too_long() -> None:
     )
 
 
-def test_no_error_is_swallowed_whatever_it_is() -> None:
+def test_no_handler_swallows_all_errors() -> None:
     offenders = [
         f"{module.at(node)} catches {_caught(node) or 'everything'} and passes"
         for module in modules()
@@ -61,7 +61,7 @@ def test_no_error_is_swallowed_whatever_it_is() -> None:
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_every_module_says_what_it_owns(module: Module) -> None:
+def test_every_module_has_a_docstring(module: Module) -> None:
     assert not module.text.strip() or ast.get_docstring(module.tree), (
         f"{module.at(module.tree)} has no docstring"
     )
@@ -108,7 +108,7 @@ def _does_nothing(body: list[ast.stmt]) -> bool:
     )
 
 
-def test_every_checker_looks_for_the_oldest_python_that_is_promised() -> None:
+def test_tools_check_the_oldest_supported_python() -> None:
     project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
     promised = re.search(r'^requires-python = ">=3\.(\d+)"$', project, re.MULTILINE)
     assert promised is not None

@@ -93,7 +93,7 @@ def test_every_module_can_be_imported() -> None:
             importlib.import_module(module.name)
 
 
-def test_the_ground_floor_needs_the_standard_library_only() -> None:
+def test_the_lowest_layer_imports_only_the_standard_library() -> None:
     offenders = [
         f"{module.at(node)} imports {name}"
         for module in modules()
@@ -120,7 +120,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_what_a_module_exports_can_be_loaded(module: Module) -> None:
+def test_module_exports_exist(module: Module) -> None:
     if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(module.tree)):
         return
     loaded = importlib.import_module(module.name)

@@ -19,7 +19,7 @@ NOT_INDEXED = {
 """Class that is generic in the stubs -> the first Python that can subscript it at run time."""
 
 
-def test_no_class_is_indexed_that_python_3_10_can_not_index() -> None:
+def test_no_class_needs_indexing_newer_than_python_3_10() -> None:
     offenders = [
         f"{module.at(index)} {name} (indexed since: {NOT_INDEXED[name]})"
         for module in modules()
@@ -29,7 +29,7 @@ def test_no_class_is_indexed_that_python_3_10_can_not_index() -> None:
     assert not offenders, f"write the class without an index:{listing(offenders)}"
 
 
-def test_an_indexed_base_is_seen() -> None:
+def test_an_indexed_base_is_detected() -> None:
     code = "import logging\nclass Handler(logging.StreamHandler[int]):\n    x: logging.LoggerAdapter[int] = None\n"
     indices = [ast.unparse(index) for index in _indexed_at_run_time(ast.parse(code))]
     assert indices == ["logging.StreamHandler[int]"]

@@ -116,7 +116,7 @@ def test_operations_on_the_cpu_are_named_once() -> None:
     assert note.startswith("aten::linalg_eig runs on the CPU")
 
 
-def test_a_value_that_is_read_in_every_step_is_named_once() -> None:
+def test_a_value_read_in_every_step_is_named_once() -> None:
     device = Device()
     for _ in range(5):
         device.step("training", (4,), scalars=1)
@@ -146,7 +146,7 @@ def test_reads_after_a_break_are_not_steps() -> None:
     assert [note for note in device.notes if "new graph" in note or "read" in note] == []
 
 
-def test_a_few_steps_with_graphs_of_their_own_are_nothing_to_report() -> None:
+def test_a_few_recompiled_steps_are_not_reported() -> None:
     """For example, steps that end an accumulation window, and the first step after an optimizer has created its
     state.
     """

@@ -22,7 +22,7 @@ NvmlMaker = Callable[..., FakeNvml]
 TWO = Topology(world_size=2, local_world_size=2)
 
 
-def test_a_host_without_a_gpu_is_the_reason(nvml: NvmlMaker) -> None:
+def test_a_host_without_a_gpu_is_reported(nvml: NvmlMaker) -> None:
     nvml(has_driver=False)
     assert BACKEND.device_count() == 0
     assert BACKEND.affinity() == 0
@@ -30,7 +30,7 @@ def test_a_host_without_a_gpu_is_the_reason(nvml: NvmlMaker) -> None:
     assert BACKEND.unavailable_reason() == "NVML, the driver's library, finds no NVIDIA GPU on this machine"
 
 
-def test_gpus_that_can_not_be_counted_are_not_passed_over_in_silence(nvml: NvmlMaker, tmp_path: Path) -> None:
+def test_uncountable_gpus_are_reported(nvml: NvmlMaker, tmp_path: Path) -> None:
     nvml(has_driver=False)
     (tmp_path / "nvidia0").touch()
     assert BACKEND.affinity() == 0
@@ -58,18 +58,14 @@ def test_a_torch_without_cuda_is_named_as_the_reason(
     assert BACKEND.unavailable_reason() == "CUDA_VISIBLE_DEVICES='' hides all 1 GPUs"
 
 
-def test_gpus_that_wait_to_be_partitioned_are_reported(
-    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpartitioned_mig_gpus_are_reported(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", is_mig=True))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert BACKEND.affinity() == 0
     assert "MIG is enabled on the GPUs" in BACKEND.unavailable_reason()
 
 
-def test_every_worker_is_shown_a_mig_instance_of_its_own(
-    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_worker_sees_one_mig_instance(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real launch, whose workers report their variables."""
     instances: list[FakeGpu | None] = [FakeGpu("MIG-1111"), FakeGpu("MIG-2222"), FakeGpu("MIG-3333")]
     nvml(FakeGpu("GPU-aaaa1111", "NVIDIA A100", instances=instances), FakeGpu("GPU-bbbb2222", "NVIDIA A100"))
@@ -110,7 +106,7 @@ def test_libraries_that_use_gpus_can_be_imported_in_the_kernel(tmp_path: Path) -
     )
 
 
-def test_one_machines_rendezvous_stays_on_it(nvml: NvmlMaker) -> None:
+def test_a_local_rendezvous_uses_the_loopback(nvml: NvmlMaker) -> None:
     nvml()
     alone, several = Topology(), Topology(local_world_size=1, world_size=2, num_nodes=2)
     interfaces = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -118,7 +114,7 @@ def test_one_machines_rendezvous_stays_on_it(nvml: NvmlMaker) -> None:
     assert BACKEND.worker_env(several).keys().isdisjoint(interfaces)
 
 
-def test_no_rank_goes_on_before_all_have_joined(nvml: NvmlMaker) -> None:
+def test_ranks_wait_until_all_have_joined(nvml: NvmlMaker) -> None:
     nvml()
     assert BACKEND.worker_env(Topology())["TORCH_DIST_INIT_BARRIER"] == "1"
 
@@ -216,7 +212,7 @@ def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert "mixed_precision='fp16'" in note
 
 
-def test_the_launcher_asks_for_no_precision_that_would_cost_a_context(
+def test_checking_precision_creates_no_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []

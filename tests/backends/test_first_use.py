@@ -51,7 +51,7 @@ def test_the_driver_is_asked_whether_it_is_initialised(tmp_path: Path) -> None:
     assert after.startswith("this process has used CUDA, which backward() and optimizers need")
 
 
-def test_a_process_that_left_cuda_alone_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_cuda_use_can_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(attempt: Callable[[], None] | None = None) -> str:
         raise AssertionError("nothing to find out by a fork")
 
@@ -64,7 +64,7 @@ def test_cuda_used_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(first_use.gpu_hazard(first_use.CUDA)).startswith("has used CUDA through torch, ")
 
 
-def test_a_question_to_the_driver_is_distinguished_from_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_queries_are_not_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """After torch.cuda.is_available(), nothing is initialised, but torch rejects CUDA in children."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -78,7 +78,7 @@ def test_a_fork_of_a_process_that_has_used_cuda(monkeypatch: pytest.MonkeyPatch)
     assert first_use.gpu_in_use() == "CUDA"
 
 
-def test_torch_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_may_still_be_importing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread imports torch while the launcher plans, so torch has no submodules yet."""
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert first_use.gpu_in_use() is None
@@ -110,7 +110,7 @@ def test_an_earlier_backward_is_named(monkeypatch: pytest.MonkeyPatch, error: st
     assert str(first_use.gpu_hazard(USED)).startswith(found)
 
 
-def test_the_probe_neither_looks_at_gpus_nor_warns(
+def test_the_probe_neither_touches_gpus_nor_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A backward starts the driver with all visible GPUs, and a driver that fails to start warns."""
@@ -172,14 +172,14 @@ def _run(program: str, folder: Path, **env: str) -> Any:
 
 
 @pytest.mark.parametrize("order", ["import torch, nblaunch", "import nblaunch, torch"])
-def test_the_line_that_initialises_is_remembered(order: str, tmp_path: Path) -> None:
+def test_the_initialising_line_is_recorded(order: str, tmp_path: Path) -> None:
     frames, check = _run(_INITIALISE.format(order=order), tmp_path)
     own = [tuple(frame[1:]) for frame in frames if frame[0].endswith("cell.py")]
     assert own == [(8, "build"), (9, "<module>")]
     assert check == "1"
 
 
-def test_a_way_to_count_that_the_user_chose_is_left_alone(tmp_path: Path) -> None:
+def test_the_users_counting_method_is_kept(tmp_path: Path) -> None:
     program = _INITIALISE.format(order="import nblaunch, torch")
     assert _run(program, tmp_path, PYTORCH_NVML_BASED_CUDA_CHECK="0")[1] == "0"
 
@@ -206,7 +206,7 @@ def test_import_side_effects_are_not_user_choices(
         (["# torch_xla.device()"], ""),
     ],
 )
-def test_lines_that_may_not_have_run_are_not_named(cells: list[str], found: str) -> None:
+def test_lines_that_may_not_have_run_are_left_out(cells: list[str], found: str) -> None:
     guess = first_use.first_match(cells)
     assert found in guess
     assert bool(found) == bool(guess)

@@ -16,7 +16,7 @@ def _raise() -> None:
     raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
 
 
-def test_a_backward_that_works_is_no_failure() -> None:
+def test_a_working_backward_is_not_a_failure() -> None:
     import torch
 
     torch.ones((), requires_grad=True).backward()

@@ -98,15 +98,15 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
         ),
     ],
 )
-def test_what_an_error_means_and_what_to_try(error: RuntimeError, meaning: str, advice: str) -> None:
+def test_gpu_errors_get_a_meaning_and_advice(error: RuntimeError, meaning: str, advice: str) -> None:
     first, second = CudaBackend().explain_failure(error)
     assert meaning in first
     assert second.startswith("Try: ")
     assert advice in second
 
 
-def test_every_kind_of_error_is_tried_here() -> None:
-    (parameters,) = test_what_an_error_means_and_what_to_try.pytestmark
+def test_every_fault_has_a_case() -> None:
+    (parameters,) = test_gpu_errors_get_a_meaning_and_advice.pytestmark
     texts = [str(error) for error, *_ in parameters.args[1]]
     reported = {explain(RuntimeError(text))[1] for text in texts}
     assert len(reported) == len(FAULTS)
@@ -130,7 +130,7 @@ def test_other_errors_are_not_explained(error: Exception) -> None:
     assert CudaBackend().explain_failure(error) == ()
 
 
-def test_an_error_that_follows_from_one_of_these_is_explained_by_it() -> None:
+def test_follow_up_errors_are_explained_by_their_cause() -> None:
     error = RuntimeError("training stopped")
     error.__cause__ = cuda("device-side assert triggered", "cudaErrorAssert")
     assert "out of range" in explain(error)[0]
@@ -192,13 +192,13 @@ FULL_AT_THE_START = (
         (KeyError("x"), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, expected: bool) -> None:
     lines = explain(error)
     assert bool(lines) is expected
     assert not lines or (lines[0] == "GPU memory ran out." and lines[1].startswith("Try a smaller batch"))
 
 
-def test_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_this_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CudaBackend().device_memory() is None, "CUDA is not in use"
     for name, answer in {
         "is_initialized": lambda: True,

@@ -78,13 +78,13 @@ def test_a_rank_has_its_gpu_and_group(install: Install, kind: str, monkeypatch: 
     assert backend.explain_failure(full)[0] == "GPU memory ran out."
 
 
-def test_labels_are_accelerates(install: Install) -> None:
+def test_labels_match_accelerate(install: Install) -> None:
     labels = {kind: backends.discover()[kind].distributed_type for kind in ("cuda", "rocm", "xpu")}
     assert labels == {"cuda": "MULTI_GPU", "rocm": "MULTI_GPU", "xpu": "MULTI_XPU"}
 
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm", "xpu", "mps"])
-def test_scaling_and_autocast_are_of_the_device(install: Install, kind: str) -> None:
+def test_scaling_and_autocast_use_the_device(install: Install, kind: str) -> None:
     install(kind)
     backend: Backend = backends.choose(kind)
     assert backend.grad_scaler(enabled=False)._device == backend.device_type
@@ -99,7 +99,7 @@ def test_intel_gpus_need_xccl(install: Install, monkeypatch: pytest.MonkeyPatch)
     assert not environment.is_xccl_available()
 
 
-def test_a_processors_own_gpu_is_used_where_there_is_no_other(
+def test_an_integrated_gpu_is_used_without_another(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("cuda")
@@ -139,7 +139,7 @@ def test_metal_in_use_is_a_hazard(mac: simulated.FakeModule, monkeypatch: pytest
     assert "Metal" in str(backend.fork_hazard())
 
 
-def test_mps_is_available_only_where_it_is_computed_on(mac: simulated.FakeModule) -> None:
+def test_mps_is_available_only_if_it_is_used(mac: simulated.FakeModule) -> None:
     assert environment.is_mps_available()
     context.take()
     context.install(context.ProcessContext(topology=Topology(), backend=backends.choose("cpu")))
@@ -163,7 +163,7 @@ def test_precisions_of_a_mac_depend_on_torch(
     ("kind", "expected"),
     [("rocm", "/sys/class/kfd"), ("xpu", "/sys/class/drm"), ("mps", "Apple silicon")],
 )
-def test_a_host_without_them_gets_the_reason(kind: str, expected: str) -> None:
+def test_a_host_without_such_gpus_gets_a_reason(kind: str, expected: str) -> None:
     with pytest.raises(RuntimeError, match=expected):
         backends.choose(kind)
 

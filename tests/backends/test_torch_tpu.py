@@ -77,7 +77,7 @@ def test_chips_and_the_package_decide(monkeypatch: pytest.MonkeyPatch, num_chips
     assert "torch_tpu" not in sys.modules
 
 
-def test_chips_that_no_vfio_group_passes_through_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_without_a_vfio_group_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
     host(monkeypatch, 8, passed=0)
     assert BACKEND.affinity() == 0
@@ -91,9 +91,7 @@ def test_chips_that_no_vfio_group_passes_through_are_not_counted(monkeypatch: py
     ("version", "fits"),
     [("2.10.1", False), ("2.11.0", True), ("2.13.0+cpu", True), ("2.15.0", True), ("2.16.0", False)],
 )
-def test_a_torch_that_does_not_fit_is_named(
-    monkeypatch: pytest.MonkeyPatch, version: str, fits: bool
-) -> None:
+def test_a_mismatched_torch_is_named(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
     host(monkeypatch, 8)
     install(monkeypatch, "torch_tpu", "libtpu", torch=version)
     assert bool(BACKEND.affinity()) is fits
@@ -138,9 +136,7 @@ def test_a_host_of_a_larger_slice_is_rejected(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_chips_that_the_kernel_has_taken_need_a_restart(
-    monkeypatch: pytest.MonkeyPatch, is_known: bool
-) -> None:
+def test_chips_held_by_the_kernel_need_a_restart(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
     """The runtime reports its own use; the open device file reveals another library's use."""
     whole(monkeypatch)
     if is_known:
@@ -153,7 +149,7 @@ def test_chips_that_the_kernel_has_taken_need_a_restart(
         plan.plan_launch(LaunchSpec(function=print))
 
 
-def test_it_prefers_a_clean_process_and_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clean_process_is_preferred_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
     made = plan.plan_launch(LaunchSpec(function=print))
     assert (made.backend, made.num_processes, made.start_method) == (BACKEND, 8, "forkserver")
@@ -173,7 +169,7 @@ def test_a_kernel_with_torch_tpu_is_not_forked(monkeypatch: pytest.MonkeyPatch) 
         plan.plan_launch(LaunchSpec(function=print, start_method="fork"))
 
 
-def test_every_worker_gets_a_chip_of_its_own_and_nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_gets_one_chip_and_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     whole(monkeypatch)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     monkeypatch.setenv("TPU_PROCESS_BOUNDS", "2,4,1")
@@ -197,7 +193,7 @@ def test_every_worker_gets_a_chip_of_its_own_and_nothing_left_behind(monkeypatch
 
 
 @pytest.mark.parametrize("wish", [None, "1"])
-def test_torch_imports_no_torch_tpu_into_a_kernel(tmp_path: Path, wish: str | None) -> None:
+def test_importing_torch_does_not_import_torch_tpu(tmp_path: Path, wish: str | None) -> None:
     """It also leaves the variable unchanged for programs that cells start."""
     program = f"""
 import os, sys

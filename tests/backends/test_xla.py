@@ -78,7 +78,7 @@ def test_an_accelerator_type_without_its_size_is_completed(monkeypatch: pytest.M
     assert BACKEND.worker_env(TOPOLOGY)["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
 
 
-def test_a_single_process_for_all_chips_keeps_the_images_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_for_all_chips_keeps_the_image_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setenv("TPU_CHIPS_PER_PROCESS_BOUNDS", "2,4,1")
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "8")
@@ -94,7 +94,7 @@ def test_a_part_of_the_chips_is_rejected(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "valid values are 1 and 8" in (BACKEND.count_problem(3) or "")
 
 
-def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_select_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     install(monkeypatch, "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
@@ -106,7 +106,7 @@ def test_the_environment_may_want_the_cpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert BACKEND.count_problem(3) is None
 
 
-def test_torch_xlas_own_fallback_to_the_cpu_does_not_hide_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_xla_cpu_fallback_does_not_hide_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its import sets PJRT_DEVICE=CPU if it sees no PCI devices, for example in a container that shows only
     /dev/accel*.
     """
@@ -159,7 +159,7 @@ def test_torch_tpu_problem_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         ("2.9.0", "2.8.1", False),
     ],
 )
-def test_versions_that_do_not_fit_are_reported_before_the_import(
+def test_mismatched_versions_are_reported_before_the_import(
     monkeypatch: pytest.MonkeyPatch, torch: str, torch_xla: str, fits: bool
 ) -> None:
     install(monkeypatch, "torch_xla", torch=torch, torch_xla=torch_xla)
@@ -195,13 +195,13 @@ def test_hosts_of_the_metadata_server_count_too(monkeypatch: pytest.MonkeyPatch)
     assert "one of 2 hosts" in (BACKEND.launch_problem() or "")
 
 
-def test_chips_that_a_library_of_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_held_by_a_kernel_library_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(tpu, "lock_holder", os.getpid)
     assert "restart the kernel" in (BACKEND.launch_problem() or "")
 
 
-def test_chips_that_the_kernel_has_taken_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_held_by_the_kernel_need_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     host(monkeypatch, 8)
     monkeypatch.setattr(first_use, "is_xla_initialised", lambda: True)
     assert "restart the kernel" in (BACKEND.launch_problem() or "")
@@ -261,7 +261,7 @@ def test_a_downcast_is_rejected_elsewhere() -> None:
         (RuntimeError("UNIMPLEMENTED: GetAllocatorStats is not supported"), None),
     ],
 )
-def test_device_memory_is_what_the_runtime_reports(
+def test_device_memory_comes_from_the_runtime(
     monkeypatch: pytest.MonkeyPatch,
     reported: dict[str, int] | RuntimeError,
     expected: tuple[int, int, int] | None,

@@ -27,7 +27,7 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
         yield page
 
 
-def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
+def test_a_hang_is_shown_and_rates_fall_to_0(page: Page) -> None:
     page.run(REPORTED)
     page.wait_until(
         lambda: re.search(r"^all\t\S training\t", page.text(REPORTED), re.MULTILINE), "a training"
@@ -50,7 +50,7 @@ def test_a_hang_is_seen_where_it_is_and_rates_fall_to_0(page: Page) -> None:
     wait_for_table(page, REPORTED)
 
 
-def test_the_rank_that_others_wait_for_is_the_one_that_failed(page: Page) -> None:
+def test_the_rank_that_others_wait_for_has_failed(page: Page) -> None:
     page.run(STOPPED)
     page.wait_for_text(STOPPED, "failed in rank 1 after")
     wait_for_table(page, STOPPED)

@@ -56,7 +56,7 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
         yield page
 
 
-def test_the_output_of_a_job_is_as_high_soon_as_later(page: Page) -> None:
+def test_the_output_keeps_its_height(page: Page) -> None:
     page.run(GROWING)
     output = page.output(GROWING)
     heights: list[tuple[float, float]] = []

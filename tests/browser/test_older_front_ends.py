@@ -90,7 +90,7 @@ def test_bars_advance_while_the_cell_runs_and_a_table_stays(server: Lab | Classi
     (server.folder / "enough").unlink()
 
 
-def test_a_double_click_on_stop_ends_a_job_well(server: Lab | Classic, page: Page) -> None:
+def test_a_double_click_on_stop_ends_the_job(server: Lab | Classic, page: Page) -> None:
     page.run(STOPPED)
     page.wait_for_text(STOPPED, "rank 1 at step ")
     button(page, STOPPED, "Stacks").click()
@@ -167,9 +167,7 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.wait_until(lambda: len(bars(page, RELOADED)) == 0, "the bars to go")
 
 
-def test_the_table_of_a_cell_that_ran_meanwhile_is_there_after_a_reload(
-    server: Lab | Classic, page: Page
-) -> None:
+def test_a_reload_shows_the_table_of_a_finished_cell(server: Lab | Classic, page: Page) -> None:
     page.run(BLOCKED)
     page.wait_until(lambda: len(bars(page, BLOCKED)) == 2, "two bars")
     page.save()
@@ -180,7 +178,7 @@ def test_the_table_of_a_cell_that_ran_meanwhile_is_there_after_a_reload(
     page.screenshot(picture(server, "reloaded"))
 
 
-def test_a_hang_is_seen_where_it_is(server: Lab | Classic, page: Page) -> None:
+def test_a_hang_is_shown_in_its_cell(server: Lab | Classic, page: Page) -> None:
     page.run(HANGING_SETUP)
     page.wait_until_idle(HANGING_SETUP)
     page.run(HANGING)
@@ -190,7 +188,7 @@ def test_a_hang_is_seen_where_it_is(server: Lab | Classic, page: Page) -> None:
     kill(page, HANGING)
 
 
-def test_a_kernel_that_is_restarted_leaves_a_table_and_no_error(server: Lab | Classic, page: Page) -> None:
+def test_a_restarted_kernel_leaves_a_table_without_errors(server: Lab | Classic, page: Page) -> None:
     (server.folder / "enough").unlink()
     page.run(0)
     page.wait_until_idle(0)

@@ -37,9 +37,7 @@ def _open_training(lab: DefaultLab, browser: Browser, name: str, background: boo
 
 
 @pytest.mark.parametrize("background", [False, thorough(True)], ids=["blocking", "background"])
-def test_the_finished_table_is_there_after_a_reload(
-    lab: DefaultLab, browser: Browser, background: bool
-) -> None:
+def test_a_reload_shows_the_finished_table(lab: DefaultLab, browser: Browser, background: bool) -> None:
     name = f"reload_{background}.ipynb"
     page = _open_training(lab, browser, name, background, "print('free')")
     page.save()
@@ -61,7 +59,7 @@ def test_the_finished_table_is_there_after_a_reload(
 
 
 @pytest.mark.parametrize("background", [thorough(False), True], ids=["blocking", "background"])
-def test_the_table_is_there_where_no_page_was_open_at_the_end(
+def test_a_table_appears_although_no_page_was_open(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:
     ended = lab.folder / f"ended_{background}"

@@ -89,7 +89,7 @@ def driven(lab: Lab, page: Page, cell: int) -> Iterator[None]:
         page.wait_until_idle(cell)
 
 
-def test_each_of_eight_ranks_has_a_row_that_moves(lab: Lab, page: Page) -> None:
+def test_eight_ranks_have_moving_rows(lab: Lab, page: Page) -> None:
     output = page.output(EIGHT)
     rows = output.locator(".nbl-job tr", has=page.page.locator("[role=rowheader]"))
     with driven(lab, page, EIGHT):

@@ -123,7 +123,7 @@ def test_enter_accepts_every_default(
 
 
 @pytest.mark.parametrize(("typed", "index"), [("", 2), ("2", 2), ("0", 0), ("3", 3)])
-def test_a_zero_stage_is_the_number_that_is_typed(
+def test_a_zero_stage_is_typed_as_a_number(
     typed: str, index: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"4\n{typed}\n"))
@@ -154,7 +154,7 @@ def test_only_questions_that_matter_are_asked() -> None:
     }
 
 
-def test_an_open_number_of_machines_meets_by_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_number_of_machines_uses_c10d(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user is not asked how machines meet."""
     answers = "several\n1:3\n2\n127.0.0.1:29400\n1\ncpu\n6\nno\nddp\n1\nno\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
@@ -248,9 +248,7 @@ def test_a_notebook_writes_the_default_file_as_tutorials_do(
 
 
 @pytest.mark.parametrize("name", ["old.yaml", "old.json"])
-def test_update_keeps_the_settings_of_a_file_of_accelerate(
-    command: Command, name: str, tmp_path: Path
-) -> None:
+def test_update_keeps_settings_of_accelerate_files(command: Command, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     old = {
         "compute_environment": "LOCAL_MACHINE",

@@ -75,7 +75,7 @@ def test_exit_code_comes_from_the_failed_rank(leaving: str, code: int) -> None:
     assert ("rank 1 (pid " in ended.err) == (code != 0)
 
 
-def test_a_syntax_error_is_the_scripts() -> None:
+def test_a_syntax_error_points_to_the_script() -> None:
     ended = launch("--num_processes", "2", script("x = = 1\n"))
     assert ended.code == 1
     assert "SyntaxError" in ended.err
@@ -161,7 +161,7 @@ def test_sigterm_reaches_a_script_that_handles_it(start: Start) -> None:
     assert ended.out.count("handled") == 2
 
 
-def test_sigterm_interrupts_a_script_that_does_not_listen(start: Start) -> None:
+def test_sigterm_interrupts_a_script_without_a_handler(start: Start) -> None:
     running = start("--num_processes", "2", "--dashboard", "none", "--stop_grace_s", "0.1", script(LOOP))
     running.wait_for("ready", 2)
     children = children_of(running)
@@ -172,7 +172,7 @@ def test_sigterm_interrupts_a_script_that_does_not_listen(start: Start) -> None:
     assert_gone(children)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(start: Start) -> None:
+def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
     running = start("--num_processes", "2", "--dashboard", "none", script(LOOP))
     running.wait_for("ready", 2)
     children = children_of(running)

@@ -69,7 +69,7 @@ def test_env_reports_this_machine() -> None:
 
 
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="about a machine without GPUs")
-def test_a_machine_of_cores_forks_one_process_each_and_has_no_fp16() -> None:
+def test_cpu_machines_fork_a_process_per_core_without_fp16() -> None:
     facts = found(before=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]))
     assert "may run on 2" in facts["devices"]["cpu"]
     assert facts["launch"]["backend"] == "cpu"
@@ -80,7 +80,7 @@ def test_a_machine_of_cores_forks_one_process_each_and_has_no_fp16() -> None:
     assert re.match("can't be used: .*GPU", facts["devices"]["cuda"])
 
 
-def test_the_text_says_the_same_and_holds_no_secrets() -> None:
+def test_the_text_matches_the_json_without_secrets() -> None:
     environ = {
         "HF_TOKEN": "hf_secret",
         "MASTER_ADDR": "10.0.0.77",
@@ -104,7 +104,7 @@ def test_the_text_says_the_same_and_holds_no_secrets() -> None:
 
 
 @pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="about a torch without CUDA")
-def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None:
+def test_a_gpu_unsupported_by_torch_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(DRIVER)
     environ = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CUDA_VISIBLE_DEVICES": "0"}
     facts = found(environ=environ)
@@ -112,7 +112,7 @@ def test_a_gpu_that_torch_was_not_built_for_is_a_finding(tmp_path: Path) -> None
     assert any("built without CUDA" in text and "pytorch.org" in text for text in facts["problems"])
 
 
-def test_too_few_open_files_are_a_finding() -> None:
+def test_a_low_limit_of_open_files_is_a_problem() -> None:
     def limit() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
@@ -120,7 +120,7 @@ def test_too_few_open_files_are_a_finding() -> None:
     assert any("ulimit -n" in text for text in found(before=limit)["problems"])
 
 
-def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
+def test_a_broken_torch_is_a_problem_without_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open shared object file')")
     facts = found(environ={"PYTHONPATH": str(tmp_path)})
     assert any("libtorch_cpu.so" in text for text in facts["problems"])
@@ -128,13 +128,13 @@ def test_a_broken_torch_is_a_finding_and_no_traceback(tmp_path: Path) -> None:
     assert "usable" in facts["devices"]["cpu"]
 
 
-def test_a_variable_that_would_stop_every_launch_is_named() -> None:
+def test_a_variable_that_prevents_launches_is_named() -> None:
     facts = found(environ={"OMP_NUM_THREADS": "many"})
     assert "OMP_NUM_THREADS='many'" in facts["launch"]["problem"]
     assert any("OMP_NUM_THREADS='many'" in text for text in facts["problems"])
 
 
-def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_path: Path) -> None:
+def test_launch_settings_and_broken_files_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("num_processes: 3\n")
     facts = found(environ={"NBLAUNCH_CONFIG_FILE": str(file)})
@@ -146,7 +146,7 @@ def test_the_settings_of_launches_are_shown_and_a_broken_file_is_a_finding(tmp_p
     )
 
 
-def test_in_a_cell_it_reports_on_that_kernel(kernel: Kernel) -> None:
+def test_a_cell_gets_a_report_on_its_kernel(kernel: Kernel) -> None:
     """A launch from a thread can't fork: the cell's report describes this kernel, not a fresh one."""
     text = kernel.run("%run -m nblaunch env").stdout
     assert re.search("^  from +this kernel$", text, re.MULTILINE)

@@ -90,9 +90,7 @@ def test_estimate_agrees_with_measured_training() -> None:
     # Rajbhandari et al. (2020), figure 1: 7.5 billion parameters, Adam, 64 devices; without buffers.
     [("zero1", 64, 31.4), ("zero2", 64, 16.6), ("zero3", 64, 1.9)],
 )
-def test_it_agrees_with_the_figures_of_the_zero_paper(
-    strategy: str, num_devices: int, expected: float
-) -> None:
+def test_estimates_match_the_zero_paper(strategy: str, num_devices: int, expected: float) -> None:
     size = ModelSize(parameters=7_500_000_000, trainable=7_500_000_000)
     need = training_need(strategy, size, JobSettings(num_devices, "bf16", 2))
     assert (need.parameters + need.gradients + need.optimizer) / 1e9 == pytest.approx(expected, abs=0.06)
@@ -151,7 +149,7 @@ class OwnModel(PreTrainedModel):
 """
 
 
-def test_code_of_a_model_runs_where_it_is_trusted(
+def test_model_code_runs_only_if_trusted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import dynamic_module_utils
@@ -183,7 +181,7 @@ def test_timm_creates_its_models(
     monkeypatch.delitem(sys.modules, "timm")
 
 
-def test_counts_are_read_as_users_write_them(capfd: pytest.CaptureFixture[str]) -> None:
+def test_counts_have_several_formats(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("7e9", "7B", "7b", "7_000_000_000", "7000M", "7 B", "7.0e9"):
         assert estimated(capfd, "--parameters", text)["model"]["parameters"] == 7_000_000_000
     lora = estimated(capfd, "--parameters", "7B", "--trainable", "4M", "--strategies", "ddp")
@@ -191,7 +189,7 @@ def test_counts_are_read_as_users_write_them(capfd: pytest.CaptureFixture[str]) 
     assert (row["parameters_bytes"], row["gradients_bytes"]) == (28 * 10**9, 16 * 10**6)
 
 
-def test_cores_need_no_temporaries_of_a_gpus_optimizer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cpu_optimizers_need_no_gpu_temporaries(capfd: pytest.CaptureFixture[str]) -> None:
     words = ("--parameters", "1M", "--strategies", "ddp", "--mixed_precision", "no", "--num_devices", "4")
     on_gpus, on_cores = (estimated(capfd, *words, "--device", device)["rows"][0] for device in ("gpu", "cpu"))
     assert (on_gpus["device_bytes"], on_cores["device_bytes"]) == (24 * 10**6, 20 * 10**6)

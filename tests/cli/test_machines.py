@@ -33,7 +33,7 @@ def test_the_processes_of_two_machines_are_one_job(start: Callable[..., Running]
     assert labelled(ended[1].lines, 3) == ["3 1 1 4 2"]
 
 
-def test_a_machine_that_does_not_come_is_named(start: Callable[..., Running]) -> None:
+def test_an_absent_machine_is_named(start: Callable[..., Running]) -> None:
     name = script("raise AssertionError('must not run')\n")
     meeting = [
         "--main_process_ip",
@@ -53,7 +53,7 @@ def test_a_machine_that_does_not_come_is_named(start: Callable[..., Running]) ->
     [["--num_processes", "3", "--num_machines", "3"], ["--num_machines", "2", "--rdzv_backend", "c10d"]],
     ids=["number", "backend"],
 )
-def test_machines_that_were_launched_differently_say_so_at_once(
+def test_different_settings_of_machines_are_reported_at_once(
     start: Callable[..., Running], others: list[str]
 ) -> None:
     """Otherwise they would wait for each other until the timeout, ten minutes by default."""
@@ -68,7 +68,7 @@ def test_machines_that_were_launched_differently_say_so_at_once(
     assert f"{others[2].strip('-')}={others[3]}" in ended[1].out
 
 
-def test_a_machine_may_begin_alone_after_a_short_timeout(
+def test_a_machine_can_start_alone_after_a_timeout(
     start: Callable[..., Running],
 ) -> None:
     name = script("import os\nprint('of', os.environ['WORLD_SIZE'])\n")

@@ -21,7 +21,7 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"], ["launch"]])
-def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
+def test_light_commands_do_not_import_torch(arguments: list[str]) -> None:
     program = (
         "import sys\nfrom nblaunch import cli\n"
         f"try:\n    cli.main({arguments!r})\nexcept SystemExit:\n    pass\n"
@@ -39,7 +39,7 @@ def test_an_unknown_command_is_rejected_in_one_line(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
-def test_closed_streams_do_not_matter(closed: str, tmp_path: Path) -> None:
+def test_closed_streams_are_tolerated(closed: str, tmp_path: Path) -> None:
     """Some service managers close them; pipes between launcher and workers must not get the numbers 0 to 2."""
     (tmp_path / "train.py").write_text(
         "import os, pathlib\nprint('a line')\npathlib.Path('rank' + os.environ['RANK']).touch()\n"
@@ -57,7 +57,7 @@ def test_questions_without_an_input_are_rejected(tmp_path: Path) -> None:
     assert "before this question" in ended.stderr.splitlines()[-1]
 
 
-def test_a_caller_keeps_its_handler_of_interrupts(tmp_path: Path) -> None:
+def test_the_callers_interrupt_handler_is_kept(tmp_path: Path) -> None:
     """Otherwise programs that it starts later would inherit an ignored SIGINT."""
     before = signal.getsignal(signal.SIGINT)
     script = tmp_path / "train.py"

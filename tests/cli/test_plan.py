@@ -21,7 +21,7 @@ def rows(ended: Ended) -> dict[str, tuple[str, str]]:
     return {line.split()[0]: (line.split()[1], line.split(maxsplit=2)[2]) for line in table}
 
 
-def test_every_value_says_where_it_came_from(command: Command) -> None:
+def test_every_value_names_its_source(command: Command) -> None:
     Path("mine.yaml").write_text("num_processes: 3\nmixed_precision: bf16\nmax_restarts: 1\n")
     ended = command(
         "launch", "--cpu", "--config_file", "mine.yaml", "--num-processes", "2", "--print_plan", script("")
@@ -42,13 +42,13 @@ def test_the_default_file_is_read(command: Command) -> None:
     assert rows(command("launch", "--print_plan"))["num_processes"] == ("3", f"file {path.absolute()}")
 
 
-def test_hardware_that_is_not_here_is_reported_and_no_error(command: Command) -> None:
+def test_missing_hardware_is_reported_without_an_error(command: Command) -> None:
     ended = command("launch", "--tpu", "--num_processes", "8", "--print_plan")
     assert ended.code == 0
     assert "on this machine: not possible: " in ended.out
 
 
-def test_help_names_every_option_once_and_in_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
     from nblaunch import cli
 
     with pytest.raises(SystemExit):

@@ -147,7 +147,7 @@ def test_a_signal_ends_the_launch_and_then_the_notebook(
     assert "caught" in str(outputs(tmp_path / "out.ipynb")[1])
 
 
-def test_a_second_interrupt_ends_a_kernel_that_does_not_listen(tmp_path: Path) -> None:
+def test_a_second_interrupt_ends_an_unresponsive_kernel(tmp_path: Path) -> None:
     unresponsive = """
 import signal, time
 signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
@@ -212,7 +212,7 @@ def test_wrong_use_is_one_line_and_runs_nothing(
     assert "it ran" not in shown.err + shown.out
 
 
-def test_a_folder_that_can_not_be_written_to_is_rejected_at_once(
+def test_an_unwritable_folder_is_rejected_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "plain.ipynb", "raise SystemError('it ran')")
@@ -225,7 +225,7 @@ def test_a_folder_that_can_not_be_written_to_is_rejected_at_once(
     assert "it ran" not in shown.err + shown.out
 
 
-def test_without_nbclient_it_says_what_to_install(
+def test_missing_nbclient_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "nbclient", None)

@@ -33,7 +33,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def test_lines_stand_above_the_table_and_the_table_moves_below(terminal: Terminal) -> None:
+def test_lines_scroll_above_the_table(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     screen.heading("[1/1] train()")
     screen.table("nblaunch-1", "0 step 1\n1 step 1")
@@ -49,7 +49,7 @@ def test_lines_stand_above_the_table_and_the_table_moves_below(terminal: Termina
     assert terminal.shown == ["[1/1] train()", "loss 3", "loss 2", "done", "after", ""]
 
 
-def test_a_line_without_an_end_is_not_lost(terminal: Terminal) -> None:
+def test_an_unfinished_line_is_not_lost(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     screen.text("no table yet: ")
     screen.text("10%")
@@ -62,7 +62,7 @@ def test_a_line_without_an_end_is_not_lost(terminal: Terminal) -> None:
     assert terminal.shown == ["no table yet: 10%", "table", "half a line", ""]
 
 
-def test_a_table_after_half_a_line_begins_on_its_own(terminal: Terminal) -> None:
+def test_a_table_after_an_unfinished_line_gets_its_own_line(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     screen.text("half")
     screen.table("nblaunch-1", "table")
@@ -74,7 +74,7 @@ def test_a_table_after_half_a_line_begins_on_its_own(terminal: Terminal) -> None
     assert terminal.shown == ["half", "table 2", "next cell", "half again", "another", ""]
 
 
-def test_live_lines_are_cut_and_final_lines_are_whole(terminal: Terminal) -> None:
+def test_only_live_lines_are_cut(terminal: Terminal) -> None:
     screen = Screen(terminal, is_live=True)
     rows = [f"{rank:2} " + "x" * 30 for rank in range(12)]
     screen.table("nblaunch-1", "\n".join(rows))
@@ -91,7 +91,7 @@ def test_two_tables_stand_below_each_other(terminal: Terminal) -> None:
     assert terminal.shown == ["one again", "two", ""]
 
 
-def test_a_file_gets_few_tables_and_the_last_one() -> None:
+def test_a_file_gets_few_tables_including_the_last() -> None:
     stream, now_s = io.StringIO(), 0.0
     screen = Screen(stream, clock=lambda: now_s)
     screen.heading("cell")

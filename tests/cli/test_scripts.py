@@ -61,7 +61,7 @@ def test_files_left_open_by_a_script_are_flushed() -> None:
     assert Path("out.txt").read_text() == "written\n"
 
 
-def test_a_script_logs_values_of_its_own_classes() -> None:
+def test_a_script_logs_instances_of_its_classes() -> None:
     """The launcher does not have these classes, because the script is another process's ``__main__``."""
     text = """
 import enum
@@ -91,7 +91,7 @@ def test_a_module_runs_as_under_python_m() -> None:
     assert facts_of(ended, 1) == expected
 
 
-def test_any_script_for_torchrun_works_and_loaders_may_spawn() -> None:
+def test_torchrun_scripts_work_with_spawned_loaders() -> None:
     name = script("""
         import os, sys
         import torch
@@ -119,7 +119,7 @@ def test_any_script_for_torchrun_works_and_loaders_may_spawn() -> None:
     assert sorted(ended.lines) == ["[0] 3 6 2 0", "[1] 3 6 2 1"]
 
 
-def test_ranks_draw_different_random_numbers_as_separate_programs_do() -> None:
+def test_ranks_draw_different_random_numbers() -> None:
     ended = launch("--num_processes", "2", script("import random; print(random.random())"))
     assert len({line.split()[1] for line in ended.lines}) == 2
 
@@ -223,7 +223,7 @@ def test_a_function_of_a_script_is_launched_with_the_settings_of_a_file() -> Non
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_program_without_any_streams_launches(method: str) -> None:
+def test_a_program_without_streams_can_launch(method: str) -> None:
     """A daemon has closed its streams; pipes between launcher and workers must not get the numbers 0 to 2."""
     name = script(f"""
         import pathlib

@@ -39,7 +39,7 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=220, **options)  # type: ignore[call-overload]
 
 
-def test_all_is_well_on_cpu_cores() -> None:
+def test_cpu_cores_pass_all_checks() -> None:
     ended = run("-m", "nblaunch", "test", "--cpu", "--num_processes", "3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("3 processes on cpu (gloo), started by fork")

@@ -40,7 +40,7 @@ print("all found")
 """
 
 
-def test_lines_written_for_accelerate_find_their_names() -> None:
+def test_accelerate_imports_work() -> None:
     assert _run(LINES) == "all found"
 
 
@@ -55,7 +55,7 @@ sys.meta_path.insert(0, _Finder())
     assert _run(other + LINES) == "all found"
 
 
-def test_submodules_need_no_import_of_their_own() -> None:
+def test_submodules_need_no_separate_import() -> None:
     assert _run("import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)") == "True"
 
 
@@ -86,7 +86,7 @@ def test_a_star_import_has_every_name() -> None:
     )
 
 
-def test_a_module_travels_by_its_name() -> None:
+def test_modules_are_pickled_by_name() -> None:
     assert cloudpickle.loads(cloudpickle.dumps(nblaunch.utils)) is nblaunch.utils
 
 
@@ -144,12 +144,12 @@ def test_names_import_without_accelerate_and_raise_on_use(accelerate: str) -> No
     assert _run(_WITHOUT_ACCELERATE.format(accelerate=accelerate)) == "explained"
 
 
-def test_a_module_that_is_left_out_is_reported_with_what_to_do() -> None:
+def test_unsupported_modules_raise_with_advice() -> None:
     with pytest.raises(ImportError, match=r"no megatron_lm: .*DistributedDataParallel"):
         exec("from nblaunch.utils.megatron_lm import MegatronEngine")
 
 
-def test_the_reason_is_reported_for_an_attribute_too() -> None:
+def test_unsupported_attributes_raise_with_a_reason() -> None:
     with pytest.raises(AttributeError, match=r"no FP8RecipeKwargs: .*torchao"):
         nblaunch.utils.FP8RecipeKwargs  # noqa: B018
     assert not hasattr(nblaunch, "FP8RecipeKwargs")
@@ -162,19 +162,19 @@ _WAYS = (
 
 
 @pytest.mark.parametrize("name", sorted(INSTEAD))
-def test_every_name_that_is_rejected_says_what_to_use(name: str) -> None:
+def test_rejected_names_suggest_a_replacement(name: str) -> None:
     with pytest.raises(ImportError, match=rf"nblaunch has no {name}: .*({'|'.join(_WAYS)})"):
         exec(f"from nblaunch.utils import {name}")
 
 
-def test_unknown_names_are_pythons_own_errors() -> None:
+def test_unknown_names_raise_standard_errors() -> None:
     with pytest.raises(ImportError, match="cannot import name 'gahter'"):
         exec("from nblaunch.utils.operations import gahter")
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'nblaunch\.utils\.operatoins'"):
         importlib.import_module("nblaunch.utils.operatoins")
 
 
-def test_every_name_of_utils_is_there_or_explained() -> None:
+def test_every_name_of_utils_exists_or_is_explained() -> None:
     names = {*snapshot()["utils"], *snapshot()[""]} - {"is_rich_available"}
     lost = [name for name in names if not hasattr(nblaunch.utils, name) and not hasattr(nblaunch, name)]
     assert [name for name in lost if name not in INSTEAD] == []

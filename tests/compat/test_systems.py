@@ -45,7 +45,7 @@ for use in (import_name, lambda: nblaunch.DistributedType, import_utils, main):
 
 
 @pytest.mark.timeout(60)
-def test_windows_gets_one_sentence_and_no_missing_module() -> None:
+def test_windows_gets_an_explanation() -> None:
     ended = subprocess.run([sys.executable, "-c", WINDOWS + USES], capture_output=True, text=True, timeout=50)
     lines = ended.stdout.splitlines()
     assert (len(lines), len(set(lines)), ended.returncode) == (4, 1, 0), ended.stdout + ended.stderr

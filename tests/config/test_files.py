@@ -48,9 +48,7 @@ def test_written_settings_read_back_with_comments(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["config.yaml"], "the file that it was written as is gone"
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "num_processes: 1\n")
 
     def reject(*args: object) -> None:
@@ -103,9 +101,7 @@ _VALUES = st.sampled_from(
     st.lists(st.tuples(_KEYS, st.sampled_from([": ", ":\n  x: ", ", ", ":"]), _VALUES), max_size=3),
     st.binary(max_size=3),
 )
-def test_whatever_is_in_a_file_it_is_read_or_rejected_in_one_line(
-    lines: list[tuple[str, str, str]], more: bytes
-) -> None:
+def test_any_file_is_read_or_rejected_in_one_line(lines: list[tuple[str, str, str]], more: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_bytes("\n".join(map("".join, lines)).encode() + more)
@@ -164,13 +160,13 @@ def test_a_range_of_machines_needs_no_quotes(tmp_path: Path, machines: str) -> N
     assert (layer.values["num_machines"], layer.values["hang_timeout_s"]) == (machines, 1.5)
 
 
-def test_a_path_may_begin_at_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_start_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     written(tmp_path, "num_processes: 3\n").rename(tmp_path / "mine.yaml")
     assert files.find_layers("~/mine.yaml")[0].values == {"num_processes": 3}
 
 
-def test_a_recipe_of_torchao_is_read_as_it_is(tmp_path: Path) -> None:
+def test_torchao_recipes_are_read(tmp_path: Path) -> None:
     recipe = {"backend": "AO", "enable_fsdp_float8_all_gather": False, "pad_inner_dim": True}
     resolved = resolve(
         [files.read(of_accelerate(tmp_path, distributed_type="NO", mixed_precision="fp8", fp8_config=recipe))]
@@ -182,7 +178,7 @@ def test_a_recipe_of_torchao_is_read_as_it_is(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_of_accelerate_for_gpus_is_read_as_it_is(tmp_path: Path) -> None:
+def test_accelerate_gpu_files_are_read(tmp_path: Path) -> None:
     path = of_accelerate(tmp_path, distributed_type="MULTI_GPU", num_processes=8, num_machines=2, machine_rank=1,
                          main_process_ip="10.0.0.1", main_process_port=29511, same_network=True, gpu_ids="0,1,2,3",
                          mixed_precision="fp16", rdzv_backend="static", main_training_function="train",
@@ -199,7 +195,7 @@ def test_a_file_of_accelerate_for_gpus_is_read_as_it_is(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_of_accelerate_for_fsdp_is_read_as_it_is(tmp_path: Path) -> None:
+def test_accelerate_fsdp_files_are_read(tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block,Head",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": True,
@@ -219,7 +215,7 @@ def test_a_file_of_accelerate_for_fsdp_is_read_as_it_is(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_of_accelerate_that_divides_processes_is_read_as_it_is(tmp_path: Path) -> None:
+def test_accelerate_parallelism_files_are_read(tmp_path: Path) -> None:
     text = """
 num_processes: 4
 parallelism_config:
@@ -236,7 +232,7 @@ parallelism_config:
     }  # fmt: skip
 
 
-def test_a_file_of_accelerate_for_deepspeed_is_read_as_it_is(tmp_path: Path) -> None:
+def test_accelerate_deepspeed_files_are_read(tmp_path: Path) -> None:
     deepspeed = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
                  "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero3_init_flag": True,
                  "zero3_save_16bit_model": True}  # fmt: skip
@@ -256,12 +252,14 @@ def test_a_file_of_accelerate_for_deepspeed_is_read_as_it_is(tmp_path: Path) -> 
         ({"distributed_type": "MULTI_GPU", "num_processes": -1}, {"backend": "cuda", "num_processes": None}),
     ],
 )  # fmt: skip
-def test_devices_of_accelerate(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_accelerate_device_names_are_read(
+    tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]
+) -> None:
     resolved = resolve([files.read(of_accelerate(tmp_path, **values))])
     assert {name: resolved[name] for name in expected} == expected
 
 
-def test_an_old_file_of_accelerate_is_read(tmp_path: Path) -> None:
+def test_old_accelerate_files_are_read(tmp_path: Path) -> None:
     path = written(tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\n"
                              "dynamo_backend: 'NO'\nfsdp_config: {}\ndeepspeed_config: {}\n")  # fmt: skip
     resolved = resolve([files.read(path)])

@@ -107,7 +107,7 @@ def test_defaults_match_a_launch() -> None:
     )
 
 
-def test_the_earlier_layer_wins_and_sources_are_kept() -> None:
+def test_earlier_layers_win_and_sources_are_recorded() -> None:
     resolved = resolve(
         [Layer("command line", {"num_processes": 2}), Layer("file", {"num_processes": 8, "debug": True})]
     )
@@ -176,7 +176,7 @@ def test_messages_have_the_names_of_settings() -> None:
         spec_of(resolve([Layer("x", {"num_machines": "1:2", "main_process_ip": "127.0.0.1"})]), print)
 
 
-def test_settings_become_what_an_accelerator_takes() -> None:
+def test_settings_become_accelerator_arguments() -> None:
     settings = accelerator_settings(
         resolve(
             [
@@ -204,7 +204,7 @@ def test_settings_become_what_an_accelerator_takes() -> None:
     }
 
 
-def test_processes_are_counted_over_all_machines_and_launched_per_machine() -> None:
+def test_processes_are_divided_among_machines() -> None:
     resolved = resolve(
         [
             Layer(
@@ -221,7 +221,7 @@ def test_c10d_meets_at_machine_0_unless_set_otherwise() -> None:
     assert spec_of(resolve([Layer("x", values)]), print).rdzv_endpoint == "10.0.0.1:29400"
 
 
-def test_arguments_that_are_none_defer_to_the_file(tmp_path: Any) -> None:
+def test_none_arguments_defer_to_the_file(tmp_path: Any) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("num_processes: 3\nmixed_precision: bf16\n")
     resolved = resolved_settings(file, {"num_processes": None, "mixed_precision": "no"})

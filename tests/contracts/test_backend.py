@@ -73,7 +73,7 @@ def test_backend_describes_itself(backend: Backend) -> None:
     assert backend.name in backends.names()
 
 
-def test_it_can_be_used_here_or_says_why_not(backend: Backend) -> None:
+def test_a_backend_is_usable_or_says_why_not(backend: Backend) -> None:
     assert backend.affinity() >= 0
     if backend.affinity() > 0:
         assert backend.device_count() >= 1
@@ -84,7 +84,7 @@ def test_it_can_be_used_here_or_says_why_not(backend: Backend) -> None:
             backends.choose(backend.name)
 
 
-def test_the_best_one_is_chosen() -> None:
+def test_the_best_backend_is_chosen() -> None:
     best = backends.choose("auto")
     assert all(best.affinity() >= other.affinity() for other in backends.discover().values())
 
@@ -109,7 +109,7 @@ assert memory is None or memory[0] == 0, memory
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: Backend) -> None:
+def test_worker_environments_are_local_text(backend: Backend) -> None:
     changes = backend.worker_env(TOPOLOGY)
     assert all(
         isinstance(name, str) and (value is None or isinstance(value, str)) for name, value in changes.items()
@@ -119,7 +119,7 @@ def test_the_environment_of_a_worker_is_text_and_keeps_to_this_machine(backend: 
     assert changes["TORCH_DIST_INIT_BARRIER"] == "1", "no rank may leave while others still join"
 
 
-def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
+def test_only_known_precisions_are_accepted(backend: Backend) -> None:
     if backend.affinity() == 0:
         pytest.skip("no such device here")
     assert backend.precision_problem("no") is None
@@ -128,7 +128,7 @@ def test_it_knows_the_precisions_and_no_other(backend: Backend) -> None:
         assert problem is None or precision in problem
 
 
-def test_random_states_can_be_put_back(family: Family) -> None:
+def test_random_states_can_be_restored(family: Family) -> None:
     backend = family.backend
     if backend.affinity() == 0:
         pytest.skip("no such device here")
@@ -147,7 +147,7 @@ def test_random_states_can_be_put_back(family: Family) -> None:
     assert draw() == drawn
 
 
-def test_it_is_concrete(backend: Backend) -> None:
+def test_a_backend_is_concrete(backend: Backend) -> None:
     assert not inspect.isabstract(type(backend))
     assert os.path.basename(inspect.getfile(type(backend))) == f"{backend.name}.py"
 
@@ -172,6 +172,6 @@ def test_simulated_devices_can_be_used(family: Family) -> None:
     assert len(readings) in (0, backend.device_count())
 
 
-def test_an_error_that_has_nothing_to_do_with_the_device_is_not_explained(backend: Backend) -> None:
+def test_unrelated_errors_are_not_explained(backend: Backend) -> None:
     assert backend.explain_failure(KeyError("lr")) == ()
     assert backend.explain_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory")) == ()

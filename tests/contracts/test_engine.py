@@ -200,7 +200,7 @@ def text_of(call):
 
 
 @on_both_kinds
-def test_a_node_program_that_is_killed_is_named_and_ends_the_job(notebook: Kernel) -> None:
+def test_a_killed_node_program_ends_the_job(notebook: Kernel) -> None:
     notebook.run(
         """
 def train():
@@ -222,7 +222,7 @@ os.kill(int(job.logs(2).split()[-1]), signal.SIGKILL)
 
 
 @on_both_kinds
-def test_nothing_is_left_on_any_node_of_a_killed_kernel(notebook: Kernel) -> None:
+def test_nothing_outlives_a_killed_kernel(notebook: Kernel) -> None:
     notebook.run("job = go(time.sleep, 3600, background=True)", timeout_s=120)
     pids = notebook.run("sorted(job.pids.values())").value
     assert pids

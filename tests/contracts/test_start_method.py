@@ -132,7 +132,7 @@ def report(number: int) -> Any:
     return os.environ["RANK"], number, os.getpid(), os.getpgid(0), os.getsid(0)
 
 
-def test_every_rank_runs_leads_a_posix_session_and_ends(stage: Stage) -> None:
+def test_ranks_run_in_their_own_posix_session(stage: Stage) -> None:
     group = stage.start(report, 7)
     stage.run(group)
     assert stage.ended == {0: ExitStatus(0), 1: ExitStatus(0)}
@@ -150,7 +150,7 @@ def leave(codes: list[int]) -> None:
     os._exit(codes[int(os.environ["RANK"])])
 
 
-def test_the_way_each_one_ended_is_reported(stage: Stage) -> None:
+def test_each_exit_status_is_reported(stage: Stage) -> None:
     stage.run(stage.start(leave, [3, 0]))
     assert stage.ended == {0: ExitStatus(3), 1: ExitStatus(0)}
 
@@ -196,7 +196,7 @@ def test_closing_ends_what_still_runs(stage: Stage) -> None:
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
 
 
-def test_an_abandoned_rank_is_not_waited_for(stage: Stage) -> None:
+def test_closing_does_not_wait_for_abandoned_ranks(stage: Stage) -> None:
     group = stage.start(time.sleep, 100)
     stage.run(group, stage.has_started)
     abandoned = psutil.Process(group.pids()[0])
@@ -221,7 +221,7 @@ def test_closing_at_once_leaves_no_process(stage: Stage) -> None:
     stage.start(time.sleep, 100)
 
 
-def test_a_call_that_cannot_be_sent_is_rejected_by_name(stage: Stage) -> None:
+def test_unpicklable_calls_are_rejected_by_name(stage: Stage) -> None:
     gate = threading.Lock()
 
     def train() -> bool:

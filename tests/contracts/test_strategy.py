@@ -144,7 +144,7 @@ def launch(function, *args):
 
 
 @pytest.mark.timeout(120)
-def test_a_strategy_of_a_users_own_trains_gathers_saves_and_loads(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_custom_strategy_trains_saves_and_loads(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(CELL)
     ours, other = kernel.run(f"launch(toy.train, True, {str(tmp_path / 'toy')!r})").value
     usual, _ = kernel.run(f"launch(toy.train, False, {str(tmp_path / 'ddp')!r})").value

@@ -80,7 +80,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_workers_compute_on_it(toy: Kernel, start_method: str) -> None:
+def test_workers_compute_on_the_device(toy: Kernel, start_method: str) -> None:
     cell = toy.run(
         f"found = notebook_launcher(train, (), 2, return_all=True, dashboard='html', start_method={start_method!r})\n"
         "found, [(row['rank'], row['loss']) for row in last_job().metrics]"
@@ -94,7 +94,7 @@ def test_workers_compute_on_it(toy: Kernel, start_method: str) -> None:
     assert any(f"(toy, {start_method}" in str(display.data) for display in cell.displays)
 
 
-def test_it_is_chosen_and_counted(toy: Kernel) -> None:
+def test_the_device_is_chosen_and_counted(toy: Kernel) -> None:
     assert (
         toy.run("len(notebook_launcher(lambda: os.getpid(), return_all=True, dashboard='none'))").value == 3
     )
@@ -103,7 +103,7 @@ def test_it_is_chosen_and_counted(toy: Kernel) -> None:
     assert "this machine has 3 toy chips for backend='toy': valid values are 1 to 3" in error.text
 
 
-def test_its_precisions_and_errors_are_its_own(toy: Kernel) -> None:
+def test_the_device_defines_precisions_and_errors(toy: Kernel) -> None:
     error = toy.run("notebook_launcher(train, (), 2, mixed_precision='fp16')", raises="ValueError").error
     assert error is not None
     assert "toy chips have no fp16" in error.text
@@ -133,7 +133,7 @@ class _Named(Backend):
 
 
 @pytest.mark.parametrize("name", ["cpu", "auto", "Toy chip", ""])
-def test_names_that_are_taken_or_no_names_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_and_duplicate_names_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Named, "__abstractmethods__", frozenset())
     backend = _Named()  # type: ignore[abstract]
     backend.name = name

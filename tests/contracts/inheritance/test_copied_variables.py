@@ -40,7 +40,7 @@ def launch(
 
 
 @contract("generators and iterators")
-def test_every_rank_goes_on_with_a_copy_and_a_line_says_so(shared: Kernel, start_method: str) -> None:
+def test_each_rank_gets_a_copy_and_a_note_says_so(shared: Kernel, start_method: str) -> None:
     warnings = launch(shared, "def function(): return [next(counter) for _ in range(2)]", start_method)
     assert [line.partition(":")[2].partition(":")[0].strip() for line in warnings] == ["counter"]
     first = shared.run("next(counter)").value  # the kernel's variable has not advanced
@@ -48,7 +48,7 @@ def test_every_rank_goes_on_with_a_copy_and_a_line_says_so(shared: Kernel, start
 
 
 @contract("generators and iterators")
-def test_a_generator_is_copied_by_a_fork_alone(shared: Kernel, start_method: str) -> None:
+def test_only_forks_copy_generators(shared: Kernel, start_method: str) -> None:
     function = "def function(): return [next(numbers) for _ in range(2)]"  # the name is in a comprehension
     if start_method == "fork":
         (warning,) = launch(shared, function, start_method)
@@ -69,7 +69,7 @@ def test_copied_iterators_are_named_on_several_ranks(shared: Kernel) -> None:
     assert not launch(shared, "ended = (1 for _ in ()); list(ended)\ndef function(): list(ended)", "fork")
 
 
-def test_an_iterator_in_an_object_of_the_user_is_named(shared: Kernel) -> None:
+def test_iterators_in_user_objects_are_named(shared: Kernel) -> None:
     shared.run(
         "class Source:\n"
         "    def __init__(self): self.rows, self.ids = (row for row in range(9)), itertools.count()\n"
@@ -81,7 +81,7 @@ def test_an_iterator_in_an_object_of_the_user_is_named(shared: Kernel) -> None:
     assert shared.run("value").value == [(1, 0), (1, 0)]
 
 
-def test_a_compressor_made_in_c_is_named(shared: Kernel, tmp_path: Path) -> None:
+def test_c_compressors_are_named(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         "import zstandard\n"
         f"file = zstandard.open({str(tmp_path / 'file')!r}, 'wb')\n"
@@ -93,9 +93,7 @@ def test_a_compressor_made_in_c_is_named(shared: Kernel, tmp_path: Path) -> None
 
 
 @contract("memory maps")
-def test_a_map_for_writing_is_the_file_for_forked_ranks_alone(
-    shared: Kernel, tmp_path: Path, start_method: str
-) -> None:
+def test_writable_maps_are_shared_only_with_forks(shared: Kernel, tmp_path: Path, start_method: str) -> None:
     shared.run(
         f"import numpy; path = {str(tmp_path / 'map')!r}; mapped = numpy.memmap(path, 'i8', 'w+', shape=4)"
     )

@@ -79,7 +79,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 @contract("Ray connections")
-def test_workers_are_not_forked_from_a_process_that_is_connected(shared: Kernel, start_method: str) -> None:
+def test_a_connected_process_is_not_forked(shared: Kernel, start_method: str) -> None:
     shared.run("import ray\nray.is_connected = True\ndef address(): return os.environ['RAY_ADDRESS']")
     try:
         if start_method == "fork":
@@ -103,7 +103,7 @@ def test_workers_log_to_the_kernels_run(shared: Kernel, start_method: str) -> No
 
 
 @contract("Optuna studies")
-def test_a_write_to_a_study_in_the_kernels_memory_is_named_once(shared: Kernel, start_method: str) -> None:
+def test_writes_to_an_in_memory_study_are_named_once(shared: Kernel, start_method: str) -> None:
     shared.run(
         "import optuna.storages._in_memory as optuna\n"
         "trial = optuna.Trial()\n"

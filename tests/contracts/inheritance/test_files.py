@@ -19,9 +19,7 @@ LAUNCH = "nblaunch.notebook_launcher(function, num_processes=2, start_method={!r
 
 
 @contract("files open for reading")
-def test_each_rank_reads_on_from_where_the_kernel_stood(
-    kernel: Kernel, tmp_path: Path, start_method: str
-) -> None:
+def test_each_rank_reads_from_the_kernels_position(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         f"path = {str(tmp_path / 'numbers.txt')!r}\n"
@@ -162,7 +160,7 @@ def test_each_rank_has_an_http_connection_of_its_own(kernel: Kernel, client: str
     assert kernel.run("answer = ask('/kernel'); server.shutdown(); answer").value == "/kernel"
 
 
-def test_a_connection_to_another_machine_is_the_first_ranks(kernel: Kernel) -> None:
+def test_only_the_first_rank_uses_a_connection(kernel: Kernel) -> None:
     address = address_of_this_machine()
     kernel.run(
         "import nblaunch, socket\n"
@@ -230,9 +228,7 @@ def function_of_all():
 """
 
 
-def test_a_service_of_the_machine_answers_the_first_rank(
-    kernel: Kernel, address: tuple[str, int] | str
-) -> None:
+def test_only_the_first_rank_uses_a_local_service(kernel: Kernel, address: tuple[str, int] | str) -> None:
     kernel.run(CONNECT.format(address=address))
     assert kernel.run(LAUNCH.format("fork")).value == [True, True]
     launch_all = LAUNCH.format("fork").replace("(function", "(function_of_all")
@@ -252,7 +248,7 @@ connection.sendall(connection.recv(2, socket.MSG_WAITALL))
 """
 
 
-def test_a_program_that_the_kernel_has_started_serves_all_ranks(kernel: Kernel) -> None:
+def test_a_program_of_the_kernel_serves_all_ranks(kernel: Kernel) -> None:
     kernel.run(
         "import nblaunch, os, socket, subprocess, sys\n"
         f"service = subprocess.Popen([sys.executable, '-c', {PROGRAM!r}], stdout=subprocess.PIPE)\n"
@@ -294,7 +290,7 @@ def address_of_this_machine() -> str:
 
 
 @contract("memory maps")
-def test_a_memory_map_has_its_files_bytes(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
+def test_a_memory_map_shows_the_files_bytes(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
     kernel.run(
         "import nblaunch, mmap, numpy\n"
         f"path = {str(tmp_path / 'data')!r}\n"
@@ -323,7 +319,7 @@ libc.fputs.argtypes, libc.fflush.argtypes = (ctypes.c_char_p, ctypes.c_void_p), 
 """
 
 
-def test_c_streams_that_a_function_leaves_open_are_written(kernel: Kernel, tmp_path: Path) -> None:
+def test_c_streams_left_open_are_flushed(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(
         C_STREAMS + f"folder = {str(tmp_path)!r}\n"
         "def function(ends_well):\n"

@@ -20,7 +20,7 @@ def test_names_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_every_row_has_a_contract_test_and_every_contract_test_a_row() -> None:
+def test_rows_and_contract_tests_match() -> None:
     for file in HERE.glob("test_*.py"):
         if file != Path(__file__):
             importlib.import_module(f"tests.contracts.inheritance.{file.stem}")

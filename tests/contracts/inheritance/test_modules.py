@@ -79,13 +79,11 @@ VALUES = ["of repo", "of package.part", "of within.deep", "of inside", "of recip
 
 
 @contract("import path and modules")
-def test_modules_come_from_the_files_from_which_the_kernel_has_them(
-    shared: Kernel, start_method: str
-) -> None:
+def test_modules_come_from_the_kernels_files(shared: Kernel, start_method: str) -> None:
     assert shared.run(f"launch(values, {start_method!r})").value == [VALUES]
 
 
-def test_processes_that_a_worker_spawns_find_them_too(shared: Kernel) -> None:
+def test_spawned_processes_find_the_kernels_modules(shared: Kernel) -> None:
     shared.run(
         "def of_child():\n"
         "    import multiprocessing\n"

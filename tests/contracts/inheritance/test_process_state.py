@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @contract("exit handlers")
-def test_exit_handlers_of_the_kernel_run_in_the_kernel_alone(kernel: Kernel, start_method: str) -> None:
+def test_kernel_exit_handlers_run_only_in_the_kernel(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import atexit, os, nblaunch\n"
         "atexit.register(print, 'exit handler ran')\n"
@@ -52,9 +52,7 @@ def test_only_forked_workers_keep_handlers_of_cells(kernel: Kernel, start_method
 
 
 @contract("working folder, umask and resource limits")
-def test_the_folder_the_umask_and_limits_are_the_kernels(
-    kernel: Kernel, start_method: str, tmp_path: Path
-) -> None:
+def test_folder_umask_and_limits_are_inherited(kernel: Kernel, start_method: str, tmp_path: Path) -> None:
     kernel.run(
         "import os, resource, nblaunch\n"
         f"os.chdir({str(tmp_path)!r})\n"
@@ -95,7 +93,7 @@ def test_c_streams_are_written_once(kernel: Kernel, start_method: str, tmp_path:
 
 
 @contract("environment variables")
-def test_the_environment_is_the_kernels_and_the_workers_own(kernel: Kernel, start_method: str) -> None:
+def test_the_environment_is_inherited_and_separate(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, nblaunch\n"
         "os.environ['SET_IN_A_CELL'] = 'yes'\n"
@@ -123,7 +121,7 @@ def test_variables_too_large_for_exec_arrive(kernel: Kernel, start_method: str) 
 
 
 @contract("random generators")
-def test_generators_begin_as_the_kernels_which_then_move_on(kernel: Kernel, start_method: str) -> None:
+def test_generators_start_with_the_kernels_state(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import random, numpy, torch, nblaunch\n"
         "def draw():\n"
@@ -168,7 +166,7 @@ def test_a_restart_replays_the_numbers_of_the_first_attempt(kernel: Kernel) -> N
     )
 
 
-def test_another_global_generator_of_numpy_is_inherited_and_moves_on(kernel: Kernel) -> None:
+def test_a_custom_numpy_generator_is_inherited(kernel: Kernel) -> None:
     kernel.run(
         "import numpy, nblaunch\n"
         "def draw(): return numpy.random.get_bit_generator().__class__.__name__, numpy.random.rand(50).tolist()\n"
@@ -186,7 +184,7 @@ def test_another_global_generator_of_numpy_is_inherited_and_moves_on(kernel: Ker
 
 
 @contract("subprocess programs")
-def test_programs_of_cells_are_seen_to_run_and_to_end(kernel: Kernel, start_method: str) -> None:
+def test_programs_of_cells_can_be_polled(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, subprocess, nblaunch\n"
         "running, killed = (subprocess.Popen(['cat'], stdin=subprocess.PIPE) for _ in range(2))\n"

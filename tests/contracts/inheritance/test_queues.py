@@ -22,9 +22,7 @@ def launch(kernel: Kernel, start_method: str, options: str = "", raises: str | N
 
 @contract("queues between processes")
 @pytest.mark.parametrize("kind", ["Queue", "JoinableQueue"])
-def test_values_that_are_larger_than_a_pipe_arrive_after_the_launch(
-    kernel: Kernel, start_method: str, kind: str
-) -> None:
+def test_values_larger_than_a_pipe_arrive(kernel: Kernel, start_method: str, kind: str) -> None:
     kernel.run(
         f"{SETUP}queue = multiprocessing.{kind}()\n"
         "def train():\n"
@@ -80,7 +78,7 @@ def test_a_put_that_no_process_reads_is_named(kernel: Kernel, start_method: str,
 
 
 @pytest.mark.parametrize("make", ["multiprocessing.Queue()", "torch.multiprocessing.Queue()"])
-def test_tensors_outlive_the_ranks_that_have_put_them(kernel: Kernel, make: str) -> None:
+def test_queued_tensors_outlive_their_ranks(kernel: Kernel, make: str) -> None:
     kernel.run(
         f"{SETUP}queue = {make}\ndef train(): queue.put({{'small': torch.ones(2), 'large': torch.ones(10**6)}})"
     )
@@ -92,7 +90,7 @@ def test_tensors_outlive_the_ranks_that_have_put_them(kernel: Kernel, make: str)
     assert cell.value == [([1.0, 1.0], 1e6)] * 2
 
 
-def test_many_small_values_arrive_though_the_function_raises(kernel: Kernel) -> None:
+def test_queued_values_arrive_after_an_error(kernel: Kernel) -> None:
     kernel.run(
         f"{SETUP}queue = multiprocessing.Queue()\n"
         "def train():\n"
@@ -104,7 +102,7 @@ def test_many_small_values_arrive_though_the_function_raises(kernel: Kernel) -> 
     assert kernel.run("sum(len(queue.get(timeout=20)) for _ in range(3000))").value == 300_000
 
 
-def test_values_of_several_launches_and_of_the_kernel_stay_in_order(kernel: Kernel) -> None:
+def test_values_of_several_launches_stay_in_order(kernel: Kernel) -> None:
     kernel.run(
         f"{SETUP}queue = multiprocessing.Queue()\n"
         "def train(first):\n"
@@ -116,7 +114,7 @@ def test_values_of_several_launches_and_of_the_kernel_stay_in_order(kernel: Kern
     assert kernel.run("[queue.get(timeout=20)[0] for _ in range(8)]").value == list(range(8))
 
 
-def test_a_reader_in_the_kernel_gets_all_in_order_while_the_job_ends(kernel: Kernel) -> None:
+def test_a_kernel_reader_gets_all_values_in_order(kernel: Kernel) -> None:
     kernel.run(
         f"{SETUP}import threading\n"
         "queue, read = multiprocessing.Queue(), []\n"

@@ -96,7 +96,7 @@ def test_processes_of_joblib_are_started_in_a_worker(kernel: Kernel, start_metho
     assert kernel.run("result = use(pool); pool.__exit__(None, None, None); result").result == "10"
 
 
-def test_a_pool_that_a_worker_only_ends_goes_on_in_the_kernel(kernel: Kernel) -> None:
+def test_ending_a_pool_in_a_worker_leaves_the_kernels(kernel: Kernel) -> None:
     kernel.run(
         "import nblaunch, multiprocessing\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
@@ -131,7 +131,7 @@ def test_compiled_functions_and_new_ones_run(kernel: Kernel, start_method: str) 
 
 
 @contract("threads")
-def test_a_thread_of_the_kernel_is_named_by_a_worker_that_joins_it(kernel: Kernel, start_method: str) -> None:
+def test_joining_a_kernel_thread_names_it(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import threading, nblaunch\n"
         "stop = threading.Event()\n"
@@ -168,7 +168,7 @@ def test_a_lock_that_the_kernel_holds_is_named(kernel: Kernel, start_method: str
         assert "lock" in launch(kernel, "train", start_method, raises="PayloadError").raised.value
 
 
-def test_a_lock_that_a_thread_of_the_kernel_holds_now_and_then_is_free_in_workers(kernel: Kernel) -> None:
+def test_briefly_held_locks_are_free_in_workers(kernel: Kernel) -> None:
     kernel.run(
         "import threading, nblaunch\n"
         "lock, stop = threading.Lock(), threading.Event()\n"
@@ -185,9 +185,7 @@ def test_a_lock_that_a_thread_of_the_kernel_holds_now_and_then_is_free_in_worker
 
 
 @contract("data loaders")
-def test_a_loader_is_read_afresh_and_an_iterator_with_processes_is_rejected(
-    kernel: Kernel, start_method: str
-) -> None:
+def test_loaders_restart_and_their_iterators_are_rejected(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import nblaunch\n"
         "from torch.utils.data import DataLoader\n"
@@ -236,7 +234,7 @@ def test_records_reach_the_handlers_of_a_listener(kernel: Kernel, start_method: 
     kernel.run("listener.stop()")
 
 
-def test_threads_of_a_worker_that_first_use_a_pool_together_share_one(kernel: Kernel) -> None:
+def test_concurrent_first_uses_share_one_pool(kernel: Kernel) -> None:
     kernel.run(
         "import os, multiprocessing, threading, nblaunch\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -270,7 +268,7 @@ def test_records_that_a_handler_holds_are_written_once(kernel: Kernel, tmp_path:
 
 
 @contract("event loops")
-def test_a_worker_has_event_loops_of_its_own(kernel: Kernel, start_method: str) -> None:
+def test_workers_create_their_own_event_loops(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import asyncio, nblaunch\n"
         "async def add(): return await asyncio.get_running_loop().run_in_executor(None, sum, (1, 2))\n"

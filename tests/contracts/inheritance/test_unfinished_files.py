@@ -192,9 +192,7 @@ def is_installed(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", list(filter(is_installed, WRITERS)))
-def test_writes_of_a_rank_are_rejected_and_the_kernel_completes_its_file(
-    shared: Kernel, tmp_path: Path, name: str
-) -> None:
+def test_rank_writes_are_rejected_and_the_kernel_finishes(shared: Kernel, tmp_path: Path, name: str) -> None:
     opens, writes, completes, content = WRITERS[name]
     shared.run(f"path = {str(tmp_path / 'file')!r}\n{opens}\ndef function(): {writes}")
     error = shared.run(LAUNCH.format("fork"), raises="UnfinishedFileError").raised
@@ -241,9 +239,7 @@ def test_an_archive_is_not_sent(shared: Kernel, tmp_path: Path, start_method: st
     assert shared.run("archive.write(b'kernel'); archive.close(); gzip.open(path).read()").value == b"kernel"
 
 
-def test_a_rank_that_closes_or_drops_a_file_leaves_its_end_to_the_kernel(
-    shared: Kernel, tmp_path: Path
-) -> None:
+def test_closing_in_a_rank_does_not_finish_the_file(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         f"folder = {str(tmp_path)!r}\n"
         "packed = gzip.open(f'{folder}/packed', 'wb'); packed.write(b'kernel ')\n"
@@ -271,7 +267,7 @@ def test_a_rank_that_closes_or_drops_a_file_leaves_its_end_to_the_kernel(
     assert shared.run("tarfile.open(f'{folder}/tar').getnames()").value == ["kernel", "rank", "end"]
 
 
-def test_text_that_reaches_a_compressed_file_late_is_reported(shared: Kernel, tmp_path: Path) -> None:
+def test_late_text_for_a_compressed_file_is_reported(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         "import csv\n"
         f"path = {str(tmp_path / 'rows')!r}\n"
