@@ -60,11 +60,11 @@ def test_tqdm_bars_are_read(options: dict[str, Any], counted: str, fraction: flo
         "45%|##",
     ],
 )
-def test_other_lines_are_no_bars(line: str) -> None:
+def test_other_lines_are_not_bars(line: str) -> None:
     assert read_bar(line) is None
 
 
-def test_a_bar_in_words() -> None:
+def test_bars_become_text() -> None:
     drawn = "train:  45%|████      | 45/100 [00:45<00:55, 1.00it/s]"
     assert read_bar(drawn) == Bar("train 45/100 [00:45<00:55, 1.00it/s]", 0.45)
     assert read_bar("45it [00:45,  1.00it/s]") == Bar("45 [00:45,  1.00it/s]", None)

@@ -28,7 +28,7 @@ def numbers(html: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", html)
 
 
-def test_a_chart_has_axes_with_round_numbers_and_stays_in_its_frame() -> None:
+def test_a_chart_has_round_ticks_and_fits_its_frame() -> None:
     html = chart("x", [(0, 3.0), (1, -1.0), (2, 2.0), (3, 2.5)])
     width, height = map(int, re.search(r'<svg width="(\d+)" height="(\d+)"', html).groups())  # type: ignore[union-attr]
     ((first, *_, last),) = lines(html)
@@ -111,7 +111,7 @@ def test_thinned_lines_keep_their_ends() -> None:
         ([1e8, 2e8], ["1e8", "2e8"]),
     ],
 )
-def test_tick_labels_have_equally_many_digits(values: list[float], expected: list[str]) -> None:
+def test_tick_labels_have_the_same_number_of_digits(values: list[float], expected: list[str]) -> None:
     html = chart("x", [(0, values[0]), (1, values[-1])])
     texts = numbers(html)
     assert [text for text in texts[: texts.index("step")] if text in expected] == expected

@@ -18,7 +18,7 @@ def test_a_long_curve_is_thinned_and_covers_everything() -> None:
     assert curve.num_seen == 1000
 
 
-def test_steps_that_begin_anew_count_on() -> None:
+def test_restarted_step_numbers_continue() -> None:
     curve = Curve()
     for step in (0, 5, 0, 5, 20):
         curve = curve.extended(step, 1.0, 10)
@@ -32,7 +32,7 @@ def _logged(view: JobView, attempt: int, steps: list[int | None]) -> JobView:
     return view
 
 
-def test_a_restart_has_curves_of_its_own() -> None:
+def test_a_restart_has_its_own_curves() -> None:
     view = _logged(JobView(), 0, [0, 100, 200])
     assert _logged(view, 1, [100, 200]).curves["accuracy"].points() == [(100, 1), (200, 1)]
     assert _logged(view, 1, []).curves == {}

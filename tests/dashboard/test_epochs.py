@@ -44,7 +44,7 @@ def test_epoch_rows_show_mean_loss_metrics_and_slowest_time() -> None:
     assert tabulate(view).metrics == ""  # the metrics are in the table instead
 
 
-def test_metrics_have_a_row_in_an_epoch_and_a_line_before() -> None:
+def test_metrics_move_from_a_line_to_their_epochs_row() -> None:
     view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1}, epoch=1)])
     assert tabulate_epochs(view).columns == ("epoch", "lr", "time")
     assert tabulate_epochs(view).rows == (("1", "0.1000", ""),)
@@ -53,7 +53,7 @@ def test_metrics_have_a_row_in_an_epoch_and_a_line_before() -> None:
     assert tabulate(view).metrics == "lr 0.1 (step 3)"
 
 
-def test_long_names_of_metrics_are_short_and_keep_their_ends() -> None:
+def test_long_metric_names_keep_their_ends() -> None:
     names = [f"validation/{'a_long_name_' * 20}{end}" for end in ("accuracy", "loss")]
     view = fold(view_of(started(1)), Metric(0, START_S, 1, dict.fromkeys(names, 0.5), epoch=1))
     *_, accuracy, loss, _ = tabulate_epochs(view).columns
@@ -72,7 +72,7 @@ def test_only_the_last_epochs_are_shown_and_kept() -> None:
     assert "earlier epochs are not shown" in Reader(render_html(over)).text
 
 
-def test_a_restart_has_epochs_of_its_own() -> None:
+def test_a_restart_has_its_own_epochs() -> None:
     view = view_of([*started(2), *epochs(range(1, 3))])
     view = fold(view, AttemptStarted(-1, START_S + 1, "train", 2, "cpu", "fork", attempt=1))
     view = view_of([EpochEnded(rank, START_S, 2, 9.0, 1.0) for rank in range(2)], view)
@@ -96,7 +96,7 @@ def test_two_loops_of_an_epoch_have_a_row_each() -> None:
     assert [row[:2] for row in rows] == [("4", "1.0000"), ("4", "2.0000"), ("5", "1.0000"), ("5", "2.0000")]
 
 
-def test_a_loss_that_is_not_finite_is_shown_and_a_silent_loop_has_no_table() -> None:
+def test_non_finite_losses_are_shown() -> None:
     view = view_of([*started(1), EpochEnded(0, START_S, 1, math.nan, 1.0)])
     assert tabulate_epochs(view).rows == (("1", "nan", "1.0 s"),)
     silent = view_of([*started(1), EpochEnded(0, START_S, 1, None, 1.0)])

@@ -21,6 +21,6 @@ def test_the_head_shows_the_last_fact_of_each_name() -> None:
     )
 
 
-def test_another_attempt_has_facts_of_its_own() -> None:
+def test_each_attempt_has_its_own_facts() -> None:
     view = fold(fold(JobView(), STARTED), Fact(-1, 2.0, "compilations", "1 graph compiled in 0.5 s"))
     assert tabulate(fold(view, STARTED)).setting == "2 processes (xla, fork, bf16)"

@@ -76,7 +76,7 @@ def largest_error(
     [(0.16, 0.035, 6, 0.2), (5.0, 0.1, 10, 0.0), (0.1, 0.1, 4, 0.5), (20.0, 1.0, 20, 1.0)],
     ids=["first backward", "compilation", "workers of the loader", "slow steps"],
 )
-def test_slow_first_steps_are_no_forecast(
+def test_slow_first_steps_do_not_affect_the_forecast(
     first_s: float, step_s: float, num_epochs: int, begin_s: float, counts_all: bool
 ) -> None:
     steps_s = [first_s] + [step_s] * (20 * num_epochs - 1)
@@ -84,13 +84,13 @@ def test_slow_first_steps_are_no_forecast(
 
 
 @pytest.mark.parametrize("at_step", [3, 5, 8])
-def test_one_pause_is_no_forecast(at_step: int) -> None:
+def test_one_pause_does_not_affect_the_forecast(at_step: int) -> None:
     steps_s = [0.12] * 60
     steps_s[at_step] = 1.0
     assert largest_error(announced(steps_s, 60), steps_s, first_share=0.25) < 0.1
 
 
-def test_pauses_that_come_again_are_forecast() -> None:
+def test_recurring_pauses_are_forecast() -> None:
     steps_s = [1.0 if step % 5 == 4 else 0.1 for step in range(100)]
     assert largest_error(announced(steps_s, 100), steps_s, first_share=0.2) < 0.2
 

@@ -49,7 +49,7 @@ def test_the_table_stands_above_the_output_even_of_a_short_job(shared: Kernel) -
 
 
 @pytest.mark.timeout(60)
-def test_a_few_seconds_of_lines_and_steps_are_few_messages(shared: Kernel) -> None:
+def test_lines_and_steps_need_few_messages(shared: Kernel) -> None:
     # This test uses real time, because the kernel's own buffering affects the count.
     cell = shared.run(
         """
@@ -124,7 +124,7 @@ close(d)
 
 
 @pytest.mark.timeout(60)
-def test_text_on_request_and_nothing_on_request(shared: Kernel) -> None:
+def test_dashboards_can_be_text_or_off(shared: Kernel) -> None:
     run = "d = dashboard.choose({!r}); emit(d, begin(1)); emit(d, end(1)); close(d)"
     assert set(shared.run(run.format("text")).displays[0].data) == {"text/plain"}
     assert outputs(shared.run(run.format("none"))) == []

@@ -78,7 +78,7 @@ class CountingDashboard(ViewingDashboard):
         self.last = view
 
 
-def test_every_reading_before_the_end_counts_although_few_are_drawn() -> None:
+def test_readings_that_are_not_drawn_still_count() -> None:
     clock = Clock()
     board = CountingDashboard(Pace(first_s=0.0, clock=clock))
     feed(board, started(8))
@@ -170,7 +170,7 @@ def test_a_background_job_is_shown_at_once_with_its_output() -> None:
     assert shown.bundles[-1]["text/plain"].count("passed over") == 1
 
 
-def test_a_launch_that_never_started_leaves_nothing_unless_it_was_shown() -> None:
+def test_an_unstarted_launch_leaves_no_output() -> None:
     shown = Publications()
     NotebookDashboard(publish=shown).close()
     assert shown.bundles == []
@@ -204,7 +204,7 @@ def test_watched_table_includes_last_lines(is_html: bool) -> None:
     assert not any("line 30" in text for text in shown.bundles[-1].values())
 
 
-def test_text_alone_on_request() -> None:
+def test_text_can_be_requested() -> None:
     shown = Publications()
     table = NotebookDashboard(is_html=False, publish=shown)
     feed(table, [*started(1), *ended(1)])
@@ -215,7 +215,7 @@ def test_text_alone_on_request() -> None:
 # --- output of the workers -------------------------------------------------------------------------------------------
 
 
-def test_lines_of_a_tick_leave_in_one_write_with_their_rank() -> None:
+def test_lines_of_a_tick_are_written_at_once() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, [*started(4), lines_of(2, 0, 2), lines_of(0, 0, 1), lines_of(2, 2, 3)])
@@ -227,7 +227,7 @@ def test_lines_of_a_tick_leave_in_one_write_with_their_rank() -> None:
     assert stream.num_writes == 1
 
 
-def test_labels_are_aligned_and_a_single_process_has_none() -> None:
+def test_only_several_processes_have_labels() -> None:
     stream = Writes()
     feed(many := LinesPrinter(stream=stream), [*started(12), lines_of(2, 0, 1), lines_of(11, 0, 1)])
     many.close()
@@ -236,7 +236,7 @@ def test_labels_are_aligned_and_a_single_process_has_none() -> None:
     assert stream.getvalue() == "[ 2] line 0\n[11] line 0\nline 0\n"
 
 
-def test_a_label_of_ones_own_knows_the_rank_on_this_machine() -> None:
+def test_custom_labels_know_the_local_rank() -> None:
     stream = Writes()
     begin = AttemptStarted(
         -1, START_S, num_processes=4, label_template="<${rank}, here ${local_rank}> ", first_rank=2
@@ -273,7 +273,7 @@ def test_equal_lines_of_ranks_are_shown_once() -> None:
     ]
 
 
-def test_lines_with_a_label_of_ones_own_are_not_merged() -> None:
+def test_lines_with_custom_labels_are_not_merged() -> None:
     stream = Writes()
     begin = AttemptStarted(-1, START_S, num_processes=3, label_template="<${rank}> ")
     printer = LinesPrinter(stream=stream, merges_equal=True)
@@ -282,7 +282,7 @@ def test_lines_with_a_label_of_ones_own_are_not_merged() -> None:
     assert stream.getvalue() == "<0> ready\n<1> ready\n<2> ready\n"
 
 
-def test_lines_are_alike_only_near_each_other() -> None:
+def test_only_nearby_equal_lines_are_merged() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, merges_equal=True, defers_lines=True)
     early = [prints(rank, "ready") for rank in range(3)]
@@ -293,7 +293,7 @@ def test_lines_are_alike_only_near_each_other() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.floats(0, 3)), max_size=60))
-def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
+def test_merged_lines_keep_each_ranks_order(
     printed: list[tuple[int, str, float]],
 ) -> None:
     lines = MergedLines()
@@ -304,7 +304,7 @@ def test_joined_lines_lose_nothing_and_keep_the_order_of_each_rank(
         assert shown == [text for one, text, _ in printed if one == rank]
 
 
-def test_many_ranks_that_print_a_lot_share_what_is_shown() -> None:
+def test_ranks_share_the_shown_lines() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream, clock=Clock())
     feed(printer, started(8))
@@ -373,7 +373,7 @@ def test_endless_output_is_shortened(chunk: int) -> None:
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
 
 
-def test_each_attempt_has_its_own_lines_and_names_its_own_log() -> None:
+def test_each_attempt_has_its_own_lines_and_log() -> None:
     stream = Writes()
     printer = LinesPrinter(stream=stream)
     feed(printer, [*started(2), lines_of(1, 0, 600)])
@@ -422,7 +422,7 @@ def figure(
     return Displayed(rank, START_S, {"text/plain": text, "image/png": "…"}, {}, transient, update)
 
 
-def test_displays_keep_their_place_and_only_rank_0_goes_without_a_label() -> None:
+def test_displays_keep_their_place_and_label() -> None:
     stream, shown = Writes(), []
 
     def publish(event: Displayed) -> None:
@@ -434,7 +434,7 @@ def test_displays_keep_their_place_and_only_rank_0_goes_without_a_label() -> Non
     assert shown == [(0, "[0] line 0\n"), (2, "[0] line 0\n[0] line 1\n[2] displayed:\n")]
 
 
-def test_ranks_that_use_the_same_display_id_do_not_overwrite_each_other() -> None:
+def test_equal_display_ids_of_ranks_stay_separate() -> None:
     shown: list[Displayed] = []
     printer = LinesPrinter(stream=Writes(), publish=shown.append)
     feed(printer, [*started(2), figure(0, "plot"), figure(1, "plot")])
@@ -503,7 +503,7 @@ def test_unknown_kinds_are_rejected_with_the_valid_ones() -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "widgets", "html", "text"])
 @pytest.mark.parametrize("background", [False, True])
-def test_outside_of_a_kernel_text_goes_to_stderr_and_output_to_stdout(
+def test_scripts_print_tables_to_stderr(
     kind: str, background: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for listener in dashboard.choose(kind, background=background):
@@ -515,7 +515,7 @@ def test_outside_of_a_kernel_text_goes_to_stderr_and_output_to_stdout(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_none_is_no_dashboard_and_shows_nothing(background: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dashboard_none_shows_nothing(background: bool, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = dashboard.choose("none", background=background)
     assert chosen == []
     assert not dashboard.show_again(chosen)
@@ -523,7 +523,7 @@ def test_none_is_no_dashboard_and_shows_nothing(background: bool, capsys: pytest
     assert capsys.readouterr() == ("", "")
 
 
-def test_importing_and_choosing_import_nothing_of_jupyter() -> None:
+def test_choosing_a_dashboard_does_not_import_jupyter() -> None:
     code = (
         "import sys, nblaunch.dashboard as d; d.choose('auto'); d.choose('html', background=True); "
         "print([m for m in ('IPython', 'ipywidgets', 'comm', 'torch', 'zmq', 'numpy') if m in sys.modules])"
@@ -581,7 +581,7 @@ def test_a_broken_dashboard_is_switched_off_and_logged_once(caplog: pytest.LogCa
     assert "the front end went away" in caplog.text
 
 
-def test_an_interrupt_is_the_launchers_business() -> None:
+def test_dashboards_pass_interrupts_on() -> None:
     def interrupted(bundle: Mapping[str, str], display_id: str, is_update: bool) -> None:
         raise KeyboardInterrupt
 

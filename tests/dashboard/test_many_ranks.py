@@ -66,7 +66,7 @@ def started(num_ranks: int) -> Recorded:
 
 
 @pytest.mark.parametrize(("num_ranks", "most"), [(8, 55), (NUM_RANKS, 21)])
-def test_many_ranks_are_drawn_less_often_and_as_they_are_now(num_ranks: int, most: int) -> None:
+def test_many_ranks_are_drawn_less_often(num_ranks: int, most: int) -> None:
     dashboard = started(num_ranks)
     for step in range(1, 101):
         num_drawn = len(dashboard.drawn)

@@ -42,13 +42,13 @@ def texts(view: JobView) -> list[str]:
     return [notice.text for notice in notices(view)]
 
 
-def test_equal_ranks_need_no_words() -> None:
+def test_equal_ranks_get_no_notice() -> None:
     assert notices(at_rates([10, 10, 9.5, 10.2])) == ()
     assert notices(view_of(started(4))) == ()
     assert notices(JobView()) == ()
 
 
-def test_a_slow_rank_is_named_with_how_much() -> None:
+def test_a_slow_rank_is_named_with_its_delay() -> None:
     view = at_rates([10, 10, 5.55, 10])
     (notice,) = notices(view)
     assert (notice.kind, notice.ranks) == ("slow", (2,))
@@ -132,7 +132,7 @@ def test_lockstep_straggler_computes_longest() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_delays_of_a_busy_machine_are_no_slow_rank(seed: int) -> None:
+def test_random_delays_name_no_slow_rank(seed: int) -> None:
     """Each rank computes for 20 ms per step, and loses the processor for 100 ms on average at every tenth step."""
     draw = random.Random(seed)
     view, now_s, busy_s = view_of(started(2)), 5.0, [0.0, 0.0]
@@ -148,7 +148,7 @@ def test_random_delays_of_a_busy_machine_are_no_slow_rank(seed: int) -> None:
         assert notices(view) == ()
 
 
-def test_a_slightly_slow_rank_is_named_once_it_was_so_for_the_whole_window() -> None:
+def test_a_slightly_slow_rank_is_named_after_a_whole_window() -> None:
     busy_s = [0.05, 0.05, 0.07]
     assert notices(in_step(busy_s, step_s=0.05)) == ()  # five seconds
     assert texts(in_step(busy_s))[0].startswith("rank 2: 1.4 times slower than the others (70 against 50 ms")
@@ -159,7 +159,7 @@ def test_slowness_without_waits_is_not_reported() -> None:
     assert notices(in_step([0.09, 0.09, 0.09])) == ()
 
 
-def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> None:
+def test_a_silent_rank_is_stalled_and_others_wait() -> None:
     view = waiting(trained(4), (0, 2, 3), 11)
     assert texts(fold_readings(view, [], START_S + 25)) == []
     view = fold_readings(view, [], START_S + 55)
@@ -168,13 +168,13 @@ def test_a_rank_without_a_sign_of_life_is_stalled_and_others_wait_for_it() -> No
     assert stalled.text == "rank 1: no progress for 45 s"
 
 
-def test_output_is_a_sign_of_life() -> None:
+def test_output_counts_as_progress() -> None:
     view = waiting(trained(2), (0,), 11)
     view = view_of([LogLines(1, START_S + 50, lines=("still here",))], view)
     assert texts(fold_readings(view, [], START_S + 55)) == []
 
 
-def test_all_ranks_at_rest_are_reported() -> None:
+def test_stalls_of_all_ranks_are_reported() -> None:
     view = fold_readings(trained(4), [sample(2, 99)], START_S + 10)
     view = fold_readings(view, [], START_S + 70)
     assert texts(view) == ["ranks 0-3: no progress for 1:00"]
@@ -188,7 +188,7 @@ def test_slow_steps_are_not_a_hang() -> None:
 
 
 @pytest.mark.parametrize("state", [WorkerState.COMPILING, WorkerState.FINISHING])
-def test_compiling_takes_its_time(state: WorkerState) -> None:
+def test_compiling_is_not_a_stall(state: WorkerState) -> None:
     view = waiting(trained(2), (0, 1), 11, state)
     assert texts(fold_readings(view, [], START_S + 500)) == []
 
@@ -229,12 +229,12 @@ def test_past_hangs_are_not_shown_again() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_lost_is_reported(value: float) -> None:
+def test_a_non_finite_loss_is_reported(value: float) -> None:
     view = fold_readings(trained(3), [sample(rank, 101, loss=value) for rank in (0, 1)], START_S + 10.1)
     assert texts(view) == [f"the loss of ranks 0-1 is {value}"]
 
 
-def test_a_rank_that_the_launcher_found_waiting_says_so_until_it_moves() -> None:
+def test_a_waiting_rank_is_shown_until_it_moves() -> None:
     view = view_of(
         [
             Stalled(0, START_S + 13, "cell 5, line 14", "all_reduce", 3.0),
@@ -289,7 +289,7 @@ def test_after_a_stopped_hang_only_the_culprit_failed() -> None:
     assert notices(view) == ()  # the exception contains it
 
 
-def test_why_steps_are_slow_takes_the_place_of_the_comparison() -> None:
+def test_the_reason_for_slow_steps_replaces_the_comparison() -> None:
     text = "batches of rank 2 are 1.8 times longer (1,800 against 1,000 elements)"
     view = fold(at_rates([10, 10, 5.55, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
     (notice,) = notices(view)

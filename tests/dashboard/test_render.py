@@ -101,7 +101,7 @@ def test_64_processes_fit_on_a_screen() -> None:
     assert max(map(len, lines)) < 160
 
 
-def test_the_largest_memory_of_each_rank_and_of_the_job_has_a_column() -> None:
+def test_peak_memory_has_a_column() -> None:
     view = fold_readings(
         trained(2),
         [sample(1, 101, device_bytes=10**9, device_peak_bytes=3 * 10**9, device_limit_bytes=16 * 10**9)],
@@ -118,13 +118,13 @@ def test_the_largest_memory_of_each_rank_and_of_the_job_has_a_column() -> None:
     ]
 
 
-def test_memory_that_counts_shared_pages_for_each_rank_is_not_added_up() -> None:
+def test_memory_with_shared_pages_is_not_summed() -> None:
     readings = [HostMemory(rank, 1.0, 10**9, is_proportional=False) for rank in range(2)]
     rows = tabulate(view_of(readings, trained(2))).rows
     assert [row.cells[-1] for row in rows] == ["", "1.00 GB", "1.00 GB"]
 
 
-def test_a_detour_is_reported_in_the_head_and_is_no_warning() -> None:
+def test_a_fallback_is_named_in_the_header() -> None:
     fallback = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
     events = started(2, start_method="forkserver", reason="fork is not possible", fallback=fallback)
     for view in (view_of(events), view_of([*events, *ended(2)])):
@@ -136,7 +136,7 @@ def test_a_detour_is_reported_in_the_head_and_is_no_warning() -> None:
     assert 'title="fork: nothing is pickled"' in render_html(view_of(started(2, reason="nothing is pickled")))
 
 
-def test_every_end_has_its_words() -> None:
+def test_each_outcome_has_its_words() -> None:
     def headline(**fields: object) -> str:
         return tabulate(view_of([*started(2), JobEnded(-1, START_S + 12, **fields)])).headline  # type: ignore[arg-type]
 
@@ -162,7 +162,7 @@ def test_setting_shows_spmd_and_unusual_precision() -> None:
     )
 
 
-def test_a_bar_of_a_worker_without_a_loader_is_its_progress() -> None:
+def test_a_workers_bar_replaces_missing_progress() -> None:
     line = "fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"
     view = view_of([*started(2), StatusLine(1, START_S, text=line)])
     row = tabulate(view).rows[2]
@@ -239,7 +239,7 @@ def test_charts_appear_only_in_the_summary() -> None:
     assert html.count("<svg") == 2
 
 
-def test_steps_that_are_no_numbers_are_shown_and_stand_behind_the_others() -> None:
+def test_non_numeric_steps_are_listed_last() -> None:
     steps = ["epoch 1", 5, "epoch 2", 2.5, None, 10**400, "<b>"]
     view = trained(2)
     for number, step in enumerate(steps):
@@ -280,7 +280,7 @@ def test_text_and_html_say_the_same() -> None:
     assert {len(row) for row in html.rows[: 1 + len(table.rows)]} == {len(heads)}
 
 
-def test_failures_name_the_root_cause_first_and_the_same_words_once() -> None:
+def test_failures_begin_with_the_root_cause() -> None:
     events = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
     view = view_of([*started(5), *events, raised(1), killed(4, -9), JobEnded(-1, START_S + 5, "failed", 1)])
     lines = render_text(view).splitlines()
@@ -313,7 +313,7 @@ def test_a_failure_shows_its_explanation() -> None:
         assert "Use less." in text
 
 
-def test_consequences_are_one_line_and_their_ranks_look_different() -> None:
+def test_consequences_share_one_line() -> None:
     events = [
         raised(rank, f"Connection closed by peer [127.0.0.1]:{port}", is_consequence=True)
         for rank, port in ((0, 60597), (2, 4411), (3, 51000))
@@ -326,7 +326,7 @@ def test_consequences_are_one_line_and_their_ranks_look_different() -> None:
     assert rows_html(tabulate(view)).count(BAD) < rows_html(tabulate(view)).count(CALM)
 
 
-def test_a_connection_that_is_lost_for_an_unknown_cause_is_shown_whole() -> None:
+def test_unexplained_connection_errors_are_shown_whole() -> None:
     view = view_of([*started(3), *(raised(rank, f"rejected {rank}", is_consequence=True) for rank in (0, 2))])
     first, others = tabulate(view).failures
     assert (first.who, first.text) == ("rank 0", "ValueError: rejected 0")
@@ -338,7 +338,7 @@ def test_many_different_failures_are_summed_up() -> None:
     assert tabulate(view).failures[-1][:2] == ("5 more ranks", "see the logs")
 
 
-def test_a_failure_of_no_rank_is_still_reported() -> None:
+def test_a_failure_without_a_rank_is_reported() -> None:
     view = view_of([*started(2), JobEnded(-1, START_S + 1, "failed", None, "the store went away")])
     assert "job: the store went away" in render_text(view)
 
@@ -367,7 +367,7 @@ def test_worker_text_is_escaped_everywhere() -> None:
     assert render_text(view, tail=[(1, HOSTILE)]).count(HOSTILE) >= 6
 
 
-def test_html_stands_alone_in_any_theme() -> None:
+def test_html_works_in_any_theme() -> None:
     html = render_html(trained(8), tail=())
     assert not re.search(r"<style|<link|<img|https?:|@import|url\(", html)
     assert "tabular-nums" in html
@@ -456,7 +456,7 @@ def test_numbers() -> None:
 
 @settings(deadline=None)  # other tests may occupy the processors
 @given(any_story)
-def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
+def test_any_report_can_be_rendered(story: list[Event | list[SlotReading]]) -> None:
     view = view_after(story)
     bundle = mimebundle(view, tail=[(0, "a line")] * 20)
     assert set(Reader(bundle["text/html"]).tags) <= HARMLESS
@@ -467,7 +467,7 @@ def test_whatever_was_reported_can_be_rendered(story: list[Event | list[SlotRead
     assert len(bundle["text/plain"].splitlines()) <= num_lines + 16
 
 
-def test_the_headline_says_how_far_the_job_is() -> None:
+def test_the_headline_shows_progress() -> None:
     readings = [sample(rank, 100, num_epochs=10) for rank in range(2)]
     view = fold_readings(trained(2), readings, START_S + 10)
     assert tabulate(view).progress == "epoch 1 of 10 · 1 % · 16:30 left · loss 0.0099 · 640 samples/s"
@@ -479,7 +479,7 @@ def test_headline_without_epochs_has_no_time_left() -> None:
     assert view.left_s is None
 
 
-def test_a_job_in_which_a_rank_has_failed_has_no_time_left_in_its_headline() -> None:
+def test_headline_with_a_failed_rank_has_no_time_left() -> None:
     view = view_of([raised(1), killed(1, 1)], trained(2))
     for shown in (render_text(view), re.sub(r"<[^>]*>", "", render_html(view))):
         assert "rank 1 failed, running for 10 s" in shown

@@ -52,7 +52,7 @@ def test_rates_are_means_over_the_whole_job() -> None:
     assert figures(over)["epochs"] == ("2", "100 steps")
 
 
-def test_a_training_without_a_batch_says_so() -> None:
+def test_a_loop_without_batches_is_reported() -> None:
     readings = [sample(rank, 0, 0, epoch=2, num_epochs=2, loop=2) for rank in range(2)]
     over = view_of(ended(2, 31), fold_readings(view_of(started(2)), readings, START_S))
     assert figures(over)["epochs"] == ("2", "no steps: the loader is empty")
@@ -80,7 +80,7 @@ def test_the_last_and_the_best_of_losses_and_metrics_are_shown() -> None:
     assert "lr 0.1" in render_text(over)
 
 
-def test_the_best_value_is_found_among_more_points_than_are_kept() -> None:
+def test_the_best_value_includes_thinned_points() -> None:
     values = [0.5 + (step == 777) / 4 for step in range(2000)]
     logged = [Metric(0, START_S, step, {"accuracy": value}) for step, value in enumerate(values)]
     assert figures(view_of([*logged, *ended(2)], trained()))["accuracy"] == (
@@ -111,7 +111,7 @@ def test_ranks_that_differ_have_their_rows() -> None:
     assert tabulate(crashed).alike == ""
 
 
-def test_a_job_that_did_not_end_well_says_how_far_it_came() -> None:
+def test_an_unsuccessful_job_shows_its_progress() -> None:
     view = view_of([JobEnded(-1, START_S + 31, "interrupted")], fold_readings(trained(), [], START_S + 31))
     assert figures(view)["epochs"][0] == "2" if "epochs" in figures(view) else "epoch" in figures(view)
     early = view_of(started(2))
@@ -129,7 +129,7 @@ def test_no_column_of_a_result_is_empty(num_ranks: int) -> None:
     assert "ETA" not in table.columns
 
 
-def test_losses_have_the_largest_chart_and_constants_have_none() -> None:
+def test_losses_get_the_largest_chart() -> None:
     logged = [Metric(0, START_S, step, {"lr": 0.1, "accuracy": step / 10}) for step in range(5)]
     over = view_of([*logged, *ended(2)], trained())
     loss, accuracy = charts(over)
@@ -150,7 +150,7 @@ def test_ticks_of_whole_numbers_are_whole(length: int) -> None:
     assert all(text.isdigit() for text in at_x)
 
 
-def test_the_runs_of_trackers_are_one_line_with_links_to_their_pages() -> None:
+def test_tracker_runs_are_linked_in_one_line() -> None:
     address = "https://wandb.ai/me/project/runs/1?a=<b>"
     begun = [
         RunTracked(0, START_S, "wandb", address),

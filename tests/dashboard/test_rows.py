@@ -45,7 +45,7 @@ def cell(table: Table, label: str, column: str) -> str:
 @pytest.mark.parametrize(
     ("num_ranks", "expected"), [(1, ["0"]), (2, ["all", "0", "1"]), (16, ["all", *map(str, range(16))])]
 )
-def test_up_to_16_ranks_have_a_row_each_below_the_one_of_all(num_ranks: int, expected: list[str]) -> None:
+def test_up_to_16_ranks_have_their_own_rows(num_ranks: int, expected: list[str]) -> None:
     table = tabulate(trained(num_ranks))
     assert labels(table) == expected
     assert table.columns == HEADS
@@ -83,7 +83,7 @@ def test_time_left_counts_the_evaluation_after_each_epoch() -> None:
     assert tabulate(view).rows[0].cells[0] == "3/4"
 
 
-def test_an_evaluation_inside_an_epoch_is_not_the_end_of_the_epoch() -> None:
+def test_an_evaluation_does_not_end_an_epoch() -> None:
     nested = sample(
         0, 0, 10, num_epochs=10, loop=2, state=WorkerState.EVALUATING, step_time_s=16.0, steps_done=100
     )
@@ -111,7 +111,7 @@ def test_an_evaluation_inside_an_epoch_is_not_the_end_of_the_epoch() -> None:
     assert view.ranks[0].left_s == pytest.approx(1 + 850)
 
 
-def test_another_training_has_epochs_of_its_own_length() -> None:
+def test_each_training_has_its_own_epoch_length() -> None:
     view = view_of(started(1))
     for number, (epoch, at_s) in enumerate([(1, 0), (2, 10), (3, 20), (1, 900), (2, 905)]):
         reading = sample(0, 0, epoch=epoch, num_epochs=3, loop=number + 1, step_time_s=5.0 + at_s)
@@ -120,7 +120,7 @@ def test_another_training_has_epochs_of_its_own_length() -> None:
         assert view.ranks[0].epoch_length_s == lengths[at_s]
 
 
-def test_a_look_at_a_batch_between_two_epochs_begins_no_other_training() -> None:
+def test_reading_a_batch_between_epochs_starts_no_training() -> None:
     view = view_of(started(1))
     for epoch, loop, at_s in [(1, 1, 0), (2, 2, 100), (1, 1, 101), (2, 3, 102), (3, 4, 202)]:
         reading = sample(0, 0, epoch=epoch, num_epochs=10, loop=loop, step_time_s=5.0 + at_s)
@@ -128,7 +128,7 @@ def test_a_look_at_a_batch_between_two_epochs_begins_no_other_training() -> None
     assert view.ranks[0].epoch_length_s == pytest.approx(101)
 
 
-def test_the_row_of_all_is_where_the_last_rank_is() -> None:
+def test_the_row_of_all_ranks_follows_the_slowest() -> None:
     view = fold_readings(trained(3), [sample(2, 40)], START_S + 10)
     assert cell(tabulate(view), "all", "step") == "40/1,000"
 
@@ -163,7 +163,7 @@ def test_columns_are_the_same_from_the_first_step_to_the_end() -> None:
     assert all(head == heads[0] for head in heads)  # including their widths
 
 
-def test_a_job_that_trains_nothing_has_no_columns_of_training() -> None:
+def test_a_job_without_training_has_no_training_columns() -> None:
     view = view_of([*started(2), *ended(2, 0.031)])
     assert Reader(render_html(view)).rows == []
     assert tabulate(view).columns == ()
@@ -183,11 +183,11 @@ def test_a_slow_rank_has_a_row_and_is_marked() -> None:
     assert "▲" in rows_html(table)
 
 
-def test_a_rank_that_makes_all_others_wait_has_a_row() -> None:
+def test_a_rank_that_delays_others_has_a_row() -> None:
     assert labels(tabulate(in_step([0.03] * 11 + [0.09] + [0.03] * 12))) == ["all", "11"]
 
 
-def test_among_few_ranks_the_one_that_differs_is_marked_as_well() -> None:
+def test_a_differing_rank_among_few_is_marked() -> None:
     rows = tabulate(at_rates([10, 10, 5])).rows
     assert [row.is_marked for row in rows] == [True, False, False, True]
 
@@ -200,7 +200,7 @@ def test_a_failed_rank_has_a_row_and_the_rest_is_collapsed() -> None:
     assert table.collapsed.startswith("ranks 0-19, 21-63 training")
 
 
-def test_brief_waits_at_each_step_are_not_shown_and_long_ones_are() -> None:
+def test_only_long_waits_are_shown() -> None:
     view, stuck = trained(24), range(2, 6)
     waiting = [sample(rank, 100, state=WorkerState.WAITING) for rank in stuck]
     view = fold_readings(view, waiting, START_S + 10.1)
@@ -262,7 +262,7 @@ def test_live_and_final_tables_have_the_same_elements() -> None:
     assert re.sub(r"\s+>", ">", live) == re.sub(r"\s+>", ">", final)
 
 
-def test_tables_have_heads_and_bars_have_a_role_and_a_value() -> None:
+def test_tables_and_bars_are_accessible() -> None:
     table = tabulate(trained(2))
     html = rows_html(table, Markup(is_inline=False))
     assert html.count('role="rowheader"') == 3
@@ -271,7 +271,7 @@ def test_tables_have_heads_and_bars_have_a_role_and_a_value() -> None:
     assert bars == [("the job", "10"), ("rank 0", "10"), ("rank 1", "10")]
 
 
-def test_states_differ_in_shape_wherever_they_differ_in_colour() -> None:
+def test_states_differ_by_more_than_colour() -> None:
     looks = {shape_of(state, is_marked=marked) for state in WorkerState for marked in (False, True)}
     looks |= {(look.shape, look.colour) for look in map(outcome_look, ("", "done", "failed", "cancelled"))}
     shapes = [shape for shape, _ in looks]
@@ -329,7 +329,7 @@ def test_bars_and_lines_have_a_contrast_of_3_to_1(theme: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [3, 8, 64])
-def test_no_faint_text_is_inside_faint_text(num_ranks: int) -> None:
+def test_faint_text_is_not_nested(num_ranks: int) -> None:
     for view in (
         trained(num_ranks),
         view_of(started(num_ranks)),

@@ -240,7 +240,7 @@ def test_the_last_table_has_the_columns_of_the_live_one(width: int) -> None:
     assert ("progress" in before, "━" in lines[head + 1]) == ((width >= 80,) * 2)
 
 
-def test_a_last_table_is_in_the_characters_of_its_file() -> None:
+def test_the_last_table_uses_the_files_encoding() -> None:
     for encoding, bar in (("utf-8", "━"), ("ascii", "?")):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         board = TextDashboard(stream=stream)
@@ -254,7 +254,7 @@ def test_a_last_table_is_in_the_characters_of_its_file() -> None:
         assert bar in text
 
 
-def test_a_live_table_is_in_the_characters_of_its_terminal() -> None:
+def test_a_live_table_uses_the_terminals_encoding() -> None:
     screen = Screen()
     with terminal(encoding="ascii") as (user, stream):
         live = LiveTable(stream)
@@ -264,7 +264,7 @@ def test_a_live_table_is_in_the_characters_of_its_terminal() -> None:
         live.clear()
 
 
-def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
+def test_tall_tables_are_cut() -> None:
     screen = Screen()
     with terminal() as (user, stream):
         live = LiveTable(stream)
@@ -292,7 +292,7 @@ def test_a_table_that_is_higher_than_the_terminal_is_cut() -> None:
         ({"TERM": "unknown"}, False, False),
     ],
 )
-def test_colours_are_for_terminals_unless_the_environment_decides(
+def test_colours_need_a_terminal_or_a_variable(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], in_terminal: bool, in_file: bool
 ) -> None:
     for name, value in variables.items():
@@ -325,7 +325,7 @@ def test_a_script_in_a_terminal_shows_a_table_that_moves(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(90)
-def test_a_script_in_a_dumb_terminal_redraws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminals_are_not_redrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen, _ = _run_script(tmp_path)
     assert screen.num_controls == 0

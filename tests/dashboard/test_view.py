@@ -53,7 +53,7 @@ def test_a_job_goes_from_starting_to_done() -> None:
     assert (view.is_over, view.outcome, view.elapsed_s) == (True, "done", 2.0)
 
 
-def test_the_root_cause_fails_and_what_the_launcher_stopped_is_stopped() -> None:
+def test_only_the_root_cause_has_failed() -> None:
     events: list[Event] = [
         raised(1),
         raised(0, "connection closed", is_consequence=True),
@@ -75,7 +75,7 @@ def test_cause_of_the_job_is_not_secondary() -> None:
     assert not view.ranks[0].is_consequence
 
 
-def test_an_ended_job_that_was_not_watched_shows_the_steps_of_its_training() -> None:
+def test_an_unwatched_job_shows_its_steps() -> None:
     evaluated = replace(sample(0, 10, 10, loop=9, state=WorkerState.EVALUATING), trained=(450, 450, 3))
     view = fold_readings(view_of(started(1)), [evaluated], START_S)
     rank = view_of([Returned(0, START_S), Exited(0, START_S), JobEnded(-1, START_S, "done")], view).ranks[0]
@@ -101,12 +101,12 @@ def test_leaving_early_fails_even_with_exit_code_0() -> None:
     assert (states(view), view.ranks[0].failure) == (["failed"], "exit code 0 before the function returned")
 
 
-def test_a_worker_that_had_to_be_ended_after_its_function_returned_is_done() -> None:
+def test_a_worker_killed_after_returning_is_done() -> None:
     view = view_of([*started(1), Returned(0, START_S), killed(0, -15), JobEnded(-1, START_S)])
     assert (states(view), view.ranks[0].failure) == (["done"], "")
 
 
-def test_the_launcher_has_the_last_word_on_who_failed_and_why() -> None:
+def test_the_launcher_decides_who_failed() -> None:
     end = JobEnded(
         -1, START_S, outcome="failed", failed_rank=0, message="rank 0 left while others waited\nmore"
     )
@@ -127,7 +127,7 @@ def test_inline_ranks_are_done_when_the_job_is() -> None:
     assert states(view_of([*started(1), JobEnded(-1, START_S)])) == ["done"]
 
 
-def test_a_restart_begins_anew_but_time_goes_on() -> None:
+def test_a_restart_resets_all_but_time() -> None:
     view = view_of([*started(2), raised(1), Note(-1, START_S, text="restarting")])
     view = fold(view, AttemptStarted(-1, START_S + 10, "train", 2, attempt=1))
     assert states(view) == ["starting", "starting"]
@@ -215,7 +215,7 @@ def test_rates_and_time_left() -> None:
     assert rank.left_s == pytest.approx(90)
 
 
-def test_rates_forget_what_lies_before_the_window() -> None:
+def test_rates_cover_only_the_window() -> None:
     view = trained(1, steps=100)
     for number in range(1, 200):  # now one step per second instead of ten
         view = fold_readings(
@@ -254,14 +254,14 @@ def test_unmeasured_training_has_no_evaluation_rate() -> None:
     assert (view.ranks[0].steps_per_s, view.left_s) == (None, None)
 
 
-def test_a_look_at_an_unchanged_board_keeps_the_ranks() -> None:
+def test_an_unchanged_board_keeps_the_ranks() -> None:
     view = trained(4, steps=100)
     again = fold_readings(view, [sample(rank, 100) for rank in range(4)], START_S + 30)
     assert all(new is old for new, old in zip(again.ranks, view.ranks, strict=True))
     assert again.elapsed_s == 30
 
 
-def test_events_overrule_the_board_at_both_ends() -> None:
+def test_events_overrule_the_board() -> None:
     readings = [SlotReading(0, WorkerState.STARTING)]
     view = fold_readings(view_of(started(1)), readings, START_S)
     assert states(view) == ["running"]
@@ -275,13 +275,13 @@ def test_events_overrule_the_board_at_both_ends() -> None:
     assert states(view) == ["done"]
 
 
-def test_time_stands_still_when_the_job_is_over() -> None:
+def test_time_stops_when_the_job_is_over() -> None:
     view = view_of([*started(1), *ended(1, 12.0)])
     assert fold_readings(view, [SlotReading(0)], START_S + 500).elapsed_s == 12.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
+def test_a_non_finite_loss_is_shown_but_not_drawn(value: float) -> None:
     losses = LossCurve(3, 1, (2.0, value, 1.0))
     view = fold_readings(trained(1), [sample(0, 101, loss=value, losses=losses)], START_S)
     assert view.ranks[0].losses == ((1, 2.0), (3, 1.0))
@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_finite_is_shown_but_not_drawn(value: float) -> None:
         ("x" * 1000, "x" * 399 + "…"),
     ],
 )
-def test_clean(text: str, expected: str) -> None:
+def test_text_is_cleaned(text: str, expected: str) -> None:
     assert single_line(text) == expected
 
 
@@ -368,7 +368,7 @@ def view_after(story: list[Event | list[SlotReading]]) -> JobView:
 
 @settings(deadline=None)  # other tests may occupy the processors
 @given(any_story)
-def test_any_story_leaves_a_consistent_view(story: list[Event | list[SlotReading]]) -> None:
+def test_any_events_leave_a_consistent_view(story: list[Event | list[SlotReading]]) -> None:
     view = view_after(story)
     assert [rank.rank for rank in view.ranks] == list(range(len(view.ranks)))
     assert view.elapsed_s >= 0
@@ -441,7 +441,7 @@ def test_lockstep_ranks_show_equal_rates_between_epochs() -> None:
     assert [point.time_s for point in view.ranks[1].rate_points] == [40.0, 40.1]
 
 
-def test_steps_of_epochs_that_no_look_has_met_count_in_the_rate() -> None:
+def test_unsampled_epochs_count_in_the_rate() -> None:
     view = view_of(started(1))
     for look in range(5):  # five epochs of four steps every half second
         reading = sample(0, 2, 4, loop=1 + 5 * look, step_time_s=5 + look / 2, steps_done=2 + 20 * look)

@@ -38,7 +38,7 @@ def shown(kernel: Kernel, *cells: Cell) -> VSCode:
 
 
 @pytest.mark.parametrize("kind", ["auto", "html", "text"])
-def test_a_background_job_is_shown_in_every_cell_that_was_asked_for_it(shared: Kernel, kind: str) -> None:
+def test_a_background_job_is_shown_in_several_cells(shared: Kernel, kind: str) -> None:
     first = run(shared, BACKGROUND.format(kind=kind))
     second = run(shared, "_ = dashboard.show_again(d)")
     ended = run(shared, "stop.set(); thread.join()")
@@ -50,7 +50,7 @@ def test_a_background_job_is_shown_in_every_cell_that_was_asked_for_it(shared: K
     assert front_end.outputs[ended.msg_id] == []
 
 
-def test_a_background_job_goes_on_in_its_cell_while_no_cell_runs(shared: Kernel) -> None:
+def test_a_background_job_updates_an_idle_cell(shared: Kernel) -> None:
     cell = run(shared, BACKGROUND.format(kind="html"))
 
     def drawn() -> list[str]:
@@ -62,7 +62,7 @@ def test_a_background_job_goes_on_in_its_cell_while_no_cell_runs(shared: Kernel)
     run(shared, "stop.set(); thread.join()")
 
 
-def test_widgets_of_a_background_job_go_on_while_no_cell_runs(shared: Kernel) -> None:
+def test_widgets_update_while_no_cell_runs(shared: Kernel) -> None:
     cell = run(shared, BACKGROUND.format(kind="widgets"))
     seen = len(shared.messages)
     shared.wait_until(
@@ -74,7 +74,7 @@ def test_widgets_of_a_background_job_go_on_while_no_cell_runs(shared: Kernel) ->
     assert "train: done in" in shown(shared, cell, ended).tables(cell.msg_id)[0]
 
 
-def test_the_error_of_a_cell_is_among_the_outputs_that_are_shown(shared: Kernel) -> None:
+def test_the_error_of_a_cell_is_shown(shared: Kernel) -> None:
     # A figure per step on each of eight ranks.
     cell = shared.run(
         """
@@ -96,7 +96,7 @@ raise LookupError
     assert "[0-7] step 119\n" in cell.stdout
 
 
-def test_an_output_goes_on_in_all_cells_that_have_shown_it(
+def test_an_output_updates_in_all_its_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     published: list[tuple[str, str]] = []

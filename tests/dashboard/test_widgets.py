@@ -85,7 +85,7 @@ def test_widgets_update_at_intervals_unless_urgent() -> None:
     assert widget.value == "failed"
 
 
-def test_over_time_the_budget_holds_and_no_widget_starves() -> None:
+def test_the_budget_holds_without_starving_widgets() -> None:
     clock, widgets = Clock(), [FakeWidget() for _ in range(60)]
     throttle = Throttle(clock=clock)
     for tick in range(150):
@@ -126,14 +126,14 @@ def test_last_lines_are_kept_per_rank_and_for_all() -> None:
     assert last_lines.of_rank(7) == []
 
 
-def test_lines_that_come_late_stand_where_they_belong() -> None:
+def test_late_lines_are_inserted_in_order() -> None:
     last_lines = LastLines()
     for rank, time_s in ((0, 2.0), (1, 1.0), (0, 3.0)):
         last_lines.add(LogLines(rank, time_s, lines=(f"at {time_s:.0f}",)))
     assert [line for _, line in last_lines.of_all()] == ["at 1", "at 2", "at 3"]
 
 
-def test_the_book_is_plain_text() -> None:
+def test_log_lines_are_plain_text() -> None:
     last_lines = LastLines()
     last_lines.add(LogLines(0, 1.0, lines=("\x1b[31mred\x1b[0m",)))
     last_lines.add(Displayed(0, 2.0, data={"text/plain": "<Figure>", "image/png": "…"}))
@@ -211,7 +211,7 @@ def test_rows_are_sent_often_and_within_the_budget(num_ranks: int, rows_s: float
     assert statistics.fmean(later - earlier for earlier, later in pairwise(sent.charts_s)) < charts_s
 
 
-def test_charts_are_sent_only_if_changed_and_leave_room_for_rows() -> None:
+def test_unchanged_charts_are_not_sent() -> None:
     from nblaunch.dashboard.widget_panel import Panel
 
     clock = Clock()
@@ -290,7 +290,7 @@ def test_charts_epochs_and_lines_appear_when_available() -> None:
     assert (num_charts, layout) == (2, ("row nowrap", "196px"))
 
 
-def test_the_number_of_messages_does_not_depend_on_the_number_of_ranks() -> None:
+def test_message_count_is_independent_of_ranks() -> None:
     few, many = send_for(20, 20.0, num_printing=4), send_for(200, 20.0, num_printing=4)
     assert many.num_messages <= 1.2 * few.num_messages
     assert many.num_bytes / 12 < RATE_BYTES_S * 1.05
@@ -379,7 +379,7 @@ def test_a_background_job_is_shown_at_once_and_has_controls() -> None:
     assert shown.updates.count(False) == 2
 
 
-def test_a_job_that_its_cell_waits_for_has_no_controls() -> None:
+def test_a_blocking_job_has_no_controls() -> None:
     clock, panel, job = Clock(), FakePanel(), Asked()
     widgets = with_widgets(publish=Publications(), open_panel=panel, clock=clock)
     dashboard.connect([widgets], job)
@@ -425,7 +425,7 @@ def test_output_is_shown_live_even_if_widgets_fail(breaks_at: int) -> None:
     assert not any("epoch 0: loss 0.5" in text for text in shown.bundles[-1].values())
 
 
-def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_ipywidgets_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     def missing(last_lines: LastLines) -> FakePanel:
         raise ModuleNotFoundError("No module named 'ipywidgets'")
 
@@ -436,14 +436,14 @@ def test_without_ipywidgets_it_says_what_to_install(caplog: pytest.LogCaptureFix
     assert "pip install ipywidgets" in record.message
 
 
-def test_a_job_that_was_broken_off_leaves_the_widgets_closed() -> None:
+def test_an_aborted_job_closes_its_widgets() -> None:
     shown, panel = Publications(), FakePanel()
     with_widgets(background=True, publish=shown, open_panel=panel).close()
     assert "not started" in [bundle.get("text/plain") for bundle in shown.bundles[-2:]]
     assert "not started" in panel.lasting
 
 
-def test_held_lines_come_at_the_end_and_displays_at_once() -> None:
+def test_deferred_lines_come_last() -> None:
     stream, shown = io.StringIO(), []
     printer = LinesPrinter(stream=stream, publish=shown.append, defers_lines=True)
     for event in [*started(2), LogLines(1, START_S, lines=("one",)), Displayed(0, START_S, data={"a": "b"})]:
@@ -482,7 +482,7 @@ class Asked(Controls):
         raise AssertionError("stacks were not asked for")
 
 
-def test_a_double_click_does_what_one_click_does() -> None:
+def test_a_double_click_counts_once() -> None:
     clock, job = Clock(), Asked()
     buttons = Buttons(Throttle(clock=clock), clock)
     buttons.connect(job)

@@ -91,7 +91,7 @@ class Watched:
         self._kernel.wait_until(lambda: condition(self.front_end), 30, what)
 
 
-def test_widgets_live_while_the_cell_runs_and_are_replaced_at_its_end(shared: Kernel) -> None:
+def test_widgets_are_replaced_when_the_cell_ends(shared: Kernel) -> None:
     cell = shared.submit(
         "_ = run(dashboard.choose(), 4, 40, text='<script>alert(1)</script>')", allow_stdin=True
     )
@@ -162,7 +162,7 @@ def test_front_end_without_widgets_shows_the_table(shared: Kernel) -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "widgets"])
-def test_without_a_user_there_are_no_widgets(shared: Kernel, kind: str) -> None:
+def test_unwatched_kernels_get_no_widgets(shared: Kernel, kind: str) -> None:
     cell = shared.run(f"run(dashboard.choose({kind!r}), 2, 12)", allow_stdin=False)
     assert cell.contents("comm_open") == []
     assert set(cell.displays[0].data) == {"text/html", "text/plain"}
@@ -274,7 +274,7 @@ def test_job_shown_twice_replaces_both_outputs(shared: Kernel) -> None:
     assert "train: done in" in after.displays[0].data["text/plain"]
 
 
-def test_a_page_that_is_opened_after_the_end_gets_the_table_in_the_widgets(shared: Kernel) -> None:
+def test_a_late_page_gets_the_table_in_the_widgets(shared: Kernel) -> None:
     watched = Watched(shared)
     launching = run(shared, BACKGROUND)
     root, first = launching.displays[0].data[VIEW]["model_id"], watched.front_end
@@ -290,7 +290,7 @@ def test_a_page_that_is_opened_after_the_end_gets_the_table_in_the_widgets(share
     assert end.models[root]["children"][0].removeprefix("IPY_MODEL_") in first.models
 
 
-def test_widgets_of_the_last_jobs_alone_stay(shared: Kernel) -> None:
+def test_only_the_last_jobs_keep_widgets(shared: Kernel) -> None:
     cell = run(
         shared,
         """
@@ -347,7 +347,7 @@ close(d)
     assert not shown.of("Tab")
 
 
-def test_eight_ranks_at_full_speed_stay_within_the_budget_of_messages(shared: Kernel) -> None:
+def test_eight_fast_ranks_stay_within_the_message_budget(shared: Kernel) -> None:
     cell = run(shared, "begun = time.monotonic(); run(dashboard.choose(), 8, 120, tick_s=0.05)\n"
                        "time.monotonic() - begun")  # fmt: skip
     end = FrontEnd(cell.messages)
@@ -396,9 +396,7 @@ def test_a_failed_job_raises_where_it_is_awaited(shared: Kernel) -> None:
         ("background=True, detach=True", "PayloadError"),
     ],
 )
-def test_a_rejected_launch_does_not_look_as_if_it_started(
-    shared: Kernel, tmp_path: Path, call: str, raises: str
-) -> None:
+def test_a_rejected_launch_shows_no_start(shared: Kernel, tmp_path: Path, call: str, raises: str) -> None:
     shared.run(f"import os, threading, nblaunch\nos.chdir({str(tmp_path)!r})\nopen('taken', 'w').close()")
     cell = shared.run(f"nblaunch.notebook_launcher(print, (threading.Lock(),), 1, {call})", raises=raises)
     assert [display.data["text/plain"].splitlines()[0] for display in cell.displays] == ["not started"]

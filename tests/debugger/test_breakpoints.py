@@ -42,7 +42,7 @@ def shared() -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(profile: str) -> None:
+def test_a_blocking_cell_prompts_once_for_all_ranks(profile: str) -> None:
     with Kernel.start(python=python_of(profile)) as kernel:
         kernel.run(PREAMBLE)
         cell = kernel.submit("notebook_launcher(loop, num_processes=3, dashboard='text')", is_typed_into=True)
@@ -55,7 +55,7 @@ def test_a_blocking_cell_asks_once_for_all_ranks_and_goes_on(profile: str) -> No
     assert cell.stdout.count("at breakpoint()") == 1, cell.describe()
 
 
-def test_pdb_opens_at_a_failure_after_a_breakpoint_of_the_same_rank(kernel: Kernel) -> None:
+def test_pdb_opens_at_a_failure_after_a_breakpoint(kernel: Kernel) -> None:
     kernel.run(
         "from nblaunch import notebook_launcher\nimport nblaunch\ndef fails():\n    breakpoint()\n    raise ValueError"
     )
@@ -162,7 +162,7 @@ def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_pdb_shows_the_frames_of_the_function_and_of_what_it_calls_alone(shared: Kernel, method: str) -> None:
+def test_pdb_shows_only_frames_below_the_function(shared: Kernel, method: str) -> None:
     shared.run("""
 class Stops(torch.optim.SGD):
     def step(self, closure=None):
@@ -210,7 +210,7 @@ def test_interact_uses_copies_and_returns_to_pdb(shared: Kernel) -> None:
 
 
 @pytest.mark.parametrize("leaving", ["exit()", "quit", "raise SystemExit(3)"])
-def test_leaving_interact_ends_neither_pdb_nor_the_job(shared: Kernel, leaving: str) -> None:
+def test_leaving_interact_returns_to_pdb(shared: Kernel, leaving: str) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
     for line in ("interact", leaving, "p 'in', 'pdb'", "c"):
         cell.type(line)
@@ -248,9 +248,7 @@ def test_an_interrupt_in_interact_ends_the_job(shared: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "line"), [("(Pdb) ", "q"), (">>> ", "exit()")])
-def test_the_end_of_the_input_leaves_pdb_or_the_interpreter_in_it(
-    monkeypatch: pytest.MonkeyPatch, prompt: str, line: str
-) -> None:
+def test_end_of_input_leaves_pdb_or_interact(monkeypatch: pytest.MonkeyPatch, prompt: str, line: str) -> None:
     def ended(prompt: str) -> str:
         raise EOFError
 

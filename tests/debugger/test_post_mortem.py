@@ -82,7 +82,7 @@ def groups():
     assert shared.run("notebook_launcher(groups, num_processes=2)").value == (0, 0, 3)
 
 
-def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None:
+def test_compare_names_the_differing_rank(failed: Kernel) -> None:
     failed.run("comparison = nblaunch.last_job().compare()")
     assert failed.run("next(iter(comparison.differing.items()))").value == (
         "batch.shape",
@@ -96,7 +96,7 @@ def test_comparing_names_the_rank_whose_variables_differ(failed: Kernel) -> None
     assert "batch.shape is (7, 16) on rank 1, (8, 16) on ranks 0, 2" in text
 
 
-def test_compared_is_the_innermost_function_that_all_ranks_are_in(shared: Kernel) -> None:
+def test_compare_uses_the_innermost_common_function(shared: Kernel) -> None:
     shared.run(
         """
 def helper(batch, rank):
@@ -123,7 +123,7 @@ def steps():
     shared.wait_for_no_processes()
 
 
-def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
+def test_pdb_opens_at_the_failure_or_on_another_rank(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p step, bad_rank", "!print('from', rank)", "nonsense)", "p 'q' + 'uit'"):
         cell.type(line)
@@ -142,7 +142,7 @@ def test_pdb_opens_in_the_cell_at_the_failure_or_on_another_rank(failed: Kernel)
         failed.submit("nblaunch.debug(7)", is_typed_into=True).wait_for_input()
 
 
-def test_a_handler_of_sigchld_does_not_end_a_rank_that_waits(shared: Kernel) -> None:
+def test_sigchld_handlers_do_not_end_a_waiting_rank(shared: Kernel) -> None:
     shared.run(
         """
 import os, signal
@@ -159,7 +159,7 @@ def set_and_fail():
     shared.wait_for_no_processes()
 
 
-def test_release_gives_up_the_arguments(shared: Kernel) -> None:
+def test_release_drops_the_arguments(shared: Kernel) -> None:
     shared.run(
         """
 import gc, weakref
@@ -201,7 +201,7 @@ def test_the_workers_end_with_release_and_with_the_next_launch(failed: Kernel) -
         ("nblaunch.Session(2, mixed_precision='fp8')", "ValueError"),
     ],
 )
-def test_a_launch_that_is_rejected_leaves_the_workers(shared: Kernel, launch: str, error: str) -> None:
+def test_a_rejected_launch_keeps_the_workers(shared: Kernel, launch: str, error: str) -> None:
     shared.run(LAUNCH.format(2), raises="ValueError")
     shared.run(launch, raises=error)
     assert shared.run("nblaunch.last_job().inspect('step')").result == "[0-1] 3"
@@ -217,7 +217,7 @@ def test_kept_workers_end_after_a_time(kernel: Kernel) -> None:
     kernel.run("nblaunch.debug()", raises="RuntimeError")
 
 
-def test_jobs_that_have_ended_keep_no_connections(shared: Kernel) -> None:
+def test_ended_jobs_close_their_connections(shared: Kernel) -> None:
     shared.run("""
 import os
 from contextlib import suppress
@@ -280,7 +280,7 @@ def waits():
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_nothing_outlives_a_kernel_that_is_killed(profile: str) -> None:
+def test_nothing_outlives_a_killed_kernel(profile: str) -> None:
     with Kernel.start(python=python_of(profile)) as kernel:
         kernel.run(PREAMBLE)
         _fail(kernel)
@@ -297,7 +297,7 @@ def test_breakpoints_do_not_wait_without_a_user(failed: Kernel) -> None:
     assert "no user can type here" in cell.stdout
 
 
-def test_a_background_job_can_be_asked_while_it_runs_and_after_it_failed(shared: Kernel) -> None:
+def test_a_background_job_can_be_inspected(shared: Kernel) -> None:
     shared.run("""
 import os
 reading, writing = os.pipe()

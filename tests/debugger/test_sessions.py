@@ -46,7 +46,7 @@ def failed(shared: Kernel) -> Kernel:
     return shared
 
 
-def test_pdb_opens_where_a_cell_has_failed_and_where_a_rank_waited_for_it(failed: Kernel) -> None:
+def test_pdb_opens_on_failed_and_waiting_ranks(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     for line in ("p number, tuple(batch.shape)", "u", "p number + 40", "q"):
         cell.type(line)
@@ -61,7 +61,7 @@ def test_pdb_opens_where_a_cell_has_failed_and_where_a_rank_waited_for_it(failed
     assert "(8, 16)" in cell.stdout
 
 
-def test_every_rank_is_asked_where_it_failed_or_among_its_variables(failed: Kernel) -> None:
+def test_every_rank_can_be_inspected(failed: Kernel) -> None:
     shapes = "{rank: tuple(shape) for rank, shape in session.inspect('batch.shape').items() if rank}"
     assert failed.run(shapes).value == {1: (7, 16), 2: (8, 16)}
     assert failed.run("dict(session.inspect('rank * 10'))").value == {0: 0, 1: 10, 2: 20}
@@ -72,7 +72,7 @@ def test_every_rank_is_asked_where_it_failed_or_among_its_variables(failed: Kern
     assert "rank 0: idle" in text
 
 
-def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
+def test_the_next_command_drops_the_frames(failed: Kernel) -> None:
     failed.run(
         "%%ranks\nimport weakref\ndef hold(self_destructing):\n    global seen\n    seen = weakref.ref("
         "self_destructing)\n    raise ValueError\nhold(torch.nn.Linear(1, 1))",
@@ -85,7 +85,7 @@ def test_the_next_command_gives_the_frames_up(failed: Kernel) -> None:
         assert failed.run(call, raises="RuntimeError").error is not None
 
 
-def test_pdb_that_was_left_open_does_not_outlive_the_next_command(failed: Kernel) -> None:
+def test_the_next_command_closes_an_open_pdb(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     cell.wait_for_input()
     failed.interrupt()
@@ -117,7 +117,7 @@ def test_interact_opens_at_the_failure_and_keeps_no_references(failed: Kernel) -
     assert failed.run("session.ranks(1).execute('os.seen() is None')[1]").value is True
 
 
-def test_pdb_shows_the_error_that_ended_it(shared: Kernel) -> None:
+def test_pdb_shows_the_sessions_last_error(shared: Kernel) -> None:
     shared.run("session.execute('import pdb\\ndef fails(self, arg): raise LookupError(arg)')")
     shared.run("session.execute('for cls in pdb.Pdb.__mro__[:-1]: cls.do_fails = fails')")
     shared.run(FAILS, raises="ValueError")
@@ -127,14 +127,14 @@ def test_pdb_shows_the_error_that_ended_it(shared: Kernel) -> None:
     assert "LookupError: with this" in cell.stdout, cell.describe()
 
 
-def test_a_rank_that_ended_the_command_is_no_place_for_pdb(failed: Kernel) -> None:
+def test_pdb_does_not_open_on_a_finished_rank(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug(0)", is_typed_into=True)
     cell.wait()
     assert cell.error is not None
     assert cell.error.name == "ValueError"
 
 
-def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kernel) -> None:
+def test_a_breakpoint_in_a_cell_prompts_once_for_all_ranks(shared: Kernel) -> None:
     source = (
         "%%ranks\nx = 1\nbreakpoint()\nx += 1\ntorch.distributed.barrier()\nint(os.environ['RANK']) * 0 + x"
     )
@@ -151,7 +151,7 @@ def test_a_breakpoint_in_a_cell_asks_once_for_all_ranks_and_goes_on(shared: Kern
 
 
 @pytest.mark.parametrize("command", ["session.run(stops)", "session.execute('stops()')"])
-def test_pdb_shows_the_frames_of_the_command_alone(shared: Kernel, command: str) -> None:
+def test_pdb_shows_only_frames_of_the_command(shared: Kernel, command: str) -> None:
     shared.run("def stops():\n    breakpoint()\n    return 1")
     shared.run("session.put(stops=stops)")
     cell = shared.submit(command, is_typed_into=True)

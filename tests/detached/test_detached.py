@@ -142,7 +142,7 @@ def test_a_job_survives_its_kernel(desk: Desk, profile: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_runs_although_its_kernel_is_killed_while_it_starts(desk: Desk) -> None:
+def test_a_job_survives_a_kernel_killed_at_its_start(desk: Desk) -> None:
     first = desk.kernel()
     first.submit(LAUNCH.format(f"train, (model, {desk.gate!r})"))
     first.wait_until(lambda: any(desk.folder.glob("detached/*/record.json")), 60, "the job's record")
@@ -201,7 +201,7 @@ OTHER_VERSIONS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["events with other fields", *map(thorough, list(OTHER_VERSIONS)[1:])])
-def test_a_job_of_another_version_is_listed_and_can_be_read_and_stopped(desk: Desk, what: str) -> None:
+def test_jobs_of_other_versions_can_be_read_and_stopped(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120).value
     waiting = "all('waiting' in job.logs(rank) for rank in range(2))"
@@ -262,7 +262,7 @@ def test_attach_ends_at_interrupt_in_another_thread(desk: Desk) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_failure_is_raised_in_another_kernel_at_the_line_of_its_cell(desk: Desk) -> None:
+def test_another_kernel_shows_a_failures_line(desk: Desk) -> None:
     first = desk.kernel()
     first.run(LAUNCH.format(f"fail, ({desk.gate!r},)"), timeout_s=120)
     first.kill()
@@ -280,7 +280,7 @@ def test_a_failure_is_raised_in_another_kernel_at_the_line_of_its_cell(desk: Des
 
 
 @pytest.mark.timeout(300)
-def test_a_job_whose_process_is_killed_is_lost_with_its_workers(desk: Desk) -> None:
+def test_killing_the_job_process_loses_the_job(desk: Desk) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
     workers = [psutil.Process(pid) for pid in kernel.run("list(job.pids.values())").value]
@@ -363,9 +363,7 @@ job = notebook_launcher(
 """
 
 
-def test_a_job_for_whose_files_there_is_no_room_is_rejected_and_not_listed(
-    small_disk: Path, desk: Desk
-) -> None:
+def test_a_job_without_disk_space_is_rejected(small_disk: Path, desk: Desk) -> None:
     desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
     kernel = desk.kernel()
     kernel.run("import nblaunch")
@@ -452,7 +450,7 @@ def test_an_interrupt_ends_a_detached_job(desk: Desk) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_restarted_job_is_followed_through_its_attempts(desk: Desk) -> None:
+def test_a_follower_sees_all_attempts(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(
         "import sys\n"

@@ -105,7 +105,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_are_no_jobs_at_first() -> None:
+def test_the_list_of_jobs_starts_empty() -> None:
     assert nblaunch.jobs() == []
     with pytest.raises(LookupError, match="no job"):
         nblaunch.attach()
@@ -125,7 +125,7 @@ def test_a_folder_of_another_user_is_rejected(monkeypatch: pytest.MonkeyPatch) -
         folder.load_end()
 
 
-def test_a_link_is_no_folder_of_jobs(own_folder: Path) -> None:
+def test_a_link_as_the_jobs_folder_is_rejected(own_folder: Path) -> None:
     folder = _ended(JobOutcome("done"))
     folder.path.parent.rename(own_folder / "elsewhere")
     folder.path.parent.symlink_to(own_folder / "elsewhere")
@@ -182,7 +182,7 @@ def test_a_job_without_a_file_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["launch", "snapshot", "events", "result", "error"])
-def test_a_pickle_that_is_not_signed_by_this_user_is_not_read(name: str) -> None:
+def test_unsigned_pickles_are_not_read(name: str) -> None:
     """This holds even in the right folder, for example one that was restored from another user's archive."""
     error = None if name == "result" else ValueError("nan")
     folder = _ended(JobOutcome("done" if error is None else "failed", error, values={0: 7}))
@@ -195,7 +195,7 @@ def test_a_pickle_that_is_not_signed_by_this_user_is_not_read(name: str) -> None
     assert RAN == []
 
 
-def test_a_signed_pickle_fits_no_other_job_and_no_other_file() -> None:
+def test_signed_pickles_cannot_be_moved() -> None:
     first, second = (
         _ended(JobOutcome("done", values={0: one}, unloaded_weights={0: {}}), f"train-{one}")
         for one in (1, 2)
@@ -264,7 +264,7 @@ def test_a_job_of_another_version_is_listed_and_rejected(capsys: pytest.CaptureF
     assert "another version" in printed.err
 
 
-def test_the_newest_job_is_the_newest_that_can_be_attached_to() -> None:
+def test_only_attachable_jobs_count_as_newest() -> None:
     whole = _ended(JobOutcome("done", values={0: 7}))
     hurt = _ended(JobOutcome("done", values={0: 8}), "hurt-1")
     (hurt.path / "record.json").write_bytes(b"")
@@ -280,7 +280,7 @@ def test_the_newest_job_is_the_newest_that_can_be_attached_to() -> None:
         ({"pid_namespace": "1"}, "lost"),  # in a container whose processes can't answer
     ],
 )
-def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str], status: str) -> None:
+def test_machines_are_identified_by_id(changes: dict[str, str], status: str) -> None:
     own = ProcessMark.own()
     process = replace(own, machine=replace(own.machine, **{"name": "here", **changes}))
     with recorded(process=process) as (_, recorder):
@@ -291,7 +291,7 @@ def test_a_machine_is_known_by_its_id_and_not_by_its_name(changes: dict[str, str
                 nblaunch.attach()
 
 
-def test_job_processes_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_processes_are_queried_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "ask", partial(listing.ask, timeout_s=30.0))
     all_asked = threading.Barrier(3)
 
@@ -314,7 +314,7 @@ def test_job_processes_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatc
         assert {job.status for job in nblaunch.jobs()} == {"waiting"}
 
 
-def test_a_job_runs_from_the_start_of_its_first_worker_on() -> None:
+def test_a_job_runs_once_its_first_worker_starts() -> None:
     with recorded() as (folder, recorder):
         statuses = [nblaunch.jobs()[0].status]
         recorder.on_event(Started(0, 1.0, pid=1))
@@ -325,7 +325,7 @@ def test_a_job_runs_from_the_start_of_its_first_worker_on() -> None:
     assert statuses == ["starting", "running", "running"]
 
 
-def test_a_job_that_was_lost_by_a_restart_says_so() -> None:
+def test_a_job_lost_by_a_reboot_says_so() -> None:
     own = ProcessMark.own()
     process = replace(own, machine=replace(own.machine, boot_id="before"))
     with recorded(process=process) as (folder, _):
@@ -337,7 +337,7 @@ def test_a_job_that_was_lost_by_a_restart_says_so() -> None:
         nblaunch.attach(dashboard="none").result(10)
 
 
-def test_files_that_were_removed_as_a_job_ended_are_not_taken_for_a_kill() -> None:
+def test_removed_files_of_an_ended_job_are_not_a_kill() -> None:
     with recorded(process=replace(ProcessMark.own(), started=1)) as (folder, _):
         job = follower.JobFollower(folder)
         (folder.path / "record.json").unlink()
@@ -467,7 +467,7 @@ def _read(client: socket.socket) -> bytes:
         return b""
 
 
-def test_nonsense_does_not_end_the_service(own_folder: Path, server: _Requests) -> None:
+def test_invalid_requests_do_not_end_the_server(own_folder: Path, server: _Requests) -> None:
     for request in (b"stop now", b"\xff\xfe", b"format c:"):
         with socket.socket(socket.AF_UNIX) as client, requests.address_in(own_folder) as address:
             client.connect(address)
@@ -495,7 +495,7 @@ class _SlowRequests(_Requests):
         self.stacks.set_result("in the loop")
 
 
-def test_a_stop_does_not_wait_until_the_stacks_are_known(own_folder: Path) -> None:
+def test_a_stop_does_not_wait_for_stacks(own_folder: Path) -> None:
     made = _SlowRequests()
     server = requests.RequestServer(Endpoint(own_folder), made)
     remote = requests.RemoteRequests(Endpoint(own_folder))
@@ -526,7 +526,7 @@ def test_requests_are_served_after_descriptors_have_run_out(
     assert server.stopped.wait(10)
 
 
-def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder: Path) -> None:
+def test_a_job_with_a_busy_server_still_runs(own_folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listening, requests.address_in(own_folder) as address:
         listening.bind(address)
         listening.listen(0)
@@ -538,11 +538,11 @@ def test_a_job_process_that_takes_no_requests_for_a_while_still_runs(own_folder:
 def test_a_request_waits_while_too_many_others_wait(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = threading.Event()
+    rejected = threading.Event()
     sleep = time.sleep
 
     def sleep_noted(duration_s: float) -> None:
-        refused.set()
+        rejected.set()
         sleep(duration_s)
 
     monkeypatch.setattr(requests.time, "sleep", sleep_noted)
@@ -554,7 +554,7 @@ def test_a_request_waits_while_too_many_others_wait(
             other.connect(address)
         asking = threading.Thread(target=requests.RemoteRequests(Endpoint(own_folder)).stop)
         asking.start()
-        assert refused.wait(10)
+        assert rejected.wait(10)
         listening.accept()[0].close()
         connection, _ = listening.accept()
         with connection:
@@ -563,7 +563,7 @@ def test_a_request_waits_while_too_many_others_wait(
         asking.join(10)
 
 
-def test_weights_and_values_come_back_as_they_were() -> None:
+def test_weights_and_values_come_back_unchanged() -> None:
     weight = torch.arange(2048.0)
     states = {0: {"weight": weight, "tied": weight, "_extra_state": {"seen": 3}}, "args[1]['a']": {}}
     folder = _ended(JobOutcome("done", values={0: 7}, unloaded_weights=states))
@@ -608,7 +608,7 @@ class _Removing:
         return str, ("pickled",)
 
 
-def test_a_result_that_is_removed_while_the_weights_are_written_is_not_lost(own_folder: Path) -> None:
+def test_a_result_removed_during_saving_is_not_lost(own_folder: Path) -> None:
     folder = open_home().path / "train-3f9a2c"
     weights: Any = {0: {"weight": _Removing(folder)}}
     _ended(JobOutcome("done", values={0: 7}, unloaded_weights=weights))
@@ -638,7 +638,7 @@ def test_a_stop_before_the_disk_is_known_to_be_full_does_not_discard_the_result(
         assert dict(_outcome(folder).values) == {0: "written"}
 
 
-def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
+def test_an_unwritable_value_keeps_the_rest() -> None:
     states = {0: {"weight": _Unreadable()}}
     outcome = _outcome(_ended(JobOutcome("done", values={0: 7}, unloaded_weights=states)))
     assert (outcome.error, dict(outcome.values)) == (None, {0: 7})
@@ -646,7 +646,7 @@ def test_a_value_that_cannot_be_written_costs_nothing_else() -> None:
         dict(outcome.unloaded_weights)
 
 
-def test_a_moment_without_descriptors_is_no_end_of_a_job(server: _Requests, own_folder: Path) -> None:
+def test_a_lack_of_descriptors_does_not_end_a_job(server: _Requests, own_folder: Path) -> None:
     with recorded() as (folder, recorder):
         recorder.on_readings([])
         mark, names = ProcessMark.own(), [folder.path / "events", folder.path / "snapshot"]
@@ -665,7 +665,7 @@ def test_a_moment_without_descriptors_is_no_end_of_a_job(server: _Requests, own_
             assert all(future.result(10) for future in futures)
 
 
-def test_one_that_attaches_late_sees_the_peak_of_memory() -> None:
+def test_late_followers_see_the_memory_peak() -> None:
     with recorded() as (folder, recorder):
         for time_s, taken in ((1.0, 50), (2.0, 5)):
             recorder.on_event(HostMemory(0, time_s, taken, peak_bytes=50, job_peak_bytes=50))
@@ -686,7 +686,7 @@ def _facts(folder: JobFolder) -> list[str]:
     return names
 
 
-def test_events_that_the_disk_has_no_room_for_are_written_when_it_has(
+def test_events_are_written_when_the_disk_has_space_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with recorded() as (folder, recorder):

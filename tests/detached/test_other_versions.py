@@ -32,7 +32,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("function", ["train", thorough("disagree")])
-def test_a_job_goes_on_when_its_nblaunch_is_replaced(tmp_path: Path, function: str) -> None:
+def test_a_job_continues_when_nblaunch_is_replaced(tmp_path: Path, function: str) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch(function)
     installation.replace()
@@ -42,7 +42,7 @@ def test_a_job_goes_on_when_its_nblaunch_is_replaced(tmp_path: Path, function: s
     assert "new version" not in shown
 
 
-def test_a_job_is_restarted_when_its_nblaunch_is_replaced(tmp_path: Path) -> None:
+def test_a_job_restarts_after_nblaunch_is_replaced(tmp_path: Path) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch("fail", "{'max_restarts': 1}")
     installation.replace()
@@ -105,7 +105,7 @@ OTHER_VERSION = {
 }
 
 
-def test_a_job_of_another_version_whose_folder_was_removed_is_found_and_stopped(tmp_path: Path) -> None:
+def test_jobs_of_other_versions_without_folder_can_be_stopped(tmp_path: Path) -> None:
     installation = Installation(tmp_path, OTHER_VERSION)
     job_id = installation.launch("wait_for_stop")
     installation.release()

@@ -29,7 +29,7 @@ def test_settings_that_need_the_kernel_are_rejected(settings: dict[str, Any], re
         notebook_launcher(print, **{"background": True, "detach": True, **settings})
 
 
-def test_a_text_is_no_flag() -> None:
+def test_flags_must_be_booleans() -> None:
     with pytest.raises(TypeError, match="detach"):
         notebook_launcher(print, background=True, detach="yes")  # type: ignore[arg-type]
 

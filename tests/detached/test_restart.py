@@ -68,7 +68,7 @@ def run(client: BlockingKernelClient, code: str, at_output: Callable[[], object]
 
 
 @pytest.mark.timeout(300)
-def test_a_job_goes_on_whatever_is_done_with_its_kernel(
+def test_a_job_continues_whatever_happens_to_its_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBLAUNCH_LOG_DIR", str(tmp_path))

@@ -43,7 +43,7 @@ def test_a_rank_whose_threads_all_wait_is_reported_once(found: Answer) -> None:
     assert [detector.observe(now, {0: 7}) for now in (0.0, 0.5, 1.0, 1.5)] == [{}, {}, {0: True}, {}]
 
 
-def test_a_thread_that_has_run_meanwhile_begins_anew(found: Answer) -> None:
+def test_a_thread_that_ran_restarts_the_clock(found: Answer) -> None:
     detector = DeadlockDetector()
     for now, sleeps in ((0.0, "5"), (0.5, "5"), (1.0, "6"), (1.5, "6")):
         found(Waits((7, "0xa", "5"), ((8, "0xb", sleeps),)))
@@ -51,7 +51,7 @@ def test_a_thread_that_has_run_meanwhile_begins_anew(found: Answer) -> None:
     assert detector.observe(2.0, {0: 7}) == {0: True}
 
 
-def test_a_rank_that_went_on_is_forgotten(found: Answer) -> None:
+def test_a_rank_that_continued_is_forgotten(found: Answer) -> None:
     detector = DeadlockDetector()
     found(Waits((7, "0xa", "5"), ()))
     detector.observe(0.0, {0: 7})
@@ -67,7 +67,7 @@ def test_waits_beside_running_threads_are_uncertain(found: Answer) -> None:
     assert [detector.observe(now, {0: 7}) for now in (0.0, 1.0, 1.5)] == [{}, {}, {0: False}]
 
 
-def test_a_wait_in_python_with_no_other_thread_of_python_is_confirmed() -> None:
+def test_a_wait_without_other_python_threads_is_confirmed() -> None:
     assert is_confirmed(position(THREADING, QUEUE))
     assert not is_confirmed(position(THREADING, QUEUE, num_threads=2))
     assert not is_confirmed(position(THREADING, QUEUE, num_threads=None))

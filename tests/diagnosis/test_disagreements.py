@@ -43,7 +43,7 @@ def test_equal_calls_on_any_lines_do_not_differ() -> None:
     assert find_disagreement(calls) is None
 
 
-def test_ranks_that_are_not_equally_far_do_not_differ() -> None:
+def test_ranks_with_different_progress_do_not_differ() -> None:
     assert find_disagreement({rank: calls_of(*[reduce()] * (rank + 1)) for rank in range(4)}) is None
 
 
@@ -65,7 +65,7 @@ def test_neither_of_two_equal_sides_is_at_fault() -> None:
     assert explain(found, calls).ranks == ()
 
 
-def test_an_overwritten_difference_is_not_found_in_later_calls() -> None:
+def test_overwritten_differences_are_not_reported() -> None:
     calls = {0: calls_of(*[reduce()] * 5, first=300), 1: calls_of(*[reduce()] * 5, first=300)}
     shifted = tuple(replace(call, chain=call.chain + 1) for call in calls[1].calls)
     assert find_disagreement({**calls, 1: replace(calls[1], calls=shifted)}) is None
@@ -143,7 +143,7 @@ def stand(
     return Standing(found, returned)
 
 
-def test_a_loop_that_was_left_early(tmp_path: Path) -> None:
+def test_early_exits_from_loops_are_explained(tmp_path: Path) -> None:
     backward = (BACKWARD, 3)
     calls = {0: [backward] * 3, 1: [backward] * 2 + [("barrier", 6)], 2: [backward] * 3}
     found = explain_stall(stand(tmp_path, calls))

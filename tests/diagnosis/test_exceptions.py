@@ -48,7 +48,7 @@ def test_only_collective_errors_are_consequences(error: Exception, is_consequenc
     assert failure(ValueError("upload failed"), cause=error).is_consequence == is_consequence
 
 
-def test_an_error_with_the_words_of_a_failed_upload_is_the_users_own() -> None:
+def test_upload_errors_are_not_consequences() -> None:
     import torch.distributed  # noqa: F401
 
     refused = ConnectionRefusedError(111, "Connection refused")
@@ -78,13 +78,13 @@ def test_the_original_arrives_with_its_workers_frames() -> None:
     assert names_in(rebuilt) == ["failure", "train"]
 
 
-def test_causes_stay_in_reach() -> None:
+def test_causes_are_kept() -> None:
     rebuilt = rebuild(failure(RuntimeError("no learning rate"), KeyError("lr")))
     assert isinstance(rebuilt.__cause__, KeyError)
     assert rebuilt.__cause__.__traceback__ is None  # this one was never raised
 
 
-def test_causes_and_contexts_have_frames_of_their_own() -> None:
+def test_causes_and_contexts_have_their_own_frames() -> None:
     def load() -> None:
         try:
             look_up()
@@ -103,7 +103,7 @@ def test_causes_and_contexts_have_frames_of_their_own() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")
-def test_members_of_a_group_have_frames_of_their_own() -> None:
+def test_members_of_a_group_have_their_own_frames() -> None:
     def read(path: str) -> None:
         raise OSError(path)
 
@@ -133,7 +133,7 @@ def test_an_exception_whose_str_raises_gets_a_text() -> None:
     assert str(rebuilt) == "<its message can't be shown: str() raises RuntimeError>"
 
 
-def test_what_can_not_travel_is_reported() -> None:
+def test_unpicklable_attributes_are_reported() -> None:
     sent = dataclasses.replace(failure(ValueError("x"), KeyError("lr")), exception=None)
     rebuilt = rebuild(sent)
     assert isinstance(rebuilt, WorkerFailed)
@@ -162,7 +162,7 @@ def test_a_rebuilt_exception_can_be_raised_caught_and_printed() -> None:
     )
 
 
-def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
+def test_rebuilt_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("def train():\n    prepare()\n\ndef prepare():\n    raise ValueError\n")
     frames = [frame("train", 2, filename=str(file)), frame("<lambda>", 5, filename=str(file))]
@@ -174,7 +174,7 @@ def test_made_tracebacks_name_file_line_and_function(tmp_path: Path) -> None:
     assert make_traceback([]) is None
 
 
-def test_an_error_between_two_lines_is_described() -> None:
+def test_errors_without_a_line_are_described() -> None:
     """An interrupt may come at an instruction without a line number."""
 
     def loop() -> None:

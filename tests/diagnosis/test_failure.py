@@ -73,7 +73,7 @@ frame #5: clone + 0x44 (0x7f15 in /lib/x86_64-linux-gnu/libc.so.6)
 """
 
 
-def test_a_death_in_native_code_shows_its_message_and_not_where(log: JobLog) -> None:
+def test_a_native_death_shows_its_message(log: JobLog) -> None:
     """For example, a rank waits in NCCL for other ranks until its group's timeout."""
     log.log_path(1).write_text(WATCHDOG)
     text = str(failure_of(died(-6), {0: 40, 1: 41}, log, 0).error)
@@ -84,7 +84,7 @@ def test_a_death_in_native_code_shows_its_message_and_not_where(log: JobLog) -> 
     assert "frame #" not in text
 
 
-def test_a_crash_with_its_evidence(log: JobLog) -> None:
+def test_a_crash_shows_its_evidence(log: JobLog) -> None:
     log.log_path(1).write_text("".join(f"step {i}\n\n" for i in range(9)))
     log.stacks_path(1).write_text(CRASH)
     failure = failure_of(died(-11), {0: 40, 1: 41}, log, 0)
@@ -105,7 +105,7 @@ def test_a_crash_with_its_evidence(log: JobLog) -> None:
     ]
 
 
-def test_the_crash_is_found_behind_stacks_that_were_asked_for_before(log: JobLog) -> None:
+def test_the_crash_is_found_after_requested_stacks(log: JobLog) -> None:
     asked = 'Current thread 0x00007f2 (most recent call first):\n  File "/home/me/train.py", line 1 in earlier\n\n'
     log.stacks_path(1).write_text(asked + CRASH)
     message = str(failure_of(died(-11), {1: 41}, log, 0).error)
@@ -169,7 +169,7 @@ def test_device_evidence_replaces_host_memory(log: JobLog) -> None:
     assert not any("Host memory" in note for note in notes)
 
 
-def test_a_hang_that_was_stopped(log: JobLog) -> None:
+def test_a_stopped_hang_is_reported(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
     lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")

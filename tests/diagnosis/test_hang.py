@@ -127,7 +127,7 @@ def test_position_uses_the_function_thread() -> None:
     assert position.where == "/home/me/train.py, line 14 in train"
 
 
-def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
+def test_the_forking_cell_is_not_the_position() -> None:
     """Below the bootstrap, a forked worker's stack has the kernel's frames."""
     cell = ("/tmp/ipykernel_1/2.py", 4, "<module>")
     fork = ("/site/nblaunch/start_methods/fork.py", 70, "fork_workers")
@@ -138,7 +138,7 @@ def test_the_cell_that_a_worker_was_forked_in_is_not_where_it_is() -> None:
     assert "/home/me/train.py" in running.where
 
 
-def test_the_stack_of_one_thread_is_read_as_it_is_written_alone() -> None:
+def test_a_single_threads_stack_is_read() -> None:
     text = dump(("/home/me/train.py", 14, "train"), BOOTSTRAP)
     alone = text.replace("Current thread 0x00007f0000000001 (most", "Stack (most")
     assert alone != text
@@ -260,7 +260,7 @@ BUSY = Position("train.py, line 9: while not ready")
         "all wait alike",
     ],
 )
-def test_shapes_are_distinguished(
+def test_stack_shapes_are_distinguished(
     positions: dict[int, Position], steps: dict[int, int], gone: list[int], lines: list[str]
 ) -> None:
     assert describe_hang(positions, steps, gone) == lines

@@ -180,17 +180,17 @@ def test_each_stall_is_found_once(
         "one imports from a slow disk",
     ],
 )
-def test_a_job_that_goes_on_is_left_alone(ranks: dict[int, Rank]) -> None:
+def test_a_running_job_is_not_reported(ranks: dict[int, Rank]) -> None:
     assert findings(ranks, until_s=39.0) == []
 
 
-def test_it_takes_the_whole_timeout_from_the_last_progress_of_any_rank() -> None:
+def test_the_timeout_starts_at_the_last_progress() -> None:
     ((at_s, finding),) = findings({0: waits, 1: then(steps, 20.0, waits)})
     assert finding.hung == (0, 1)
     assert 30.0 <= at_s < 31.0
 
 
-def test_ranks_that_stop_a_moment_after_each_other_are_one_finding() -> None:
+def test_ranks_that_stop_shortly_after_each_other_are_one_hang() -> None:
     ranks = {0: then(steps, 12.0, spins), 1: then(steps, 16.0, waits), 2: then(steps, 16.0, waits)}
     ((at_s, finding),) = findings(ranks)
     assert finding.hung == (0, 1, 2)
@@ -198,7 +198,7 @@ def test_ranks_that_stop_a_moment_after_each_other_are_one_finding() -> None:
     assert at_s >= 26.0
 
 
-def test_a_rank_that_polls_while_it_waits_for_others_does_not_compute() -> None:
+def test_polling_for_others_is_not_computing() -> None:
     def polls(t: float) -> Is:
         return replace(waits(t), cpu=0.5 * t)
 
@@ -207,7 +207,7 @@ def test_a_rank_that_polls_while_it_waits_for_others_does_not_compute() -> None:
     assert finding.busy == (0,)
 
 
-def test_a_rank_that_stands_alone_is_suspected_while_the_others_go_on() -> None:
+def test_a_single_stalled_rank_is_suspected() -> None:
     ((_, finding),) = findings({0: sleeps, 1: steps})
     assert (finding.hung, finding.suspected) == ((), (0,))
 
@@ -218,19 +218,19 @@ def test_a_long_computation_does_not_hide_the_hang_after_it() -> None:
     assert second[0] < 3600.0 + 2.5 * T
 
 
-def test_lines_of_long_ago_do_not_hide_a_hang() -> None:
+def test_old_output_does_not_hide_a_hang() -> None:
     prints_once = then(sleeps, 1.0, lambda t: Is(outputs=4000))
     first, second = findings({0: prints_once})
     assert (first[1].suspected, second[1].hung) == ((0,), (0,))
     assert second[0] < 2.5 * T
 
 
-def test_progress_makes_the_next_stall_news() -> None:
+def test_progress_allows_another_report() -> None:
     hangs = then(then(sleeps, 15.0, lambda t: Is(signs=1)), 30.0, lambda t: Is(signs=2))
     assert [finding.hung for _, finding in findings({0: hangs}, until_s=50.0)] == [(0,)] * 3
 
 
-def test_a_rank_that_ended_is_not_looked_at() -> None:
+def test_ended_ranks_are_ignored() -> None:
     detector = HangDetector(T)
     progress = {0: Progress(("x",)), 1: Progress(("x",))}
     assert not detector.observe(0.0, progress, [0, 1])

@@ -31,7 +31,7 @@ def test_no_verdict_without_evidence() -> None:
     assert verdict(is_killed=False, message="ValueError: the loss is nan", lowest=0) == []
 
 
-def test_the_system_counted_a_kill() -> None:
+def test_a_counted_oom_kill_is_evidence() -> None:
     found = verdict(kills=2)
     assert found[0] == "Memory ran out: the system killed 2 processes of this job."
     assert found[1] == "Host memory: limit 16.0 GB, available at the start 10.0 GB, at the lowest 5.00 GB."
@@ -76,13 +76,13 @@ def test_a_kill_elsewhere_in_the_container_explains_no_other_failure() -> None:
     assert verdict(kills=1, is_killed=False) == []
 
 
-def test_a_kill_while_memory_was_scarce_is_a_likely_one() -> None:
+def test_a_kill_with_scarce_memory_is_probably_oom() -> None:
     found = verdict(lowest=GB // 10)
     assert found[0].startswith("Memory probably ran out")
     assert verdict(lowest=GB // 10, is_killed=False) == []
 
 
-def test_memory_that_was_gone_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_memory_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([8 * GB, 0, 6 * GB])
     record = MemoryRecord(BEFORE)
     monkeypatch.setattr(memory, "read_facts", lambda: dataclasses.replace(BEFORE, available=next(left)))

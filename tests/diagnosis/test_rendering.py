@@ -27,7 +27,7 @@ def test_notes_of_the_user_come_first() -> None:
     assert error._render_traceback_() == ["ValueError: x", "by the user", "by us"]  # type: ignore[attr-defined]
 
 
-def test_earlier_causes_are_named_once_where_the_error_travels_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_causes_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes from the process of a detached job, and the kernel adds the notes found there."""
     cause = ExceptionInfo("ValueError", "y", cause=ExceptionInfo("KeyError", "'lr'"), is_raised_from=True)
     info = ExceptionInfo("RuntimeError", "x", text="RuntimeError: x", cause=cause)
@@ -82,22 +82,27 @@ def _called_by_launcher(function: Callable[[], object]) -> None:
     [
         (
             KeyboardInterrupt(),
-            ["test_libraries_below_the_launcher"],
+            ["test_library_frames_below_the_launcher_are_hidden"],
         ),  # for example, in the lock on which the kernel waits for a job
         (
             OSError("no space"),
-            ["test_libraries_below_the_launcher", "__call__", "_mock_call", "_execute_mock_call"],
+            [
+                "test_library_frames_below_the_launcher_are_hidden",
+                "__call__",
+                "_mock_call",
+                "_execute_mock_call",
+            ],
         ),
     ],
 )
-def test_libraries_below_the_launcher(error: BaseException, names: list[str]) -> None:
+def test_library_frames_below_the_launcher_are_hidden(error: BaseException, names: list[str]) -> None:
     with pytest.raises(type(error)) as caught, HiddenLauncherFrames():
         _called_by_launcher(Mock(side_effect=error))
     shown = [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
     assert [name for name in shown if name != "_called_by_launcher"] == names
 
 
-def test_the_users_code_below_the_launcher_stays() -> None:
+def test_user_frames_below_the_launcher_are_shown() -> None:
     def function() -> None:
         raise KeyboardInterrupt
 

@@ -49,12 +49,12 @@ def blamed(made: AttemptReport) -> RootCause:
     return cause
 
 
-def test_the_earliest_by_the_workers_clock_whatever_arrived_first() -> None:
+def test_the_earliest_failure_is_the_root_cause() -> None:
     made = report(errors=(failed(0, 7.0), failed(2, 5.0), failed(1, 6.0)))
     assert blamed(made).rank == 2
 
 
-def test_a_consequence_is_never_blamed_while_there_is_another() -> None:
+def test_consequences_are_blamed_last() -> None:
     made = report(errors=(failed(0, 1.0, is_consequence=True), failed(1, 5.0)))
     assert blamed(made).rank == 1
 
@@ -66,7 +66,7 @@ def test_our_own_interrupt_is_not_a_cause() -> None:
     assert blamed(made).rank == 1
 
 
-def test_a_silent_death_among_consequences() -> None:
+def test_a_silent_death_explains_consequences() -> None:
     made = report(
         errors=(failed(0, 3.0, is_consequence=True),), exits={1: (-9, 3.1)}, signalled={0: 3.2, 1: 3.2}
     )
@@ -79,7 +79,7 @@ def test_ranks_killed_by_us_are_not_causes() -> None:
     assert blamed(made).rank == 1
 
 
-def test_no_rank_is_blamed_where_only_we_ended_ranks() -> None:
+def test_no_rank_is_blamed_if_the_launcher_killed_all() -> None:
     made = report(returned={0: 1.0}, exits={1: (-9, 8.0)}, signalled={1: 7.0})
     assert find_root_cause(made) is None
 
@@ -108,13 +108,13 @@ def test_a_rank_that_left_is_blamed_for_the_consequences(by_exit: bool, words: s
         ((0, 2), "ranks 0, 2 called sys.exit(0) before the function returned; their values are None"),
     ],
 )
-def test_ranks_that_left_where_others_returned_are_named(leaving: tuple[int, ...], sentence: str) -> None:
+def test_early_exits_are_named(leaving: tuple[int, ...], sentence: str) -> None:
     made = AttemptReport()
     made.returned = {rank: Returned(rank, 1.0, left_by_exit=rank in leaving) for rank in range(3)}
     assert early_leavers(made) == sentence
 
 
-def test_a_rank_that_finished_after_the_trouble_did_not_cause_it() -> None:
+def test_later_returns_are_not_blamed() -> None:
     made = report(returned={1: 9.0}, errors=(failed(0, 3.0, is_consequence=True),))
     assert (blamed(made).rank, blamed(made).left_early) == (0, False)
 
@@ -149,7 +149,7 @@ def test_every_death_has_a_next_step(code: int) -> None:
     assert steps, meaning
 
 
-def test_the_others_share_one_line() -> None:
+def test_other_failures_share_one_line() -> None:
     long = Failed(5, 4.0, info=ExceptionInfo("OSError", "x" * 200))
     made = report(
         returned={4: 1.0},
@@ -179,7 +179,7 @@ def test_the_others_share_one_line() -> None:
         max_size=8,
     )
 )
-def test_the_blamed_one_is_the_earliest_of_the_worst_kind(fates: list[tuple[str, float]]) -> None:
+def test_the_earliest_of_the_worst_kind_is_blamed(fates: list[tuple[str, float]]) -> None:
     ranks = dict(enumerate(fates))
     made = report(
         returned={r: t for r, (kind, t) in ranks.items() if kind == "finished"},

@@ -63,7 +63,7 @@ def test_a_file_that_is_still_empty_is_judged_when_it_is_written(tmp_path: Path)
     assert len(emitted) == 1
 
 
-def test_a_lock_file_that_stays_empty_is_no_mistake(tmp_path: Path) -> None:
+def test_an_empty_lock_file_is_not_a_mistake(tmp_path: Path) -> None:
     emitted: list[Event] = []
     errors = SilentErrors(range(2), emitted.append)
     for rank in range(2):

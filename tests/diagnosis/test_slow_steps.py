@@ -189,7 +189,7 @@ def test_nested_spans_are_counted_once() -> None:
     assert (own.num_workers, own.elements, own.collective) == (2, 500.0, "broadcast")
 
 
-def test_collections_in_a_row_count_as_one_of_a_step() -> None:
+def test_repeated_collections_in_a_step_count_once() -> None:
     """As after an epoch under torch's profiler, whose tables make the collector run many times."""
     spans = [span for span in _spans() if span.kind != SpanKind.GARBAGE]
     for step in (2, 6):
@@ -299,7 +299,7 @@ def test_a_real_job_gets_the_cause(
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("first_store")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_processes_that_can_not_go_elsewhere_count_together() -> None:
+def test_processes_bound_to_the_same_cores_count_together() -> None:
     first, second = Neighbour(1, "a", 0.2, is_pinned=True), Neighbour(2, "b", 0.3, is_pinned=True)
     both = first.joined_by(second)
     assert (both.pid, both.num_more) == (2, 1)
@@ -319,6 +319,6 @@ def test_a_clean_job_gets_no_notice() -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("first_store")
-def test_the_check_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_CHECKS", "-slow_steps")
     assert notices_of(slow_programs.data_on_all_ranks, 15.0) == []

@@ -53,7 +53,7 @@ def _worker(path: Path, function: str) -> Iterator[int]:
 
 
 @pytest.mark.timeout(60)
-def test_python_answers_between_two_instructions_while_it_can(tmp_path: Path) -> None:
+def test_running_python_writes_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     with _worker(path, "compute") as pid:
         os.kill(pid, STACKS_SIGNAL)
@@ -65,7 +65,7 @@ def test_python_answers_between_two_instructions_while_it_can(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_that_is_blocked_in_native_code_answers_too(tmp_path: Path) -> None:
+def test_blocked_native_code_writes_its_stack(tmp_path: Path) -> None:
     path = tmp_path / "stacks"
     with _worker(path, "wait_in_native_code") as pid:
         while (
