@@ -70,7 +70,7 @@ def taught(kernel: Kernel) -> Kernel:
 
 
 @pytest.mark.parametrize("page", GIVEN)
-def test_a_page_runs_as_it_stands(taught: Kernel, page: str) -> None:
+def test_pages_run_unchanged(taught: Kernel, page: str) -> None:
     for given, block in zip(GIVEN[page], python_of(f"how-to/{page}"), strict=True):
         taught.run(given)
         taught.run(block, timeout_s=120)
@@ -78,7 +78,7 @@ def test_a_page_runs_as_it_stands(taught: Kernel, page: str) -> None:
         taught.run("%ranks stop")
 
 
-def test_the_page_of_the_debugger_runs_as_it_stands(taught: Kernel) -> None:
+def test_the_debugger_page_runs_unchanged(taught: Kernel) -> None:
     in_cell, after_job, after_command = python_of("how-to/debugging")
     taught.run(FAILS)
     taught.run(in_cell, raises="ValueError")
@@ -95,7 +95,7 @@ def test_the_page_of_the_debugger_runs_as_it_stands(taught: Kernel) -> None:
     taught.run("session.close()")
 
 
-def test_the_page_of_detached_jobs_runs_as_it_stands(taught: Kernel) -> None:
+def test_the_detached_jobs_page_runs_unchanged(taught: Kernel) -> None:
     launch, later = python_of("how-to/detached-jobs")
     taught.run("build_model = lambda: torch.nn.Sequential(*model)")
     taught.run("%env NBLAUNCH_NUM_PROCESSES=3")  # it inspects rank 2

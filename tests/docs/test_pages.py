@@ -18,7 +18,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 @pytest.mark.timeout(400)
-def test_the_tutorial_runs_as_it_stands(kernel: Kernel) -> None:
+def test_the_tutorial_runs_unchanged(kernel: Kernel) -> None:
     shown = ""
     for language, code in blocks(ROOT / "docs" / "tutorial.md"):
         assert language == "python"
@@ -42,11 +42,11 @@ def test_code_parses_and_imports_what_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for language, code in blocks(path) if language == "" for line in code.splitlines()]
     check_commands(lines, capsys)
 
 
-def test_the_page_of_commands_has_all_of_them() -> None:
+def test_the_commands_page_is_complete() -> None:
     page = (ROOT / "docs" / "reference" / "commands.rst").read_text(encoding="utf-8")
     assert set(re.findall(r"^\.\. command-help:: (\S+)$", page, re.MULTILINE)) == set(cli.COMMANDS)

@@ -60,7 +60,7 @@ def test_every_public_name_is_in_the_index(site: Path) -> None:
     assert not missing, f"not in docs/reference:{listing(missing)}"
 
 
-def test_links_within_the_site_lead_somewhere(site: Path) -> None:
+def test_internal_links_are_valid(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
     broken = defaultdict(set)
@@ -80,7 +80,7 @@ def test_links_within_the_site_lead_somewhere(site: Path) -> None:
     )
 
 
-def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_no_external_files(site: Path) -> None:
     """The site, including its search, works without a network."""
     loaded = {
         address for path in site.rglob("*.html") for address in _page(path).loaded if _is_elsewhere(address)

@@ -103,13 +103,13 @@ def test_ranks_that_wait_for_each_other_end_before_the_same_step(delay_s: float,
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1])
-def test_ranks_with_a_pace_of_their_own_stop_at_the_same_check(delay_s: float) -> None:
+def test_independent_ranks_stop_at_the_same_check(delay_s: float) -> None:
     job = Job("check", delay_s)
     job.train(0.002, has_collectives=False)
     assert len(set(job.steps.values())) == 1
 
 
-def test_no_step_is_waited_for_where_a_rank_has_not_trained() -> None:
+def test_untrained_ranks_wait_for_no_step() -> None:
     job = Job("step")
     for rank in (0, 1, 3):
         assert not should_stop(job.ballots[rank])
@@ -133,7 +133,7 @@ def test_nodes_learn_that_a_common_step_takes_too_long() -> None:
     assert not any(node.has_stopped(rank) for node, rank in ((job.nodes[0], 0), (job.nodes[1], 2)))
 
 
-def test_a_node_without_a_word_of_the_coordinator_lets_its_ranks_go_on() -> None:
+def test_ranks_continue_without_a_coordinator() -> None:
     job = Job("step")
     for ballot in job.ballots.values():
         should_stop(ballot)

@@ -52,7 +52,7 @@ def test_shell_output_before_the_program_is_skipped(pair: Pair) -> None:
     assert pair.coordinator.receive_raw() == [b"first"]
 
 
-def test_large_objects_arrive_whole_although_neither_end_waits(pair: Pair) -> None:
+def test_large_objects_arrive_without_blocking(pair: Pair) -> None:
     pair.agree()
     parts = [CallPart(bytes([number]) * 700_000) for number in range(20)]
     pair.coordinator.send_bulk(iter(parts))
@@ -64,7 +64,7 @@ def test_large_objects_arrive_whole_although_neither_end_waits(pair: Pair) -> No
     assert arrived == parts
 
 
-def test_a_message_without_the_seal_is_not_read(pair: Pair) -> None:
+def test_unsealed_messages_are_not_read(pair: Pair) -> None:
     pair.agree()
     pair.node.key = b"x" * 32
     pair.node.send(Request("stop"))
@@ -72,7 +72,7 @@ def test_a_message_without_the_seal_is_not_read(pair: Pair) -> None:
         pair.coordinator.receive()
 
 
-def test_a_pickle_of_another_writer_runs_no_code(pair: Pair, tmp_path: os.PathLike[str]) -> None:
+def test_foreign_pickles_run_no_code(pair: Pair, tmp_path: os.PathLike[str]) -> None:
     pair.agree()
     mark = f"{os.fspath(tmp_path)}/ran"
     evil = f"cos\nsystem\n(S'touch {mark}'\ntR.".encode()
@@ -98,7 +98,7 @@ def test_a_replayed_message_is_not_read(pair: Pair) -> None:
         pair.coordinator.receive()
 
 
-def test_a_message_that_comes_back_to_its_sender_is_not_read(pair: Pair) -> None:
+def test_reflected_messages_are_not_read(pair: Pair) -> None:
     pair.agree()
     pair.coordinator.send(Request("stop"))
     (sealed,) = pair.node.receive_raw()
@@ -107,7 +107,7 @@ def test_a_message_that_comes_back_to_its_sender_is_not_read(pair: Pair) -> None
         pair.coordinator.receive()
 
 
-def test_the_end_is_seen_after_sent_messages(pair: Pair) -> None:
+def test_the_end_follows_sent_messages(pair: Pair) -> None:
     pair.agree()
     pair.node.send(Request("stop"))
     pair.close(pair.node.writing_fd)

@@ -35,7 +35,7 @@ def train():
     assert notebook.run("launch(rank, return_all=True)").value == [0, 1, 2, 3]
 
 
-def test_a_second_interrupt_kills_ranks_that_hold_out(notebook: Kernel) -> None:
+def test_a_second_interrupt_kills_remaining_ranks(notebook: Kernel) -> None:
     notebook.run("""
 def train():
     signal.signal(signal.SIGINT, lambda *_: print(f"rank {rank()} holds out", flush=True))

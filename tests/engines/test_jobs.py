@@ -51,7 +51,7 @@ def train(model):
     assert notebook.run("'ray' in sys.modules").value is False
 
 
-def test_ranks_share_the_torch_that_their_node_has_imported(notebook: Kernel) -> None:
+def test_ranks_share_their_nodes_torch(notebook: Kernel) -> None:
     notebook.run("def has_torch():\n    import sys\n    return 'torch.distributed' in sys.modules")
     assert notebook.run("launch(has_torch, return_all=True)").value == [True] * 4
 

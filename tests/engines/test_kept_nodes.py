@@ -23,7 +23,7 @@ def ready(notebook: Kernel) -> Kernel:
     return notebook
 
 
-def test_programs_end_with_the_last_reference_to_their_nodes(ready: Kernel) -> None:
+def test_programs_end_when_nodes_are_collected(ready: Kernel) -> None:
     assert ready.run("len(node_programs())").value == 2
     ready.run("del nodes")
     ready.wait_for_no_processes()
@@ -46,7 +46,7 @@ before = node_programs()
     ready.wait_for_no_processes()
 
 
-def test_one_job_at_a_time_has_the_nodes_and_keeps_them_to_its_end(ready: Kernel) -> None:
+def test_only_one_job_uses_the_nodes(ready: Kernel) -> None:
     ready.run("""
 def wait(path):
     while not os.path.exists(path): time.sleep(0.02)
@@ -75,7 +75,7 @@ def test_an_interrupt_leaves_the_nodes_ready(ready: Kernel) -> None:
     ready.run("nodes.close()")
 
 
-def test_a_killed_node_starts_again_with_all_others(ready: Kernel) -> None:
+def test_a_killed_node_restarts_all_nodes(ready: Kernel) -> None:
     ready.run(
         """
 def fail_once(path):
@@ -115,7 +115,7 @@ before = node_programs()
 """A call that kills the first programs that load it, as many as ``times`` says."""
 
 
-def test_a_kept_node_that_ends_before_the_call_is_loaded_starts_again_with_all_others(ready: Kernel) -> None:
+def test_a_kept_node_lost_while_loading_restarts_all_nodes(ready: Kernel) -> None:
     ready.run(f"times = 1\n{ENDING}")
     cell = ready.run("launch(lambda ending: rank(), Ending(), engine=nodes, return_all=True)", timeout_s=120)
     assert cell.value == [0, 1, 2, 3]
@@ -126,7 +126,7 @@ def test_a_kept_node_that_ends_before_the_call_is_loaded_starts_again_with_all_o
     ready.wait_for_no_processes()
 
 
-def test_nodes_that_end_again_before_the_call_is_loaded_are_named(ready: Kernel) -> None:
+def test_nodes_that_end_again_while_loading_are_named(ready: Kernel) -> None:
     ready.run(f"times = 3\n{ENDING}")
     call = "launch(lambda ending: rank(), Ending(), engine=nodes)"
     error = ready.run(call, timeout_s=120, raises="LaunchError").raised
@@ -147,7 +147,7 @@ def test_nodes_that_end_again_before_the_call_is_loaded_are_named(ready: Kernel)
         ("nblaunch.Session(2, engine=nodes)", "Session("),
     ],
 )
-def test_what_nodes_cannot_do_is_rejected(notebook: Kernel, call: str, named: str) -> None:
+def test_unsupported_uses_of_nodes_are_rejected(notebook: Kernel, call: str, named: str) -> None:
     notebook.run("nodes = nblaunch.Nodes(2, engine='processes')")
     assert named in notebook.run(call, raises="ValueError").raised.value
 

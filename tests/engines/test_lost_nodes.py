@@ -29,7 +29,7 @@ def _start(notebook: Kernel, call: str) -> None:
     )
 
 
-def test_a_node_whose_program_is_killed_is_lost(notebook: Kernel) -> None:
+def test_a_killed_node_program_loses_the_node(notebook: Kernel) -> None:
     _start(notebook, "launch(train, background=True)")
     notebook.run("os.kill(nodes[1], signal.SIGKILL)")
     error = notebook.run("job.result(60)", raises="NodeLost").raised
@@ -40,7 +40,7 @@ def test_a_node_whose_program_is_killed_is_lost(notebook: Kernel) -> None:
     assert notebook.run("launch(rank, return_all=True)").value == [0, 1, 2, 3]
 
 
-def test_a_stopped_node_is_named_and_lost_by_its_silence(notebook: Kernel) -> None:
+def test_a_silent_node_is_named_and_lost(notebook: Kernel) -> None:
     _start(notebook, "launch(train, background=True, dashboard='text')")
     notebook.run("os.kill(nodes[0], signal.SIGSTOP)")
     error = notebook.run("job.result(60)", raises="NodeLost").raised

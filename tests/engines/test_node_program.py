@@ -69,7 +69,7 @@ def _wait_for(channel: Channel, cls: type[T]) -> T:
     raise AssertionError(f"the node program sent no {cls.__name__}")
 
 
-def test_orders_that_arrive_with_the_start_are_followed(channel: Channel) -> None:
+def test_requests_that_arrive_with_the_start_are_handled(channel: Channel) -> None:
     topology = Topology(world_size=1, local_world_size=1, master_addr="127.0.0.1")
     for attempt, order in enumerate([Request("cancel"), EndRanks()]):
         channel.send(StartRanks(topology, attempt, KEY), order)  # one message: the node reads both at once

@@ -34,7 +34,7 @@ def notebook(address: str, nothing_left_behind: None, tmp_path: Path) -> Iterato
         yield kernel
 
 
-def test_the_users_own_actors_and_resources_are_untouched(notebook: Kernel) -> None:
+def test_user_actors_and_resources_are_untouched(notebook: Kernel) -> None:
     notebook.run("""
 @ray.remote(num_cpus=1)
 class Counter:

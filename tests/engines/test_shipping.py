@@ -40,7 +40,7 @@ def _notebook(folder: Path) -> Path:
     return folder
 
 
-def test_modules_of_the_notebook_are_found_on_a_node_under_their_names(tmp_path: Path) -> None:
+def test_notebook_modules_are_importable_on_a_node(tmp_path: Path) -> None:
     import json
 
     folder = _notebook(tmp_path / "notebook")
@@ -84,7 +84,7 @@ def test_missing_modules_are_named() -> None:
     ]
 
 
-def test_a_module_that_was_sent_wins_over_one_that_is_installed(tmp_path: Path) -> None:
+def test_sent_modules_take_precedence(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from nblaunch.engines import shipping
@@ -99,7 +99,7 @@ print(rich.VALUE)
     assert there.stdout == "1\n"
 
 
-def test_variables_that_are_sent_hold_no_secrets_and_no_paths() -> None:
+def test_sent_variables_contain_no_secrets_or_paths() -> None:
     environment = {
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "2",

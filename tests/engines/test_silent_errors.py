@@ -25,9 +25,7 @@ def train(is_prepared, path):
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_ranks_of_two_nodes_are_compared_and_a_mistake_is_named_once(
-    notebook: Kernel, per_node: int, tmp_path: object
-) -> None:
+def test_ranks_are_compared_across_nodes(notebook: Kernel, per_node: int, tmp_path: object) -> None:
     notebook.run(TRAINING)
     ranks = 2 * per_node
     settings = f"num_processes={ranks}"

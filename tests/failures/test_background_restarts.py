@@ -70,7 +70,7 @@ parents == {{os.getpid()}}, [value == os.getpid() for value in values], job.atte
         assert "other than the main" in cell.shown
 
 
-def test_a_restart_finds_everything_as_it_was_at_the_launch(shared: Kernel, tmp_path: Path) -> None:
+def test_a_restart_starts_with_the_original_arguments(shared: Kernel, tmp_path: Path) -> None:
     cell = shared.run(
         f"""
 import linecache, random

@@ -23,7 +23,7 @@ task = pool.submit(kernels_event.wait)
 """
 
 
-def test_each_wait_for_a_thread_of_the_kernel_ends_the_job_at_its_line(kernel: Kernel) -> None:
+def test_waiting_for_a_kernel_thread_ends_the_job(kernel: Kernel) -> None:
     kernel.run(PREPARED)
     for call, what in WAITS.items():
         kernel.run(f"def train():\n    {call}")
@@ -43,9 +43,7 @@ def test_each_wait_for_a_thread_of_the_kernel_ends_the_job_at_its_line(kernel: K
     ["Accelerator().reduce(torch.ones(2))", "import tqdm; list(tqdm.tqdm([1]))"],
     ids=["gloo", "tqdm"],
 )
-def test_a_wait_beside_threads_that_end_no_wait_is_named_and_stops_nothing(
-    kernel: Kernel, before: str
-) -> None:
+def test_an_uncertain_wait_is_only_named(kernel: Kernel, before: str) -> None:
     kernel.run(PREPARED)
     kernel.run(f"def train():\n    {before}\n    queue.get()")
     cell = kernel.submit("notebook_launcher(train, num_processes=2)")
@@ -56,7 +54,7 @@ def test_a_wait_beside_threads_that_end_no_wait_is_named_and_stops_nothing(
     kernel.run("kernels_event.set(); pool.shutdown()")
 
 
-def test_waits_that_end_by_themselves_are_not_named(kernel: Kernel) -> None:
+def test_temporary_waits_are_not_named(kernel: Kernel) -> None:
     """Waits for another rank, a sleeping thread, a clock, a signal, and a lock and a queue between processes, each
     for 2 s.
     """

@@ -27,7 +27,7 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_kernel_that_ignores_sigchld_learns_how_a_worker_ended(kernel: Kernel, method: str) -> None:
+def test_exit_statuses_are_known_despite_ignored_sigchld(kernel: Kernel, method: str) -> None:
     kernel.run(SETUP)
     cell = kernel.run(
         f"nblaunch.notebook_launcher(die, num_processes=2, start_method={method!r})", raises="WorkerDied"
@@ -41,7 +41,7 @@ def test_a_kernel_that_ignores_sigchld_learns_how_a_worker_ended(kernel: Kernel,
     assert value is False
 
 
-def test_a_choice_made_while_workers_run_is_kept(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_later_sigchld_disposition_is_kept(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(SETUP)
     kernel.run(
         f"gate = {str(tmp_path / 'gate')!r}\n"
@@ -56,7 +56,7 @@ def test_a_choice_made_while_workers_run_is_kept(kernel: Kernel, tmp_path: Path)
     )
 
 
-def test_an_error_names_a_status_that_is_lost(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_lost_exit_status_is_reported(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(SETUP)
     kernel.run(
         f"gate = {str(tmp_path / 'gate')!r}\n"

@@ -68,7 +68,7 @@ OTHER_ENDS = {
 
 
 @pytest.mark.parametrize("end", OTHER_ENDS)
-def test_any_other_end_leaves_nothing_behind(shared: Kernel, end: str) -> None:
+def test_every_outcome_leaves_nothing_behind(shared: Kernel, end: str) -> None:
     source, error = OTHER_ENDS[end]
     shared.run(source, raises=error)
     assert_as_before(shared)

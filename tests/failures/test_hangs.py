@@ -153,7 +153,7 @@ notebook_launcher(train, num_processes=3, start_method={method!r}, interrupt_gra
 
 
 @across_methods("shape", SHAPES, forkserver=[SHAPES[0].name], spawn=[SHAPES[0].name])
-def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
+def test_a_hang_is_detected_and_stopped(shared: Kernel, method: str, shape: Shape) -> None:
     cell = shared.run(
         TRAIN.format(body=shape.body)
         # Fresh interpreters become ready at different times: others may wait for a rank that still imports torch.
@@ -181,7 +181,7 @@ def test_a_hang_is_seen_and_stopped(shared: Kernel, method: str, shape: Shape) -
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.name)
-def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: Shape) -> None:
+def test_a_hang_is_only_reported_by_default(shared: Kernel, shape: Shape) -> None:
     cell = shared.submit(
         TRAIN.format(body=shape.body)
         + LAUNCH.format(method="fork", timeout_s=shape.timeout_s, on_hang="report")
@@ -202,7 +202,7 @@ def test_a_hang_is_only_reported_unless_asked_otherwise(shared: Kernel, shape: S
     assert_as_before(shared)
 
 
-def test_a_value_that_takes_for_ever_to_be_pickled_is_named(shared: Kernel) -> None:
+def test_endless_pickling_is_reported(shared: Kernel) -> None:
     cell = shared.run(
         f"""
 import threading
@@ -226,7 +226,7 @@ notebook_launcher(train, (), 2, hang_timeout_s={TIMEOUT_S}, on_hang="stop", inte
     [C_LOOP, "    while True:\n        time.sleep(0.3)\n        print('still here')"],
     ids=["a C loop", "printing"],
 )
-def test_work_without_steps_is_suspected_and_not_stopped(shared: Kernel, body: str) -> None:
+def test_work_without_steps_is_reported_but_not_stopped(shared: Kernel, body: str) -> None:
     cell = shared.submit(
         TRAIN.format(body=body) + LAUNCH.format(method="fork", timeout_s=TIMEOUT_S, on_hang="stop")
     )
@@ -305,7 +305,7 @@ done
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_stacks_on_request_do_not_wait_for_ranks_that_cannot_answer(shared: Kernel, method: str) -> None:
+def test_stacks_do_not_wait_for_unresponsive_ranks(shared: Kernel, method: str) -> None:
     shared.run(
         f"""
 import collections, itertools
@@ -351,7 +351,7 @@ job = notebook_launcher(train, num_processes=5, start_method={method!r}, backgro
     assert_as_before(shared)
 
 
-def test_questions_about_stacks_never_outlive_their_job(shared: Kernel, tmp_path: Path) -> None:
+def test_stack_queries_end_with_their_job(shared: Kernel, tmp_path: Path) -> None:
     """The main thread requests the ranks' positions all the time, however the job ends."""
     shared.run(
         f"""

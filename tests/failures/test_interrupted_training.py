@@ -120,7 +120,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1.0, foreach=False)
     assert_as_before(shared)
 
 
-def test_a_rank_that_has_stopped_before_a_step_is_not_interrupted_again(shared: Kernel) -> None:
+def test_a_stopped_rank_is_not_interrupted_again(shared: Kernel) -> None:
     """It is not interrupted in its ``finally``, which takes longer than an interrupt waits for the other ranks."""
     shared.run(
         """
@@ -163,7 +163,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_reason_why_no_weights_are_kept_is_shown(shared: Kernel, end: str) -> None:
+def test_the_reason_for_lost_weights_is_shown(shared: Kernel, end: str) -> None:
     handler, settings, text = ENDS[end]
     shared.run(
         f"""

@@ -167,7 +167,7 @@ def test_a_second_interrupt_kills_at_once(shared: Kernel, method: str, tmp_path:
     assert_as_before(shared)
 
 
-def test_two_requests_at_once_are_two(shared: Kernel, tmp_path: Path) -> None:
+def test_simultaneous_requests_count_separately(shared: Kernel, tmp_path: Path) -> None:
     shared.run(
         train_with("stay()")
         + f"""
@@ -216,7 +216,7 @@ def train(model):
 
 
 @pytest.mark.parametrize("moment", COSTS_NOTHING)
-def test_returned_values_are_kept_anyway(shared: Kernel, moment: str) -> None:
+def test_returned_values_survive_an_interrupt(shared: Kernel, moment: str) -> None:
     word, train = COSTS_NOTHING[moment]
     launch = (
         "model = torch.nn.Linear(1, 1)\nnotebook_launcher(train, (model,), num_processes=2, return_all=True)"
@@ -231,9 +231,7 @@ def test_returned_values_are_kept_anyway(shared: Kernel, moment: str) -> None:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_an_interrupt_after_a_failure_leaves_the_failure(
-    shared: Kernel, max_restarts: int, tmp_path: Path
-) -> None:
+def test_an_interrupt_does_not_replace_a_failure(shared: Kernel, max_restarts: int, tmp_path: Path) -> None:
     cell = shared.submit(
         f"""
 waiting = {str(tmp_path / "waiting")!r}
@@ -303,7 +301,7 @@ os.register_at_fork(before=lambda: [call() for call in at_fork])
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_a_background_job_that_is_interrupted_while_it_starts_has_ended(shared: Kernel, method: str) -> None:
+def test_a_background_job_can_be_interrupted_while_it_starts(shared: Kernel, method: str) -> None:
     """The interrupt comes before any process, or between the first process and the first ready worker."""
     shared.run(STARTING + "job = None")
     moments = {

@@ -97,7 +97,7 @@ def prepared(shared: Kernel, tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("where", IN_RANKS + IN_KERNEL)
-def test_it_costs_a_session_nothing(prepared: Kernel, tmp_path: Path, where: str) -> None:
+def test_a_session_loses_nothing(prepared: Kernel, tmp_path: Path, where: str) -> None:
     prepared.run(f"moment = {'session: ' + where!r}; session = nblaunch.Session(2, threads_per_process=1)")
     cell = prepared.submit("session.run(fill, (model,), return_all=True)")
     interrupt_where_ranks_send(prepared, tmp_path, where)
@@ -109,7 +109,7 @@ def test_it_costs_a_session_nothing(prepared: Kernel, tmp_path: Path, where: str
 
 
 @pytest.mark.parametrize("where", IN_RANKS + IN_KERNEL)
-def test_it_costs_a_launch_nothing(prepared: Kernel, tmp_path: Path, where: str) -> None:
+def test_a_launch_loses_nothing(prepared: Kernel, tmp_path: Path, where: str) -> None:
     prepared.run(f"moment = {where!r}")
     cell = prepared.submit(f"notebook_launcher({LAUNCH})")
     interrupt_where_ranks_send(prepared, tmp_path, where)
@@ -126,7 +126,7 @@ def test_a_background_job_loses_nothing(prepared: Kernel, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", IN_RANKS)
-def test_it_costs_a_detached_job_nothing(prepared: Kernel, where: str) -> None:
+def test_a_detached_job_loses_nothing(prepared: Kernel, where: str) -> None:
     prepared.run(f"moment = {where!r}\njob = notebook_launcher({LAUNCH}, background=True, detach=True)")
     prepared.run("wait_for('sending'); job.interrupt(); job.wait(30)")
     assert prepared.run("numbers(job.result())").value == [0, 1]
@@ -145,7 +145,7 @@ def test_a_second_interrupt_ends_the_wait_and_keeps_the_value(prepared: Kernel, 
     assert "could not be copied back: rank 0" in cell.stdout + cell.stderr
 
 
-def test_a_rank_without_anything_to_send_is_not_waited_for(prepared: Kernel, tmp_path: Path) -> None:
+def test_ranks_with_nothing_to_send_are_not_awaited(prepared: Kernel, tmp_path: Path) -> None:
     """Rank 1 has returned, its value is not requested, and its last report takes long; rank 0 is still working."""
     prepared.run("""
 def uneven():
@@ -176,9 +176,7 @@ def half(stubborn=True):
 
 
 @pytest.mark.parametrize("kind", ["launch", "background", "detached", "cancelled"])
-def test_the_value_of_a_rank_that_returned_before_others_were_killed_is_kept(
-    prepared: Kernel, tmp_path: Path, kind: str
-) -> None:
+def test_values_returned_before_a_kill_are_kept(prepared: Kernel, tmp_path: Path, kind: str) -> None:
     prepared.run(HALF)
     settings = "num_processes=2, interrupt_grace_s=3600"
     settings += ", background=True" * (kind != "launch") + ", detach=True" * (kind == "detached")

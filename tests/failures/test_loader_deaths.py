@@ -43,13 +43,13 @@ def succeed():
 """
 
 
-def test_its_handler_does_not_raise_in_the_report_of_a_failure(kernel: Kernel) -> None:
+def test_child_handler_is_off_while_a_failure_is_reported(kernel: Kernel) -> None:
     kernel.run(SETUP)
     cell = kernel.run("notebook_launcher(fail, num_processes=2)", raises="Late")
     assert "Late: the real one" in cell.raised.text
 
 
-def test_its_handler_does_not_raise_while_a_value_is_sent(kernel: Kernel) -> None:
+def test_child_handler_is_off_while_a_value_is_sent(kernel: Kernel) -> None:
     kernel.run(SETUP)
     assert kernel.run("notebook_launcher(succeed, num_processes=2, dashboard='none').x").value == 5
 
@@ -97,7 +97,7 @@ def _try_get_data(error: BaseException) -> Failed:
     "error", [ConnectionResetError(104, "reset"), FileNotFoundError(2, "gone"), EOFError()]
 )
 @pytest.mark.usefixtures("default_handler")
-def test_the_death_is_named_where_its_connection_ended_first(
+def test_a_loader_death_replaces_its_connection_error(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure, "_DEATH_TIMEOUT_S", 30.0)
@@ -115,6 +115,6 @@ def test_the_death_is_named_where_its_connection_ended_first(
     assert failed.info.frames[-1].name == "_try_get_data"
 
 
-def test_an_error_of_a_connection_stays_where_no_process_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_connection_errors_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_DEATH_TIMEOUT_S", 0.02)
     assert _try_get_data(ConnectionResetError(104, "reset")).info.type_name == "ConnectionResetError"

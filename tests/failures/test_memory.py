@@ -33,7 +33,7 @@ def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_workers_that_each_build_a_large_model(limited: Kernel, method: str) -> None:
+def test_building_large_models_in_workers_is_explained(limited: Kernel, method: str) -> None:
     cell = limited.run(
         BUILD + f"notebook_launcher(train, num_processes=6, start_method={method!r})",
         raises="WorkerDied",

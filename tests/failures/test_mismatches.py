@@ -65,7 +65,7 @@ def test_a_mismatch_is_explained(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.parametrize("program", RIGHT_PROGRAMS, ids=lambda program: program.name)
-def test_a_right_program_gets_no_message(kernel: Kernel, program: RightProgram) -> None:
+def test_correct_programs_get_no_message(kernel: Kernel, program: RightProgram) -> None:
     kernel.run(program.source)
     with noted() as notes:
         cell = kernel.run(
@@ -102,7 +102,7 @@ def train():
     assert "interrupted while ranks waited: rank 2 has called nothing since barrier" in cell.shown
 
 
-def test_checks_may_be_left_out(kernel: Kernel) -> None:
+def test_checks_can_be_disabled(kernel: Kernel) -> None:
     mismatch = next(one for one in MISMATCHES if one.name == "half with bfloat16, at the end")
     kernel.run(mismatch.source)
     kernel.run("os.environ['NBLAUNCH_CHECKS'] = '-collectives_differ'")
@@ -112,7 +112,7 @@ def test_checks_may_be_left_out(kernel: Kernel) -> None:
         kernel.run("del os.environ['NBLAUNCH_CHECKS']")
 
 
-def test_a_session_warns_and_goes_on(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_session_warns_and_continues(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("session = nblaunch.Session(3)")
     try:
         kernel.run("""

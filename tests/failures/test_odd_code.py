@@ -64,7 +64,7 @@ ODD_BODIES = {
 
 
 @pytest.mark.parametrize("odd", ODD_BODIES)
-def test_code_of_an_exception_can_not_hide_it(odd_kernel: Kernel, odd: str) -> None:
+def test_an_exceptions_code_cannot_hide_it(odd_kernel: Kernel, odd: str) -> None:
     body, shown = ODD_BODIES[odd]
     cell = fail(odd_kernel, body)
     assert "caught" in cell.stdout
@@ -77,7 +77,7 @@ def test_notes_of_the_user_are_shown(odd_kernel: Kernel) -> None:
     assert len(cell.raised.lines) <= MAX_LINES
 
 
-def test_a_large_attribute_stays_behind(odd_kernel: Kernel) -> None:
+def test_large_attributes_are_left_out(odd_kernel: Kernel) -> None:
     cell = odd_kernel.run(
         """
 class Large(Exception):
@@ -96,7 +96,7 @@ except Large as arrived:
 @pytest.mark.parametrize(
     ("kind", "message"), [("ValueError", "'x' * 30_000_000"), ("Base", "'word\\n' * 2_000_000")]
 )
-def test_a_message_beyond_all_bounds_is_shown_in_part(odd_kernel: Kernel, kind: str, message: str) -> None:
+def test_huge_messages_are_shortened(odd_kernel: Kernel, kind: str, message: str) -> None:
     cell = odd_kernel.run(
         f"""
 message = {message} + 'the end'
@@ -120,7 +120,7 @@ launch({kind}(message))
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_working_folder_that_is_gone(odd_kernel: Kernel, method: str) -> None:
+def test_a_removed_working_folder_is_tolerated(odd_kernel: Kernel, method: str) -> None:
     cell = odd_kernel.run(
         f"""
 before = os.getcwd()
@@ -150,7 +150,7 @@ notebook_launcher(train, num_processes=2)
     assert len(cell.raised.lines) <= MAX_LINES
 
 
-def test_a_syntax_error_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
+def test_syntax_errors_show_only_user_lines(odd_kernel: Kernel) -> None:
     cell = odd_kernel.run(
         """
 def read():
@@ -168,7 +168,7 @@ notebook_launcher(train, num_processes=2)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has exception groups from 3.11 on")
-def test_an_exception_group_is_shown_with_the_users_lines_alone(odd_kernel: Kernel) -> None:
+def test_exception_groups_show_only_user_lines(odd_kernel: Kernel) -> None:
     cell = odd_kernel.run(
         """
 def read(path):
@@ -220,7 +220,7 @@ notebook_launcher(train, num_processes=2)
     assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
 
 
-def test_a_function_may_close_descriptors_that_it_does_not_know(kernel: Kernel) -> None:
+def test_a_function_may_close_foreign_descriptors(kernel: Kernel) -> None:
     kernel.run(
         """
 import os, torch, nblaunch

@@ -44,7 +44,7 @@ def run(tmp_path: Path, call: str, raised: str) -> list[str]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_lines_are_shown_once_and_the_one_that_failed_last(tmp_path: Path, call: str) -> None:
+def test_the_failing_line_is_shown_last(tmp_path: Path, call: str) -> None:
     raised, last = CALLS[call]
     lines = run(tmp_path, call, raised)
     end = lines.index(last)
@@ -64,7 +64,7 @@ def test_lines_are_shown_once_and_the_one_that_failed_last(tmp_path: Path, call:
     assert not any("/nblaunch/" in line for line in shown), lines
 
 
-def test_a_syntax_error_is_shown_with_the_users_lines_too(tmp_path: Path) -> None:
+def test_syntax_errors_show_user_lines(tmp_path: Path) -> None:
     lines = run(tmp_path, next(iter(CALLS)), 'SyntaxError("bad", ("model.py", 3, 1, "x = = 3"))')
     assert sum("helper(3)" in line for line in lines) == 1, lines
     assert not any("/nblaunch/" in line for line in lines), lines

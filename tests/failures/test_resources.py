@@ -49,7 +49,7 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_full_disk_costs_output_and_nothing_else(shared: Kernel, method: str, small_disk: Path) -> None:
+def test_a_full_disk_loses_only_output(shared: Kernel, method: str, small_disk: Path) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -90,7 +90,7 @@ notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_no_room_for_logs_from_the_start(shared: Kernel, method: str, small_disk: Path) -> None:
+def test_a_full_log_disk_prevents_the_launch(shared: Kernel, method: str, small_disk: Path) -> None:
     (small_disk / "full").write_bytes(b"x" * (1 << 18))
     cell = shared.run(
         f"print(notebook_launcher(add_up, num_processes=2, start_method={method!r}, log_dir={str(small_disk)!r}))"
@@ -118,7 +118,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_disk_without_inodes_rejects_the_launch_and_says_so(
+def test_a_disk_without_inodes_prevents_the_launch(
     shared: Kernel, method: str, disk_without_inodes: Path
 ) -> None:
     """Each launch has room for one more file, so every file is once the first without room."""
@@ -158,7 +158,7 @@ sorted(outcomes)
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_whichever_descriptor_is_rejected_the_launch_fails_as_a_whole(shared: Kernel, method: str) -> None:
+def test_a_lack_of_descriptors_fails_the_whole_launch(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
     shared.run("last_error = ''")
     shared.run("del sys.last_value") if value_of(shared, "hasattr(sys, 'last_value')") else None
@@ -172,7 +172,7 @@ def test_whichever_descriptor_is_rejected_the_launch_fails_as_a_whole(shared: Ke
     assert_as_before(shared)
 
 
-def test_a_rejected_fork_takes_the_others_back(shared: Kernel) -> None:
+def test_a_failed_fork_ends_the_other_workers(shared: Kernel) -> None:
     """Other start methods fork in another process; :func:`test_a_limit_on_processes_is_named` covers them."""
     cell = shared.run(
         """
@@ -201,7 +201,7 @@ finally:
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_workers_that_cannot_be_watched_are_ended(shared: Kernel, method: str) -> None:
+def test_unwatchable_workers_are_ended(shared: Kernel, method: str) -> None:
     shared.run(
         f"""
 import errno

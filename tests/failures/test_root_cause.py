@@ -166,7 +166,7 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_kept_error_keeps_nothing_of_the_job(shared: Kernel, method: str) -> None:
+def test_a_kept_error_does_not_keep_the_job(shared: Kernel, method: str) -> None:
     shared.run(
         f"""
 import gc, weakref

@@ -50,7 +50,7 @@ def function(kind: str) -> str:
     return FUNCTION.format(body=textwrap.indent(KINDS[kind].strip("\n"), " " * 8))
 
 
-def test_in_ipython(shared: Kernel, golden: Golden) -> None:
+def test_failures_in_ipython(shared: Kernel, golden: Golden) -> None:
     cells = {kind: shared.submit(function(kind) + LAUNCH).wait() for kind in KINDS}
     cells["a hang"] = shared.submit(HANG).wait()
     golden.check("failures_in_ipython.txt", {kind: error_of(cell) for kind, cell in cells.items()})
@@ -60,7 +60,7 @@ def error_of(cell: Cell) -> str:
     return cell.raised.text
 
 
-def test_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
+def test_failures_in_a_terminal(golden: Golden, tmp_path: Path) -> None:
     shown = {}
     for kind in ("an exception with its cause", "a signal"):
         (tmp_path / "train.py").write_text("import os, signal, sys, time\n" + function(kind) + "train()\n")

@@ -16,7 +16,7 @@ SETTINGS = {
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_in_odd_surroundings(kernel: Kernel, tmp_path: Path) -> None:
+def test_launches_work_in_odd_environments(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(
         f"""{CELL}
 def set_folder(name):

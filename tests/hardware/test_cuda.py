@@ -39,7 +39,7 @@ def _fresh(code: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_gpus_are_counted_as_cuda_counts_them_and_without_a_context() -> None:
+def test_gpus_are_counted_without_a_context() -> None:
     code = (
         "import json; from nblaunch.backends import cuda, first_use;"
         "count = cuda.BACKEND.device_count();"

@@ -31,7 +31,7 @@ def _train(settings: dict[str, Any] | None, precision: str) -> tuple[list[float]
     return results, {name: weight.cpu() for name, weight in weights.items()}
 
 
-def test_one_rank_learns_what_it_learns_unsharded() -> None:
+def test_one_rank_trains_as_without_shards() -> None:
     ((expected, _),) = ranks.run(_train, 1, None, "no", backend="cuda")
     ((found, _),) = ranks.run(_train, 1, {}, "no", backend="cuda")
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-3)
@@ -66,7 +66,7 @@ def _train_in_fp16() -> tuple[list[bool], float]:
     return skipped, total
 
 
-def test_all_ranks_skip_a_step_that_overflows_on_one() -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     (first, total), (second, _) = ranks.run(_train_in_fp16, 2, backend="cuda")
     assert first == second
     assert first[0]
@@ -88,7 +88,7 @@ def _allocated() -> tuple[float, float]:
     )
 
 
-def test_no_gpu_ever_holds_the_model() -> None:
+def test_no_gpu_holds_the_whole_model() -> None:
     for held, peak in ranks.run(_allocated, 2, backend="cuda"):
         assert 0.49 < held < 0.55
         assert peak < 0.7  # one layer at a time, if ranks built different weights and rank 0 sends its own

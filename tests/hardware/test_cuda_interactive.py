@@ -78,7 +78,7 @@ def test_a_session_trains_the_model_of_the_notebook(start: StartKernel) -> None:
     kernel.run("session.close()")
 
 
-def test_the_debugger_reads_what_lies_on_the_gpu(start: StartKernel) -> None:  # noqa: F811
+def test_the_debugger_reads_gpu_tensors(start: StartKernel) -> None:  # noqa: F811
     kernel, before = start(**ONE), _used()
     kernel.run(
         """

@@ -132,7 +132,7 @@ def _alone(kernel: Kernel, arguments: str = "(build(),)") -> list[float]:
 # --- how workers start -----------------------------------------------------------------------------------------------
 
 
-def test_workers_are_forked_and_the_kernel_stays_without_a_context(start: StartKernel) -> None:
+def test_forked_workers_leave_the_kernel_without_a_context(start: StartKernel) -> None:
     kernel = start()
     for _ in range(2):
         found, method = _launch(kernel, "(build(), 'bf16')", ", mixed_precision='bf16'")
@@ -172,7 +172,7 @@ values = notebook_launcher(give, num_processes=1)
 @pytest.mark.skipif(
     IS_NAMED_INSTANCE, reason="torch asks the driver about MIG instances that are named by UUID"
 )
-def test_asking_whether_there_is_a_gpu_does_not_rule_out_a_fork(start: StartKernel) -> None:
+def test_checking_for_a_gpu_does_not_prevent_a_fork(start: StartKernel) -> None:
     kernel = start()
     cell = kernel.run("torch.cuda.is_available(), torch.cuda.device_count(), touches_gpu()")
     assert cell.value == (True, COUNT, False)
@@ -209,7 +209,7 @@ def test_a_backward_on_the_cpu_needs_no_restart(start: StartKernel) -> None:
 # --- what they compute -----------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) -> None:
+def test_two_ranks_on_one_gpu_match_one_process(start: StartKernel) -> None:
     kernel = start(**ONE)
     found, method = _launch(kernel, options=", num_processes=2, backend='cuda'")
     assert method == "fork"
@@ -220,7 +220,7 @@ def test_two_ranks_on_one_gpu_learn_what_one_process_learns(start: StartKernel) 
 
 
 @pytest.mark.skipif(COUNT < 2, reason="NCCL joins two GPUs or more")
-def test_ranks_joined_by_nccl_learn_what_one_process_learns(start: StartKernel) -> None:
+def test_nccl_ranks_match_one_process(start: StartKernel) -> None:
     kernel = start()
     found, _ = _launch(kernel, options=", num_processes=2")
     assert [(one["device"], one["group"]) for one in found] == [("cuda:0", "nccl"), ("cuda:1", "nccl")]
@@ -267,7 +267,7 @@ def read():
 """
 
 
-def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel) -> None:
+def test_loader_batches_use_pinned_memory(start: StartKernel) -> None:
     """Each worker's loader forks readers and starts a thread that copies to pinned memory."""
     kernel = start(**ONE)
     kernel.run(READ)
@@ -279,7 +279,7 @@ def test_batches_of_loader_processes_arrive_by_pinned_memory(start: StartKernel)
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_number_out_of_range_is_explained_and_the_next_launch_is_well(start: StartKernel) -> None:
+def test_device_asserts_are_explained_and_contained(start: StartKernel) -> None:
     kernel = start(**ONE)
     kernel.run(
         """
@@ -332,7 +332,7 @@ def spin():
 """
 
 
-def test_a_rank_that_spins_in_the_driver_is_a_hang(start: StartKernel) -> None:
+def test_spinning_in_the_driver_is_a_hang(start: StartKernel) -> None:
     kernel = start(**ONE)
     kernel.run(SPIN)
     assert_spinning_is_a_hang(kernel, "cuda")

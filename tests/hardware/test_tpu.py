@@ -230,7 +230,7 @@ notebook_launcher(plain, **options) + notebook_launcher(group, **options), noteb
 
 
 @pytest.mark.timeout(1800)
-def test_loops_as_they_should_be_get_no_notes(tpu: Kernel, report: list[str]) -> None:
+def test_correct_loops_get_no_notes(tpu: Kernel, report: list[str]) -> None:
     from tests.xla import test_false_notes as loops
 
     tpu.run(loops.LOOPS)

@@ -21,7 +21,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(translate(text.replace("[", "[[]")))
 
 
-def test_every_difference_is_on_purpose() -> None:
+def test_every_difference_is_listed() -> None:
     patterns = [_pattern(text) for texts in DEVIATIONS.values() for text in texts]
     surprises = [
         f"{name}: {what}" for name, what in _found() if not any(pattern.match(name) for pattern in patterns)
@@ -42,7 +42,7 @@ def test_the_snapshot_covers_the_used_names() -> None:
     assert "gather_for_metrics" in snapshot()[""]["Accelerator"]["members"]
 
 
-def test_every_module_of_the_surface_is_there_or_explained() -> None:
+def test_every_module_exists_or_is_explained() -> None:
     missing = {path for path in snapshot() if path and our_module(path) is None}
     assert missing == {
         "utils.megatron_lm", "utils.transformer_engine",

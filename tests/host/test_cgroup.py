@@ -26,7 +26,7 @@ def own(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_version_2_goes_from_the_own_group_to_the_root(tmp_path: Path) -> None:
+def test_version_2_reads_from_the_group_to_the_root(tmp_path: Path) -> None:
     found = proc.cgroup_folders("memory", tmp_path, own(tmp_path, "0::/user/notebook\n"))
     assert found == [tmp_path / "user" / "notebook", tmp_path / "user", tmp_path]
 

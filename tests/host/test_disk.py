@@ -26,7 +26,7 @@ def test_a_file_that_can_grow_keeps_size_and_contents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_reported"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)]
 )
-def test_growth_is_rejected_for_want_of_room_alone(
+def test_growth_fails_only_without_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_reported: bool
 ) -> None:
     def reject(*_: object) -> None:
@@ -67,11 +67,11 @@ def test_the_exhausted_resource_is_named(
     assert wanted in disk.reason(tmp_path / "not" / "there", problem(errno.ENOSPC))
 
 
-def test_other_errors_are_reported_in_the_words_of_the_system(tmp_path: Path) -> None:
+def test_other_errors_keep_the_systems_words(tmp_path: Path) -> None:
     assert disk.reason(tmp_path, problem(errno.EROFS)) == os.strerror(errno.EROFS)
 
 
-def test_a_part_of_a_file_is_freed(tmp_path: Path) -> None:
+def test_part_of_a_file_can_be_freed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * (3 << 20))
     with path.open("r+b") as file:

@@ -58,12 +58,12 @@ def test_utilisation_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert meter.read() == [None, 0.25]
 
 
-def test_a_host_without_such_gpus(folder: Path) -> None:
+def test_hosts_without_such_gpus_count_none(folder: Path) -> None:
     write_intel(folder, "0000:01:00.0", vendor="0x10de")
     assert (drm.amd_gpus(), drm.num_intel_gpus(), drm.num_visible_intel_gpus()) == ((), 0, 0)
 
 
-def test_the_processors_own_gpu_counts_only_without_cards(folder: Path) -> None:
+def test_integrated_gpus_count_only_without_cards(folder: Path) -> None:
     write_intel(folder, "0000:00:02.0")
     assert drm.num_intel_gpus() == 1
     write_intel(folder, "0000:03:00.0", "0000:83:00.0")
@@ -85,7 +85,7 @@ def test_the_processors_own_gpu_counts_only_without_cards(folder: Path) -> None:
         ({"ONEAPI_DEVICE_SELECTOR": "*:*"}, 4),
     ],
 )
-def test_intel_gpus_are_counted_by_tile_as_the_variables_leave_them(
+def test_intel_gpus_are_counted_by_visible_tile(
     folder: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int
 ) -> None:
     write_intel(folder, "0000:03:00.0", "0000:83:00.0", num_tiles=2)

@@ -82,7 +82,7 @@ sys.exit(main(["env"]))
 
 
 @pytest.mark.timeout(100)
-def test_no_program_is_asked_about_gpus_on_the_way_to_the_first_step(tmp_path: Path) -> None:
+def test_gpu_tools_do_not_run_before_the_first_step(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\n")
     program.chmod(0o755)
@@ -111,7 +111,7 @@ def test_nvml_reports_instances(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
     meter.close()
 
 
-def test_instances_keep_their_numbers_when_others_go(nvml: NvmlMaker) -> None:
+def test_instances_keep_their_numbers(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-cccc3333", "A100", instances=[None, FakeGpu("MIG-2222"), None, FakeGpu("MIG-4444")]))
     assert gpus.physical_gpus() == (Gpu("GPU-cccc3333", ("MIG-2222", "MIG-4444")),)
 
@@ -128,9 +128,7 @@ def test_a_meter_reads_visible_gpus_in_rank_order(nvml: NvmlMaker, monkeypatch: 
     meter.close()
 
 
-def test_no_meter_reads_a_gpu_whose_number_is_not_known(
-    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_of_unknown_number_are_not_metered(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, CUDA puts the fastest GPU first, and NVML the GPU with the lowest bus number."""
     nvml(FakeGpu("GPU-aaaa1111", utilisation=40), FakeGpu("GPU-aabb2222", "NVIDIA A100"))
     assert gpus.open_meter().read() == []
@@ -165,9 +163,7 @@ def test_cards_whose_direct_connections_hang(
     assert gpus.lacks_p2p() == expected
 
 
-def test_cards_that_may_be_hidden_count_where_numbers_are_not_known(
-    nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_possibly_hidden_cards_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml(*(FakeGpu(f"GPU-{name}", f"NVIDIA {name}") for name in ("L4", "T4", "RTX 4090")), driver="535.1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert gpus.lacks_p2p() == "NVIDIA RTX 4090"
@@ -181,6 +177,6 @@ def test_hidden_cards_do_not_count(nvml: NvmlMaker, monkeypatch: pytest.MonkeyPa
     assert gpus.lacks_p2p() is None
 
 
-def test_the_real_module_says_that_there_is_no_driver_or_lists_gpus() -> None:
+def test_the_real_module_works_with_and_without_driver() -> None:
     gpus._listed.cache_clear()
     assert isinstance(gpus.physical_gpus(), tuple)

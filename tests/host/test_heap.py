@@ -17,7 +17,7 @@ def frozen_for_other_tests() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_before", [0, 375])
-def test_the_collector_has_its_objects_back(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heap_is_unfrozen_again(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.12 freezes 375 objects at its start; that does not mean that the user keeps the heap frozen."""
     gc.unfreeze()
     count = gc.get_freeze_count
@@ -35,7 +35,7 @@ def test_a_heap_that_the_user_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > 2000
 
 
-def test_objects_of_a_frozen_heap_are_listed_and_stay_frozen() -> None:
+def test_listing_a_frozen_heap_keeps_it_frozen() -> None:
     held = [object()]
     gc.freeze()
     assert any(one is held for one in heap.all_objects())

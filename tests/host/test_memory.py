@@ -44,7 +44,7 @@ def test_large_blocks_go_back_at_once_when_tuned() -> None:
     assert int(given_back) >= 95
 
 
-def test_a_trim_gives_back_what_the_heap_keeps() -> None:
+def test_trimming_returns_free_memory() -> None:
     _, given_back, after_trim = _run(False)
     assert int(given_back) < 40, "glibc keeps its heap; if not, the tuning may go"
     assert int(after_trim) >= 95

@@ -60,7 +60,7 @@ def test_handlers_are_called_at_the_end_of_the_outermost_block() -> None:
         send(signal.SIGALRM)
 
 
-def test_handlers_are_called_where_an_exception_does_no_harm() -> None:
+def test_handlers_run_where_exceptions_are_safe() -> None:
     with held_back():
         send(signal.SIGALRM)
         with pytest.raises(Limit):
@@ -69,14 +69,14 @@ def test_handlers_are_called_where_an_exception_does_no_harm() -> None:
     assert calls == [signal.SIGALRM]
 
 
-def test_a_signal_that_is_taken_has_no_handler_called() -> None:
+def test_taken_signals_call_no_handler() -> None:
     with held_back():
         assert not signal_handlers.take(signal.SIGINT)
         send(signal.SIGINT)
         assert signal_handlers.take(signal.SIGINT)
 
 
-def test_a_handler_that_is_set_in_the_block_stays() -> None:
+def test_handlers_set_in_the_block_stay() -> None:
     with held_back():
         signal.signal(signal.SIGALRM, note)
         send(signal.SIGALRM)

@@ -90,7 +90,7 @@ def test_an_open_device_holds_the_chips_too(tmp_path: Path) -> None:
     assert tpu.lock_holder(tmp_path / "lock", tmp_path) == 9
 
 
-def test_the_lock_is_found_behind_a_descriptor_that_is_closed_meanwhile(
+def test_the_lock_is_found_despite_closed_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, own = tmp_path / "libtpu_lockfile", tmp_path / "proc" / str(os.getpid()) / "fd"

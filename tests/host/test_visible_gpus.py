@@ -45,7 +45,7 @@ def test_cuda_visible_devices(setting: str | None, expected: list[str]) -> None:
         ("0,MIG-1111", []),
     ],
 )
-def test_every_partition_is_for_a_worker(setting: str | None, expected: list[str]) -> None:
+def test_each_partition_serves_one_worker(setting: str | None, expected: list[str]) -> None:
     assert visible_devices(PARTITIONED, setting) == expected
 
 

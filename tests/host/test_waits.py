@@ -73,7 +73,7 @@ def sleeps(pid: int) -> str:
 
 
 @pytest.mark.parametrize("body", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_wait_for_threads_of_the_process_alone_is_endless(body: str) -> None:
+def test_waits_for_own_threads_are_endless(body: str) -> None:
     with process(body) as pid:
         while (found := waits.endless_waits(pid)) is None or not found.are_endless:
             time.sleep(0.01)
@@ -81,7 +81,7 @@ def test_a_wait_for_threads_of_the_process_alone_is_endless(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", ENDED_BY_OTHERS.values(), ids=ENDED_BY_OTHERS.keys())
-def test_waits_that_others_may_end_are_not_endless(body: str) -> None:
+def test_waits_for_other_processes_are_not_endless(body: str) -> None:
     with process(body) as pid:
         seen = []
         while len(seen) < 20 or len(set(seen[-10:])) > 1:  # wait until it sleeps, and keeps sleeping
@@ -91,7 +91,7 @@ def test_waits_that_others_may_end_are_not_endless(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", ELSEWHERE.values(), ids=ELSEWHERE.keys())
-def test_a_wait_beside_a_thread_that_may_go_on_is_not_endless(body: str) -> None:
+def test_waits_with_a_running_thread_are_not_endless(body: str) -> None:
     with process(f"{body}; threading.Event().wait()") as pid:
         while (found := waits.endless_waits(pid)) is None:
             time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_a_wait_beside_a_thread_that_may_go_on_is_not_endless(body: str) -> None
         assert not found.are_endless
 
 
-def test_a_process_that_has_ended_has_no_waits() -> None:
+def test_ended_processes_have_no_waits() -> None:
     with process("pass") as pid:
         pass
     assert waits.endless_waits(pid) is None

@@ -39,7 +39,7 @@ def test_packages_match_the_image() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_and_does_what_it_says(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebooks_run_and_pass_their_checks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if HAS_XLA and path.stem == "03_tpu":
         monkeypatch.setenv("PJRT_DEVICE", "CPU")

@@ -30,7 +30,7 @@ def train(*own):
 
 
 @pytest.mark.parametrize("how", ["2", "2, start_method='forkserver'"])
-def test_an_accelerator_and_its_states_take_their_place(shared: Kernel, how: str) -> None:
+def test_workers_rebuild_an_accelerator_and_its_states(shared: Kernel, how: str) -> None:
     cell = shared.run(
         f"{CELL}{TRAIN}\nranks = notebook_launcher(train, (accelerator, partial), num_processes={how}, return_all=True)"
         "\nranks, accelerator.process_index, partial.num_processes, accelerator.prepare(model) is model"
@@ -40,7 +40,7 @@ def test_an_accelerator_and_its_states_take_their_place(shared: Kernel, how: str
     assert cell.value == (rows, 0, 1, True)
 
 
-def test_inline_it_is_another_one_than_the_notebooks(shared: Kernel) -> None:
+def test_inline_launches_use_a_separate_accelerator(shared: Kernel) -> None:
     cell = shared.run(
         f"""{CELL}
 def train():
@@ -68,7 +68,7 @@ made() is None
     assert cell.value is True
 
 
-def test_a_loop_that_a_cell_has_left_is_over_in_the_next(shared: Kernel) -> None:
+def test_loops_left_in_a_cell_end_with_it(shared: Kernel) -> None:
     in_loop = "Accelerator().gradient_state.in_dataloader"
     read = "batches = iter(accelerator.prepare(DataLoader([1, 2])))\nbatch = next(batches)"
     assert shared.run(f"{CELL}{read}\n{in_loop}").value is True
@@ -134,7 +134,7 @@ def use(method, value):
 FIRST_USES = {"gather": [0.0, 1.0], "reduce": [1.0], "broadcast": [0.0], "pad_across_processes": None}
 
 
-def test_a_collective_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
+def test_a_collective_can_be_the_first_use_in_a_worker(shared: Kernel) -> None:
     shared.run(f"{CELL}{COLLECTIVES}")
     how = "num_processes=2, dashboard='none', return_all=True"
     assert shared.run(f"print(notebook_launcher(begin, (), {how}))").stdout == "[[0, 1], [0, 1]]\n"
@@ -158,7 +158,7 @@ def message(): return logger.warning("hello")
 LOOKS = {"label": "MULTI_CPU", "size": "2", "plugin": "None", "shown": "True", "message": "None"}
 
 
-def test_its_state_or_a_logger_may_be_the_first_use_in_a_worker(shared: Kernel) -> None:
+def test_a_state_or_logger_can_be_the_first_use_in_a_worker(shared: Kernel) -> None:
     shared.run(f"{CELL}{FIRST_LOOKS}")
     for look, found in LOOKS.items():
         cell = shared.run(f"print(notebook_launcher({look}, (), num_processes=2, dashboard='none'))")
@@ -186,7 +186,7 @@ def test_prepared_accelerator_is_rejected_at_its_line(shared: Kernel, use: str) 
 
 # The default depends on the Python version.
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_it_goes_on_in_the_notebook_and_others_work_in_workers(shared: Kernel, method: str) -> None:
+def test_the_notebooks_accelerator_still_works(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""{CELL}
 class Ranks:
@@ -208,7 +208,7 @@ found
     assert cell.value == ([(2, [[rank] * 4]) for rank in (0, 1)], 1, (1, [[0] * 4]), 0)
 
 
-def test_a_loaders_workers_know_their_rank_and_join_no_group(shared: Kernel) -> None:
+def test_loader_processes_know_their_rank(shared: Kernel) -> None:
     """Each rank has a different number of loader processes, so any that joined would wait for others that never
     come.
     """
@@ -261,7 +261,7 @@ def train(*own):
 
 
 @pytest.mark.parametrize("how", ["2", "2, start_method='forkserver'", "2, start_method='spawn'"])
-def test_one_of_accelerate_and_its_states_take_their_place(shared: Kernel, how: str) -> None:
+def test_workers_rebuild_accelerates_objects(shared: Kernel, how: str) -> None:
     cell = shared.run(
         f"{THEIRS}{THEIR_TRAIN}\nranks = notebook_launcher(train, (theirs, partial), {how}, return_all=True)"
         "\nranks, theirs.process_index, partial.num_processes, theirs.prepare(model) is model"
@@ -270,7 +270,7 @@ def test_one_of_accelerate_and_its_states_take_their_place(shared: Kernel, how: 
     assert cell.value == (rows, 0, 1, True)
 
 
-def test_one_of_accelerate_that_has_prepared_objects_is_reported(shared: Kernel) -> None:
+def test_a_prepared_accelerate_object_is_reported(shared: Kernel) -> None:
     cell = shared.run(
         f"""{THEIRS}
 theirs.prepare(torch.nn.Linear(1, 1))
@@ -317,7 +317,7 @@ trainer._train_batch_size = 4
 
 
 @pytest.mark.parametrize("how", ["2", "2, start_method='forkserver'"])
-def test_a_trainer_and_its_arguments_take_their_place(shared: Kernel, how: str) -> None:
+def test_workers_rebuild_a_trainer_and_its_arguments(shared: Kernel, how: str) -> None:
     cell = shared.run(
         f"""{TRAINER}
 def train():
@@ -370,7 +370,7 @@ def log():
 """
 
 
-def test_a_summary_writer_takes_its_place(shared: Kernel) -> None:
+def test_workers_rebuild_a_summary_writer(shared: Kernel) -> None:
     """Its queue has room for ten events, which a thread of the kernel removes."""
     cell = shared.run(
         f"""{WRITER}

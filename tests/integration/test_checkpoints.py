@@ -28,7 +28,7 @@ def train(folder, asynchronous, steps):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_launch_continues_what_another_one_saved(
+def test_a_launch_resumes_another_launchs_checkpoint(
     shared: Kernel, tmp_path: Path, asynchronous: bool
 ) -> None:
     cell = shared.run(

@@ -25,7 +25,7 @@ debug_launcher(function, (10,)), debug_launcher(function, (0,), 3)
     assert "in fails()" in cell.raised.text
 
 
-def test_a_rendezvous_of_torchs_on_one_machine_needs_no_address(shared: Kernel) -> None:
+def test_torch_rendezvous_on_one_machine_needs_no_address(shared: Kernel) -> None:
     cell = shared.run(
         """
 from nblaunch import PartialState, notebook_launcher

@@ -67,7 +67,7 @@ results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters
     assert "[WARNING]" not in cell.stdout  # DeepSpeed reports nothing that a user needs
 
 
-def test_a_kernel_that_has_used_deepspeed_trains_with_it_again_and_again(fresh: Kernel) -> None:
+def test_deepspeed_can_be_launched_repeatedly(fresh: Kernel) -> None:
     cell = fresh.run(
         f"""
 {TRAIN}

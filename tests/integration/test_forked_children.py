@@ -61,7 +61,7 @@ notebook_launcher(train, num_processes=2, return_all=True, start_method={method!
     assert shown == sorted(expected)
 
 
-def test_a_forked_process_has_no_part_in_the_rank(shared: Kernel) -> None:
+def test_forked_children_are_not_the_rank(shared: Kernel) -> None:
     """Nor does it wait for the ranks' decision about a stop."""
     cell = shared.run(
         CHILDREN
@@ -97,7 +97,7 @@ notebook_launcher(train, num_processes=1)
     assert cell.value == (0, True, 0)
 
 
-def test_no_forked_process_waits_for_a_thread_of_its_worker(shared: Kernel) -> None:
+def test_forked_children_do_not_wait_for_worker_threads(shared: Kernel) -> None:
     """A fork copies locks in their present state, but not the threads that would release them."""
     cell = shared.run(
         CHILDREN
@@ -179,7 +179,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_fresh_processes_of_a_worker_print_what_they_display(fresh: Kernel, context: str) -> None:
+def test_fresh_child_processes_print_their_displays(fresh: Kernel, context: str) -> None:
     """The kernel has already used the same start method."""
     cell = fresh.run(
         f"""
@@ -199,7 +199,7 @@ in_cell, notebook_launcher(once, num_processes=2, return_all=True)
         assert lines_of(cell, rank) == ["shown by a child"]
 
 
-def test_a_crash_of_a_forked_process_is_not_reported_for_the_rank(shared: Kernel) -> None:
+def test_a_childs_crash_is_not_the_ranks(shared: Kernel) -> None:
     cell = shared.run(
         CHILDREN
         + """

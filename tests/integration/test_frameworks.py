@@ -36,7 +36,7 @@ def test_plain_torch(shared: Kernel, method: str) -> None:
     assert shared.run(f"{PLAIN_TORCH}agree(start_method={method!r})").value == (True, False)
 
 
-def test_a_model_may_outlive_the_group_that_its_function_destroys(shared: Kernel) -> None:
+def test_models_may_outlive_their_process_group(shared: Kernel) -> None:
     """If ranks did not first import torch._dynamo, about one in five of these launches hung."""
     cell = shared.run(f"import torch._dynamo\n{PLAIN_TORCH}[agree() for _ in range(15)]")
     assert cell.value == [(True, False)] * 15
@@ -144,7 +144,7 @@ def launched():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_data_loaders_with_processes_of_their_own(shared: Kernel, method: str) -> None:
+def test_data_loaders_with_worker_processes(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 from torch.utils.data import DataLoader

@@ -89,9 +89,7 @@ largest_difference(model, replicated), type(model).__name__, type(model.blocks[0
 
 
 @pytest.mark.parametrize("accelerator", ["Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())", "None"])
-def test_weights_that_the_function_has_sharded_itself_come_back_whole(
-    sharding: Kernel, accelerator: str
-) -> None:
+def test_weights_sharded_by_the_user_come_back_whole(sharding: Kernel, accelerator: str) -> None:
     cell = sharding.run(
         f"""
 def train_sharded(model):
@@ -143,7 +141,7 @@ largest_difference(model, saved)
     assert float(cell.result or "nan") == 0
 
 
-def test_a_model_without_memory_gets_its_first_weights(sharding: Kernel) -> None:
+def test_meta_models_get_their_first_weights(sharding: Kernel) -> None:
     cell = sharding.run("model = trained(True, 'meta')\nlargest_difference(model, replicated)")
     assert float(cell.result or "nan") < 1e-3
 

@@ -63,7 +63,7 @@ def test_the_first_use_of_cuda_is_named_and_needs_no_restart(fresh: Kernel) -> N
     assert "no restart" in text
 
 
-def test_a_device_is_shared_where_it_is_asked_for_by_name(made_up: Kernel) -> None:
+def test_naming_a_device_shares_it(made_up: Kernel) -> None:
     rejected = made_up.run("notebook_launcher(where, num_processes=2)", raises="ValueError")
     assert "valid values are 1 to 1, or None for all; backend='cpu' lets several" in rejected.raised.value
     cell = made_up.run("notebook_launcher(where, num_processes=2, backend='cpu', return_all=True)")
@@ -87,7 +87,7 @@ def fill():
     assert "Host memory" not in shown
 
 
-def test_a_device_that_can_not_be_asked_does_not_hide_the_error(made_up: Kernel) -> None:
+def test_an_unreadable_device_does_not_hide_the_error(made_up: Kernel) -> None:
     made_up.run("def fail():\n    raise ValueError('asks for it')")
     cell = made_up.run("notebook_launcher(fail)", raises="ValueError")
     assert "(the device could not be queried: LookupError: no such device)" in cell.raised.text

@@ -62,7 +62,7 @@ def kernel() -> Iterator[Kernel]:
     [("(build(),)", 0.02), ("(build(), 'bf16')", 0.1), (test_cuda_kernel.FP16, 0.05)],
     ids=["fp32", "bf16", "fp16"],
 )
-def test_two_ranks_learn_what_one_process_learns(kernel: Kernel, arguments: str, tolerance: float) -> None:
+def test_two_ranks_match_one_process(kernel: Kernel, arguments: str, tolerance: float) -> None:
     (alone,), _ = test_cuda_kernel._launch(kernel, arguments, ", num_processes=1, backend='cpu'")
     found, method = test_cuda_kernel._launch(kernel, arguments, ", num_processes=2, backend='cpu'")
     assert method == "fork"
@@ -80,7 +80,7 @@ def test_loader_processes(kernel: Kernel) -> None:
     kernel.wait_for_no_processes()
 
 
-def test_a_rank_that_spins(kernel: Kernel) -> None:
+def test_spinning_ranks_are_detected(kernel: Kernel) -> None:
     kernel.run(test_cuda_kernel.SPIN)
     test_cuda_kernel.assert_spinning_is_a_hang(kernel, "cpu")
 
@@ -153,7 +153,7 @@ def test_the_benchmark_runs_to_its_end() -> None:
     assert [bool(row.target) for row in found] == [True] * 3 + [False] * 4 + [True, False]
 
 
-def test_the_benchmark_says_what_it_could_not_measure(
+def test_the_benchmark_reports_missing_measurements(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> Iterator[gpu.Row]:
@@ -206,7 +206,7 @@ driver.nvmlDeviceGetCount = lambda: int(os.environ["GPUS"])  # torch imports it 
 """
 
 
-def test_machines_and_scripts_with_so_many_gpus(tmp_path: Path) -> None:
+def test_machines_with_several_gpus(tmp_path: Path) -> None:
     machines: list[tuple[dict[str, str], int]] = [
         ({"GPUS": "1"}, 1),
         ({"GPUS": "2"}, 2),

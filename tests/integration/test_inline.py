@@ -14,7 +14,7 @@ RANK_VARIABLES = (
 )
 
 
-def test_it_runs_in_the_kernel_and_puts_everything_back(shared: Kernel) -> None:
+def test_inline_launches_restore_the_kernel(shared: Kernel) -> None:
     cell = shared.run(
         f"""
 import nblaunch.context as context, signal, torch.distributed as dist
@@ -35,7 +35,7 @@ value, before == after, dist.is_initialized(), context.is_worker()
     assert cell.value == expected
 
 
-def test_an_error_shows_the_line_of_the_function_and_leaves_no_trace(shared: Kernel) -> None:
+def test_errors_show_the_functions_line(shared: Kernel) -> None:
     cell = shared.run(
         """
 def train():
@@ -85,7 +85,7 @@ except SystemExit as error:
     assert "failed in rank 0" in cell.displays[-1].data["text/plain"], cell.describe()
 
 
-def test_an_exit_without_a_code_is_a_return(shared: Kernel) -> None:
+def test_an_exit_without_a_code_counts_as_return(shared: Kernel) -> None:
     cell = shared.run(
         """
 import sys

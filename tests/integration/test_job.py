@@ -76,7 +76,7 @@ jobs[0].result(60)
     assert cell.value == "unharmed"
 
 
-def test_two_jobs_and_a_blocking_one_run_at_a_time(shared: Kernel) -> None:
+def test_background_jobs_run_beside_a_blocking_one(shared: Kernel) -> None:
     shared.run(GATE)
     cell = shared.run(
         """

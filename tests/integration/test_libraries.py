@@ -283,7 +283,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_losses_are_those_with_accelerate(sides: Sides, name: str) -> None:
+def test_losses_match_accelerate(sides: Sides, name: str) -> None:
     launch = f"{PROGRAMS[name]}\nnotebook_launcher(train, num_processes=2, backend='cpu', return_all=True)"
     results: list[list[Any]] = []
     for maker, kernel in sides._asdict().items():
@@ -312,7 +312,7 @@ assert train() == ("nblaunch", 2, [(True, True)] * 6)
 """
 
 
-def test_every_row_is_predicted_once_in_a_script_that_is_launched(tmp_path: Path) -> None:
+def test_launched_scripts_predict_every_row_once(tmp_path: Path) -> None:
     script = tmp_path / "predict.py"
     script.write_text(ROWS_IN_A_SCRIPT)
     command = [sys.executable, "-m", "nblaunch", "launch", "--cpu", "--num_processes", "2", str(script)]
@@ -329,11 +329,11 @@ def test_every_row_is_predicted_once_in_a_script_that_is_launched(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-def test_a_trainer_of_lightning(sides: Sides) -> None:
+def test_lightning_trainers_work(sides: Sides) -> None:
     assert sides.accelerate.run(LIGHTNING, timeout_s=PATIENCE_S).value == [(2, 0, 4, True), (2, 1, 4, True)]
 
 
-def test_a_learner_of_fastai(tmp_path: Path) -> None:
+def test_fastai_learners_work(tmp_path: Path) -> None:
     if not FASTAI.exists():
         missing(f"{FASTAI} is missing: `make setup` makes it")
     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{FASTAI}", "NBLAUNCH_LOG_DIR": str(tmp_path)}

@@ -36,7 +36,7 @@ GONE = [False, False, False]
     ("method", "dashboard"),
     [("fork", "auto"), ("fork", "widgets"), ("forkserver", "auto"), ("spawn", "auto")],
 )
-def test_a_blocking_job(shared: Kernel, method: str, dashboard: str) -> None:
+def test_blocking_jobs_free_memory(shared: Kernel, method: str, dashboard: str) -> None:
     shared.run(PREPARED)
     shared.run(
         f"value = notebook_launcher(train, (model,), 2, start_method={method!r}, dashboard={dashboard!r})",
@@ -57,7 +57,7 @@ job = nblaunch.last_job()
 
 
 @pytest.mark.parametrize("dashboard", ["none", "widgets"])
-def test_a_background_job_and_its_result(shared: Kernel, dashboard: str) -> None:
+def test_background_jobs_free_memory(shared: Kernel, dashboard: str) -> None:
     shared.run(PREPARED)
     shared.run(
         f"job = notebook_launcher(train, (model,), 2, background=True, dashboard={dashboard!r}); job.wait()",
@@ -93,7 +93,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_job_that_has_ended_otherwise(shared: Kernel, end: str) -> None:
+def test_unsuccessful_jobs_free_memory(shared: Kernel, end: str) -> None:
     """IPython keeps the traceback of the last error."""
     source, error = ENDS[end]
     shared.run(PREPARED)
@@ -101,7 +101,7 @@ def test_a_job_that_has_ended_otherwise(shared: Kernel, end: str) -> None:
     assert shared.run("del model, train; left()").value == GONE
 
 
-def test_a_job_that_was_interrupted(shared: Kernel) -> None:
+def test_interrupted_jobs_free_memory(shared: Kernel) -> None:
     shared.run(PREPARED)
     cell = shared.submit("notebook_launcher(train, (model, 'wait'), 2)")
     cell.wait_for_text("waits")

@@ -59,9 +59,7 @@ ONLY_A_NUMBER = {"descriptor", "tar stream"}
 """Kinds whose pickle contains the number of a descriptor, which a fresh process does not have: the function fails."""
 
 
-def test_every_forked_rank_reads_every_byte_from_where_the_kernel_stood(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_forked_ranks_read_from_the_kernels_position(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(OPEN_ALL.format(folder=str(tmp_path)))
     for num_ranks in (
         2,
@@ -71,7 +69,7 @@ def test_every_forked_rank_reads_every_byte_from_where_the_kernel_stood(
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_fresh_process_gets_every_byte_or_the_launch_names_the_file(
+def test_fresh_processes_get_every_byte_or_an_error(
     kernel: Kernel, tmp_path: Path, start_method: str
 ) -> None:
     kernel.run(OPEN_ALL.format(folder=str(tmp_path)))

@@ -57,7 +57,7 @@ def _launch(model: nn.Module, optimizer: Any, num_steps: int, **settings: Any) -
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) -> None:
+def test_a_second_launch_continues_the_first(start_method: str) -> None:
     model, optimizer = _built()
     parts = [_launch(model, optimizer, steps, start_method=start_method) for steps in (3, 2)]
     states = optimizer.state_dict()
@@ -74,7 +74,7 @@ def test_a_second_launch_goes_on_where_the_first_has_ended(start_method: str) ->
 # torch warns about each unpickled scheduler, because its optimizer lacks the mark of a scheduler.
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_schedulers_go_on_with_their_optimizers(start_method: str) -> None:
+def test_schedulers_continue_with_their_optimizers(start_method: str) -> None:
     model, optimizer = _built()
     held = {"main": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)}
     rates = []
@@ -95,7 +95,7 @@ def test_schedulers_go_on_with_their_optimizers(start_method: str) -> None:
     assert held["main"].optimizer is optimizer
 
 
-def test_schedulers_stay_as_they_are_where_their_optimizers_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedulers_stay_with_unchanged_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = _built()
     held = {"main": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)}
     args = (model, optimizer, held, 1, True)
@@ -104,7 +104,7 @@ def test_schedulers_stay_as_they_are_where_their_optimizers_do(capsys: pytest.Ca
     assert "the state of the scheduler args[2]['main'] (CosineAnnealingLR) did not" in capsys.readouterr().out
 
 
-def test_states_stay_in_the_workers_unless_they_are_asked_for() -> None:
+def test_states_return_only_on_request() -> None:
     model, optimizer = _built()
     _launch(model, optimizer, 1, sync_optimizers=False)
     assert not optimizer.state

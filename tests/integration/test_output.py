@@ -78,7 +78,7 @@ job = nblaunch.last_job()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_whatever_writes_to_the_descriptors_is_captured(shared: Kernel, method: str) -> None:
+def test_all_descriptor_output_is_captured(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 import logging, subprocess, warnings
@@ -347,7 +347,7 @@ notebook_launcher(train, num_processes=2, start_method="forkserver")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_breakpoint_where_no_user_can_type_is_passed_over(shared: Kernel, method: str) -> None:
+def test_breakpoints_without_input_are_skipped(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -392,7 +392,7 @@ len(nblaunch.last_job().logs(1).splitlines()[3])
         assert lines[-1] == "no end of line"
 
 
-def test_a_line_of_many_megabytes_is_shown_in_short_and_kept_whole(shared: Kernel) -> None:
+def test_huge_lines_are_shortened_and_logged_whole(shared: Kernel) -> None:
     cell = shared.run(
         """
 def train():
@@ -454,7 +454,7 @@ folders, text
     assert (stat.S_IMODE(log.stat().st_mode), log.read_text()) == (0o600, "4\n")
 
 
-def test_an_impossible_log_folder_is_rejected_before_the_start(shared: Kernel, tmp_path: Path) -> None:
+def test_invalid_log_folders_are_rejected(shared: Kernel, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     cell = shared.run(

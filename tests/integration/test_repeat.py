@@ -10,7 +10,7 @@ from tests.kernels import Kernel
 
 
 @pytest.mark.slow
-def test_launches_leave_the_kernel_as_small_as_before(fresh: Kernel) -> None:
+def test_launches_do_not_grow_the_kernel(fresh: Kernel) -> None:
     num_launches = 50
     growth = call(fresh, repeat.in_kernel_repeat, True, num_launches)
     assert growth.pop("rss_mb") < repeat.MAX_RSS_MB * num_launches / repeat.NUM_LAUNCHES

@@ -69,7 +69,7 @@ def test_state_dropped_by_pickling_is_named(shared: Kernel, launch: str) -> None
 
 
 @pytest.mark.parametrize("leaving", ["one", "all"])
-def test_a_rank_that_leaves_by_exit_is_named_where_others_return(shared: Kernel, leaving: str) -> None:
+def test_a_rank_that_exits_among_returns_is_named(shared: Kernel, leaving: str) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -87,7 +87,7 @@ notebook_launcher(train, num_processes=3, return_all=True)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_every_kind_of_tensor_arrives_as_it_was(shared: Kernel, method: str) -> None:
+def test_every_kind_of_tensor_arrives_unchanged(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 import numpy as np
@@ -132,7 +132,7 @@ problems, tensors["same"] is tensors["scalar"], arrays["large"][0]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_class_of_a_cell_comes_back_as_that_class(shared: Kernel, method: str) -> None:
+def test_cell_classes_come_back_as_themselves(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
 import dataclasses, enum
@@ -256,7 +256,7 @@ notebook_launcher(train, num_processes=2, return_all=True)
     assert shared.run("notebook_launcher(train, num_processes=2)").result == "'fine'"
 
 
-def test_a_result_that_cannot_be_rebuilt_here_costs_nothing_else(shared: Kernel) -> None:
+def test_an_unloadable_result_keeps_the_rest(shared: Kernel) -> None:
     cell = shared.run(
         """
 class Moody:
@@ -412,7 +412,7 @@ is_untouched, is_whole = torch.equal(before, model.body.weight), torch.equal(wei
     assert "weights()[0] of the job" in line
 
 
-def test_state_that_cannot_be_pickled_does_not_cost_the_result(shared: Kernel) -> None:
+def test_unpicklable_state_keeps_the_result(shared: Kernel) -> None:
     cell = shared.run(
         """
 import threading
@@ -436,7 +436,7 @@ value, model.weight.unique().tolist(), plain.weight.unique().tolist()
     assert "_extra_state" in cell.stdout
 
 
-def test_layers_without_values_do_not_cost_the_others(shared: Kernel) -> None:
+def test_empty_layers_do_not_affect_others(shared: Kernel) -> None:
     cell = shared.run(
         """
 model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False, device="meta"))
@@ -536,9 +536,7 @@ BROKEN_SENDING = {
 @pytest.mark.parametrize(
     ("method", "end"), [*(("fork", end) for end in BROKEN_SENDING), ("forkserver", "killed")]
 )
-def test_weights_that_can_not_be_sent_cost_neither_value_nor_log(
-    shared: Kernel, method: str, end: str
-) -> None:
+def test_unsendable_weights_keep_value_and_log(shared: Kernel, method: str, end: str) -> None:
     code, note = BROKEN_SENDING[end]
     cell = shared.run(
         f"""

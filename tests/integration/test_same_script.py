@@ -76,7 +76,7 @@ notebook_launcher(main, ({str(path)!r},), num_processes={num_processes}, backend
 
 
 @pytest.mark.slow
-def test_python_torchrun_and_notebook_learn_the_same(kernel: Kernel, tmp_path: Path) -> None:
+def test_notebook_python_and_torchrun_train_alike(kernel: Kernel, tmp_path: Path) -> None:
     expected = _by_command(path=tmp_path / "python")
     answers = [_by_notebook(kernel, number, tmp_path / f"notebook {number}") for number in (1, 2)]
     answers.append(_by_command(*TORCHRUN, path=tmp_path / "torchrun"))

@@ -40,11 +40,11 @@ def launch(function, times):
 
 
 @pytest.mark.parametrize("function", ["join", "build", "group_all"])
-def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel, function: str) -> None:
+def test_a_function_may_return_right_after_joining(shared: Kernel, function: str) -> None:
     shared.run(CELL)
     assert shared.run(f"launch({function}, 12)").value == {"[0, 1, 2, 3]"}
 
 
-def test_a_group_may_be_formed_by_its_members_alone(shared: Kernel) -> None:
+def test_only_members_need_to_form_a_group(shared: Kernel) -> None:
     shared.run(CELL)
     assert shared.run("launch(group_members, 3)").value == {"[0, 1, 2, 3]"}

@@ -246,7 +246,7 @@ NAN = """
 
 
 @pytest.mark.alarms("nan_on_one_rank")
-def test_nan_is_traced_to_the_rank_on_which_it_came_first(shared: Kernel) -> None:
+def test_nan_is_traced_to_its_first_rank(shared: Kernel) -> None:
     shared.run(SETUP)
     shown = " ".join(
         shared.run(f"def train():{NAN}\nnotebook_launcher(train, num_processes=3)").shown.split()
@@ -807,7 +807,7 @@ RIGHT |= {
 
 
 @pytest.mark.parametrize("loop", RIGHT)
-def test_odd_loops_that_are_right_get_no_warning(shared: Kernel, loop: str) -> None:
+def test_unusual_correct_loops_get_no_warning(shared: Kernel, loop: str) -> None:
     shared.run(SETUP)
     cell = shared.run(
         f"def train():{RIGHT[loop]}\n    return True\nnotebook_launcher(train, num_processes=2)"
@@ -818,7 +818,7 @@ def test_odd_loops_that_are_right_get_no_warning(shared: Kernel, loop: str) -> N
 
 
 @pytest.mark.alarms("zero_learning_rate")
-def test_a_check_is_silenced_by_name_and_all_of_them_by_off(fresh: Kernel) -> None:
+def test_checks_can_be_silenced(fresh: Kernel) -> None:
     program = f"def train():{WRONG['zero_learning_rate']}\nnotebook_launcher(train, num_processes=2)"
     fresh.run(SETUP)
     for setting in ("-zero_learning_rate,-replicas_differ", "off"):

@@ -71,7 +71,7 @@ values, model.weight.unique().tolist(), nblaunch.last_job().plan.start_method
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_the_number_of_workers_changes_nothing_else(shared: Kernel, num_processes: int) -> None:
+def test_the_number_of_workers_does_not_change_results(shared: Kernel, num_processes: int) -> None:
     cell = shared.run(
         f"""
 def train():
@@ -198,7 +198,7 @@ def test_unpicklable_values_fork_or_are_named(shared: Kernel, name: str) -> None
     assert shared.processes() == []
 
 
-def test_earlier_cell_setup_does_no_harm(fresh: Kernel) -> None:
+def test_earlier_cell_setup_is_harmless(fresh: Kernel) -> None:
     fresh.run(
         """
 os.environ.update(MASTER_ADDR="10.255.255.1", MASTER_PORT="1", RANK="5", WORLD_SIZE="9", LOCAL_RANK="7")
@@ -235,7 +235,7 @@ values, dist.get_world_size(), ours.num_processes, theirs.num_processes, os.envi
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_a_path_among_the_folders_of_modules_is_passed_over(shared: Kernel, method: str) -> None:
+def test_path_objects_in_sys_path_are_ignored(shared: Kernel, method: str) -> None:
     """Imports in the kernel ignore it, too."""
     cell = shared.run(
         f"""

@@ -39,7 +39,7 @@ def launch(witness, start_method):
 """
 
 
-def test_objects_of_strangers_are_rejected(shared: Kernel, tmp_path: Path) -> None:
+def test_foreign_objects_are_rejected(shared: Kernel, tmp_path: Path) -> None:
     shared.run(CELL)
     for start_method in ("fork", "spawn"):
         witness = tmp_path / start_method

@@ -56,7 +56,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-def test_one_import_and_one_model_serve_all_workers_launch_after_launch(kernel: Kernel) -> None:
+def test_workers_share_one_import_and_model(kernel: Kernel) -> None:
     """A seed and a backward() ran in the kernel before; with torch_tpu imported, they would have taken the chips."""
     kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel
     assert "a module uses the device" in cell.raised.text
 
 
-def test_a_worker_that_libtpu_ends_shows_why_without_native_frames(kernel: Kernel) -> None:
+def test_libtpu_aborts_show_their_reason(kernel: Kernel) -> None:
     cell = kernel.run(
         """
 def abort():
