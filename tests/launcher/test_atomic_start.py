@@ -49,7 +49,7 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("call", [launch, launch_in_background])
-def test_a_handler_that_raises_at_any_line_leaves_nothing(call: object) -> None:
+def test_raising_handlers_leave_nothing_behind(call: object) -> None:
     assert callable(call)
     call()
     before = children()

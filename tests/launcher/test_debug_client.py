@@ -52,7 +52,7 @@ def test_other_ranks_continue_if_the_end_arrives_first(ranks: Ranks, monkeypatch
     assert ranks.workers[1].receive() == (Line(text="continue"), [])
 
 
-def test_a_rank_goes_on_that_comes_to_the_breakpoint_later(ranks: Ranks) -> None:
+def test_later_ranks_pass_the_breakpoint(ranks: Ranks) -> None:
     ranks.workers[0].send(PROMPT)
     ranks.debugger.receive_available(1.0)
     ranks.debugger.send_line(0, "c")
@@ -76,7 +76,7 @@ def test_a_line_for_a_rank_that_has_ended_at_its_prompt_is_lost(ranks: Ranks, is
     assert ranks.debugger.wait_for_prompt(0) is None
 
 
-def test_no_rank_is_waited_for_once_the_client_is_closed(ranks: Ranks) -> None:
+def test_a_closed_client_waits_for_no_rank(ranks: Ranks) -> None:
     """The job has ended, but a process that a rank has left behind keeps the connection open."""
     ranks.debugger.close()
     assert ranks.debugger.wait_for_prompt(1) is None

@@ -79,9 +79,7 @@ def test_a_short_job_without_descendants_lists_no_processes(
     assert other.is_running()
 
 
-def test_a_short_job_reads_no_process_that_is_older_whatever_its_number(
-    other: psutil.Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_job_reads_no_older_processes(other: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descendants, "_SHORT_S", 1000.0)
     # Pretend that process ids have wrapped around: the older process has a higher id than any process of the job.
     monkeypatch.setattr(descendants, "_newest_pid", lambda: other.pid - 1)
@@ -105,7 +103,7 @@ def test_inner_job_tag_replaces_the_outer() -> None:
     assert inner.end(groups=[]) == [f"sleep (pid {sleeper.pid})"]
 
 
-def test_a_limit_that_limits_is_left_as_it_is() -> None:
+def test_an_effective_limit_is_kept() -> None:
     tag = Descendants().tag
     pid = os.fork()
     if pid == 0:

@@ -39,7 +39,7 @@ def test_every_rank_has_the_whole_grace_after_an_interrupt() -> None:
 
 
 @pytest.mark.parametrize("at_s", [0.0, COLLECT_S + 0.1])
-def test_an_interrupt_after_a_failure_puts_nothing_off(at_s: float) -> None:
+def test_an_interrupt_after_a_failure_delays_nothing(at_s: float) -> None:
     escalation = Escalation.after_failure(100.0, 5.0)
     escalation.due(100.0 + at_s, {1}, set[int]().__contains__)
     escalation.add_interrupt(100.0 + at_s)
@@ -67,7 +67,7 @@ def test_a_short_grace_is_not_lengthened_for_unresponsive_ranks() -> None:
     assert [at for at, _, number in sent if number == TERM] == [COLLECT_S]
 
 
-def test_killing_waits_for_nothing() -> None:
+def test_killing_is_immediate() -> None:
     escalation = Escalation.kill(100.0)
     assert escalation.due(100.0, [3, 5], lambda rank: True) == [(3, KILL), (5, KILL)]
     assert escalation.due(200.0, [3, 5], lambda rank: True) == []

@@ -56,7 +56,7 @@ def run(listener: Failing, seconds: float, *, in_background: bool = False) -> Jo
     return job
 
 
-def test_an_error_while_workers_run_is_no_failed_start(nothing_left_behind: None) -> None:
+def test_errors_of_running_workers_are_not_failed_starts(nothing_left_behind: None) -> None:
     error = run(Failing(), 100.0).exception(30)
     assert isinstance(error, OSError)
     assert error.errno == errno.EIO
@@ -76,7 +76,7 @@ def test_a_failure_at_the_start_fails_the_launch(
     assert "ulimit -n" in str(error)
 
 
-def test_old_logs_that_stay_do_not_end_a_job(
+def test_undeletable_old_logs_do_not_end_a_job(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reject(log: JobLog) -> None:
@@ -89,7 +89,7 @@ def test_old_logs_that_stay_do_not_end_a_job(
     assert any("Input/output error" in text for text in listener.texts)
 
 
-def test_a_rejected_thread_ends_what_was_started(
+def test_a_failed_thread_start_ends_the_workers(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -110,7 +110,7 @@ def fail() -> None:
     raise ZeroDivisionError("the loss was zero")
 
 
-def test_a_restart_that_is_rejected_does_not_hide_why_it_was_needed(
+def test_a_failed_restart_keeps_the_original_error(
     nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reject(*args: object) -> None:

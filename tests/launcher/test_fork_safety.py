@@ -94,7 +94,7 @@ def hazard(function: Any, *args: Any) -> str | None:
     [(uses_module, ()), (imports, ()), (calls, ()), (functools.partial(uses_nothing, Frame()), ()),
      (uses_nothing, (Dataset(),)), (uses_nothing, ([{"data": Dataset()}],))],
 )  # fmt: skip
-def test_a_function_that_uses_such_a_library_is_not_forked(
+def test_functions_with_unsafe_libraries_are_not_forked(
     running: None, function: Any, args: tuple[Any, ...]
 ) -> None:
     assert "polars" in (hazard(function, *args) or "")
@@ -106,7 +106,7 @@ def test_a_large_model_does_not_hide_the_library(running: None) -> None:
     assert "polars" in (hazard(uses_nothing, [{"data": Dataset()}], model) or "")
 
 
-def test_a_function_without_such_libraries_is_forked(running: None) -> None:
+def test_functions_without_unsafe_libraries_are_forked(running: None) -> None:
     assert hazard(uses_nothing, 1, [2]) is None
 
 
@@ -148,7 +148,7 @@ def test_the_abort_of_gnu_openmp_is_explained() -> None:
         notebook_launcher(reject_as_gnu_openmp_does, num_processes=1, backend="cpu", dashboard="none")
 
 
-def test_grpc_used_in_the_kernel(kernel: Kernel) -> None:
+def test_grpc_in_the_kernel_prevents_a_fork(kernel: Kernel) -> None:
     """This uses the real library, whose first call in a forked worker hangs."""
     kernel.run(
         """

@@ -77,7 +77,7 @@ if __name__ == "__main__":
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_the_log_says_what_was_lost_with_the_launcher(tmp_path: Path, method: str, signum: int) -> None:
+def test_the_log_reports_the_launchers_end(tmp_path: Path, method: str, signum: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), method]
@@ -98,7 +98,7 @@ def test_the_log_says_what_was_lost_with_the_launcher(tmp_path: Path, method: st
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_no_rank_that_has_ended_is_watched(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_ranks_are_not_watched(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[set[int]] = []
     watch_only = Guardian.watch_only
 
@@ -113,7 +113,7 @@ def test_no_rank_that_has_ended_is_watched(method: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_that_is_forked_meanwhile_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_forks_do_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, a worker of another job: the first job would wait until the second has ended."""
     open_pipe, num_pipes = os.pipe, itertools.count(1)
     is_in_popen, has_forked = threading.Event(), threading.Event()
@@ -145,7 +145,7 @@ def test_a_worker_that_is_forked_meanwhile_does_not_delay_the_start(monkeypatch:
 
 
 @pytest.mark.timeout(60)
-def test_variables_of_the_kernel_do_not_keep_a_guardian_from_starting(
+def test_kernel_variables_do_not_affect_the_guardian(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LARGE", "x" * 200_000)

@@ -9,7 +9,7 @@ from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.requests import JobRequests
 
 
-def test_the_answer_says_that_no_rank_runs_the_function() -> None:
+def test_stacks_say_if_no_rank_runs_the_function() -> None:
     attempt: Any = SimpleNamespace(
         spec=SimpleNamespace(hang_timeout_s=300.0),
         plan=SimpleNamespace(start_method="fork"),

@@ -17,7 +17,7 @@ def job() -> Job:
     return Job(anything, anything, anything, anything)
 
 
-def test_processes_are_in_the_order_of_ranks_whichever_starts_first(job: Job) -> None:
+def test_processes_are_in_rank_order(job: Job) -> None:
     for rank in (2, 0, 1):
         job.emit(Started(rank, 0.0, pid=100 + rank))
     assert list(job.pids.items()) == [(0, 100), (1, 101), (2, 102)]
@@ -49,7 +49,7 @@ def test_completion_offers_what_users_call(job: Job) -> None:
     )
 
 
-def test_ipython_completes_a_job_in_this_way(job: Job) -> None:
+def test_ipython_completes_a_job(job: Job) -> None:
     from IPython.core.completer import IPCompleter, provisionalcompleter
 
     completer = IPCompleter(shell=None, namespace={"job": job}, global_namespace={}, use_jedi=True)

@@ -26,7 +26,7 @@ def keep_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joblog, "_job_numbers", itertools.count(1))
 
 
-def test_folders_of_others_are_not_pruned_whatever_their_names(tmp_path: Path, keep_three: None) -> None:
+def test_foreign_folders_are_not_pruned(tmp_path: Path, keep_three: None) -> None:
     """``2024-01-15-093000`` has four numbers, like a job's folder, and process 15 no longer exists."""
     dates = [f"2024-01-{day:02}-093000" for day in range(1, 31)]
     kept = ["notes.txt", "20200101-000000-1-1", f"20200102-000000-{_dead_pid()}-1", *dates]
@@ -73,7 +73,7 @@ def test_only_jobs_of_ended_kernels_are_pruned(tmp_path: Path, keep_three: None)
     assert left >= {"the good one", alive, elsewhere, copied, *(log.path.name for log in logs)}
 
 
-def test_what_a_link_leads_to_is_not_pruned(tmp_path: Path, keep_three: None) -> None:
+def test_link_targets_are_not_pruned(tmp_path: Path, keep_three: None) -> None:
     elsewhere, logs = tmp_path / "elsewhere", tmp_path / "logs"
     log = JobLog(str(elsewhere))
     log.end()
@@ -111,7 +111,7 @@ def test_a_job_that_runs_keeps_its_logs(tmp_path: Path, keep_three: None) -> Non
     assert not running.path.exists()
 
 
-def test_jobs_are_pruned_although_the_name_of_the_machine_has_changed(
+def test_jobs_are_pruned_after_a_hostname_change(
     tmp_path: Path, keep_three: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs = [JobLog(str(tmp_path)) for _ in range(6)]
@@ -123,7 +123,7 @@ def test_jobs_are_pruned_although_the_name_of_the_machine_has_changed(
 
 
 @pytest.mark.skipif(not Path("/usr/bin/systemd-tmpfiles").exists(), reason="needs systemd-tmpfiles")
-def test_a_cleaner_of_temporary_files_passes_over_jobs_that_run(tmp_path: Path) -> None:
+def test_tmp_cleaners_skip_running_jobs(tmp_path: Path) -> None:
     running, ended = JobLog(str(tmp_path / "logs")), JobLog(str(tmp_path / "logs"))
     for log in (running, ended):
         log.make_attempt_folder(0, range(2))
@@ -136,7 +136,7 @@ def test_a_cleaner_of_temporary_files_passes_over_jobs_that_run(tmp_path: Path) 
     running.end()
 
 
-def test_jobs_that_are_over_at_once_do_not_pile_up(tmp_path: Path, keep_three: None) -> None:
+def test_short_jobs_do_not_accumulate(tmp_path: Path, keep_three: None) -> None:
     for _ in range(70):
         JobLog(str(tmp_path)).end()
         assert len(list(tmp_path.iterdir())) < 3 + 20
@@ -165,9 +165,7 @@ def test_a_folder_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytes
     assert list(elsewhere.iterdir()) == []
 
 
-def test_files_that_the_disk_has_no_place_for_are_rejected_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disks_are_reported_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = JobLog(str(tmp_path))
     touch = Path.touch
 

@@ -61,7 +61,7 @@ def on_disk(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_the_end_is_kept(tail: LogTail, path: Path) -> None:
+def test_the_end_of_a_log_is_kept(tail: LogTail, path: Path) -> None:
     events: list[Event] = []
     for part in range(100):
         append(path, numbered(1000 * part, 1000))
@@ -111,7 +111,7 @@ def test_holes_are_skipped_without_querying_the_file_system(
     assert numbers(got) == list(range(numbers(got)[0], 100_000))
 
 
-def test_a_rank_that_prints_meanwhile_loses_nothing(path: Path) -> None:
+def test_concurrent_output_is_not_lost(path: Path) -> None:
     """Its file is never moved, truncated or appended to."""
     append(path, b"")
     tail = LogTail(0, path, MAX_BYTES)

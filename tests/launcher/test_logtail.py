@@ -41,7 +41,7 @@ def status(events: object) -> list[str]:
     return [event.text for event in events if isinstance(event, StatusLine)]  # type: ignore[attr-defined]
 
 
-def test_whole_lines_go_out_and_the_rest_is_status(tail: LogTail, path: Path) -> None:
+def test_unfinished_lines_become_status(tail: LogTail, path: Path) -> None:
     assert tail.read() == []  # the file does not exist yet
     append(path, b"one\ntw")
     events = tail.read()
@@ -87,7 +87,7 @@ def test_a_bar_is_status_until_its_line_ends(tail: LogTail, path: Path) -> None:
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20), max_size=20),
        st.integers(1, 7))  # fmt: skip
-def test_however_the_file_is_read_no_line_is_lost(texts: list[str], step: int) -> None:
+def test_no_line_is_lost_for_any_reads(texts: list[str], step: int) -> None:
     fd = os.memfd_create("log")
     os.write(fd, "".join(f"{text}\n" for text in texts).encode())
     tail = LogTail(0, Path(f"/proc/self/fd/{fd}"))
@@ -100,7 +100,7 @@ def test_however_the_file_is_read_no_line_is_lost(texts: list[str], step: int) -
     assert got == [text.replace("\x1b[A", "").rstrip() for text in texts]
 
 
-def test_the_rest_is_read_to_its_end_though_parts_of_it_show_nothing(
+def test_the_rest_is_read_past_empty_parts(
     tail: LogTail, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logtail, "_MAX_BYTES_A_TICK", 100)
@@ -132,9 +132,7 @@ def test_a_line_of_many_megabytes_is_cut(tail: LogTail, path: Path) -> None:
 @given(
     st.text("a\rb\n", max_size=60), st.lists(st.integers(1, 5), min_size=1, max_size=9), st.sampled_from((2, 1 << 16))
 )  # fmt: skip
-def test_carriage_returns_count_the_same_however_they_arrive(
-    text: str, sizes: list[int], max_line: int
-) -> None:
+def test_carriage_returns_may_be_split(text: str, sizes: list[int], max_line: int) -> None:
     fd = os.memfd_create("log")
     os.write(fd, text.encode())
     tail = LogTail(0, Path(f"/proc/self/fd/{fd}"))
@@ -171,14 +169,14 @@ def test_a_bar_that_never_ends_takes_no_memory(tail: LogTail, path: Path) -> Non
     assert lines(tail.read_rest()) == ["  9999%|" + "#" * 92]
 
 
-def test_a_log_reads_as_it_was_seen(path: Path) -> None:
+def test_a_log_shows_what_the_terminal_showed(path: Path) -> None:
     append(path, b"start\n\r 10%\r100%\nbad \xff byte\nno end")
     assert read_log(path) == "start\n100%\nbad � byte\nno end"
     assert read_log(path.with_name("none")) == ""
     assert read_log(path, max_bytes=9) == "te\nno end"
 
 
-def test_a_part_that_another_process_has_dropped_is_skipped(tail: LogTail, path: Path) -> None:
+def test_parts_dropped_by_another_process_are_skipped(tail: LogTail, path: Path) -> None:
     append(path, b"first\n")
     assert lines(tail.read()) == ["first"]
     with path.open("r+b") as file:

@@ -202,7 +202,7 @@ def test_devices_are_read_once_a_second_and_shared_in_turn() -> None:
     assert backend.is_closed
 
 
-def test_a_lost_gpu_does_not_shift_the_others_to_other_ranks() -> None:
+def test_a_lost_gpu_does_not_shift_others() -> None:
     gpus = [FakeGpu(f"GPU-{index}", utilisation=10 * index) for index in range(3)]
     backend, now_s = _TwoDevices(), 100.0
     backend.open_meter = lambda: NvmlMeter([gpu.uuid for gpu in gpus], driver)  # type: ignore[method-assign]

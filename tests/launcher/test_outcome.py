@@ -22,7 +22,7 @@ from nblaunch.wire.outbox import RankResult
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_shards_that_can_not_be_read_are_named_by_their_rank_and_reason(tmp_path: Path, lost: int) -> None:
+def test_unreadable_shards_are_named(tmp_path: Path, lost: int) -> None:
     model = nn.Linear(1, 2, bias=False)
     before = model.weight.detach().clone()
     spec = LaunchSpec(print, (model,), 2, backend="cpu", log_dir=str(tmp_path))

@@ -25,7 +25,7 @@ NONSENSE = "nonsense, of course"
 
 
 @pytest.mark.parametrize("name", [name for name, row in env.TABLE.items() if row.type.valid != "a text"])
-def test_nonsense_is_rejected_before_the_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_invalid_settings_are_rejected_before_the_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, NONSENSE)
     with pytest.raises(ValueError, match=f"^environment variable {name}='{NONSENSE}': must be "):
         plan_launch(LaunchSpec(train, num_processes=1, backend="cpu"))
@@ -35,7 +35,7 @@ def restarts() -> list[str]:
     return [os.environ[f"TORCHELASTIC_{name}"] for name in ("RESTART_COUNT", "MAX_RESTARTS")]
 
 
-def test_workers_know_how_often_they_may_be_started_again() -> None:
+def test_workers_know_max_restarts() -> None:
     """Under torchrun, too, scripts check whether this is their last attempt."""
     found = notebook_launcher(restarts, (), 1, max_restarts=3, backend="cpu", dashboard="none")
     assert found == ["0", "3"]
@@ -48,12 +48,12 @@ def planned(num_processes: int | None = None) -> int:
     return plan_launch(LaunchSpec(train, num_processes=num_processes, backend="cpu")).num_processes
 
 
-def test_one_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_NUM_PROCESSES", raising=False)
     assert planned() == backends.choose("cpu").device_count()
 
 
-def test_the_environment_says_how_many_unless_the_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_default_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_NUM_PROCESSES", "3")
     assert planned() == 3
     assert planned(5) == 5
@@ -75,7 +75,7 @@ class _Kept(KeptFailure):
 
 
 @pytest.mark.parametrize("has_devices", [False, True])
-def test_kept_workers_are_given_up_for_the_devices_that_they_have(
+def test_kept_workers_are_released_for_their_devices(
     monkeypatch: pytest.MonkeyPatch, has_devices: bool
 ) -> None:
     kept = _Kept(DebugClient({}), 0)
@@ -89,7 +89,7 @@ def test_kept_workers_are_given_up_for_the_devices_that_they_have(
     kept.release()
 
 
-def test_devices_that_others_have_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_in_use_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "launch_problem", lambda backend: "taken by others")
     with pytest.raises(LaunchError, match="taken by others"):
         plan_launch(LaunchSpec(train, num_processes=1, backend="cpu"))

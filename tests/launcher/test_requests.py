@@ -64,7 +64,7 @@ def test_the_handler_is_put_back_also_after_an_error(handler: object) -> None:
         requests.close()
 
 
-def test_in_another_thread_nothing_changes() -> None:
+def test_other_threads_keep_their_handlers() -> None:
     requests, seen = JobRequests(), []
 
     def run() -> None:
@@ -97,7 +97,7 @@ def test_a_wake_byte_never_lands_in_a_reused_descriptor(monkeypatch: pytest.Monk
     os.close(writing)
 
 
-def test_the_pipe_goes_with_the_end_and_not_in_a_forked_child() -> None:
+def test_the_pipe_closes_only_in_its_process() -> None:
     requests = JobRequests()
     fd = requests.fileno()
     pid = os.fork()
@@ -132,7 +132,7 @@ def test_every_query_gets_a_reply() -> None:
 
 
 @pytest.mark.usefixtures("often_switching")
-def test_questions_that_race_with_the_end_are_answered() -> None:
+def test_queries_at_the_end_get_a_reply() -> None:
     for _ in range(50):
         requests, queries = JobRequests(), list[Future[str]]()
         is_over = threading.Event()

@@ -124,7 +124,7 @@ def test_an_unkillable_rank_without_a_process_is_described(group: Group, tmp_pat
     requests.close()
 
 
-def test_further_interrupts_do_not_put_it_off(group: Group, tmp_path: Path) -> None:
+def test_further_interrupts_do_not_delay_it(group: Group, tmp_path: Path) -> None:
     requests, is_over = JobRequests(), threading.Event()
 
     def press_again_and_again() -> None:
@@ -142,7 +142,7 @@ def test_further_interrupts_do_not_put_it_off(group: Group, tmp_path: Path) -> N
     requests.close()
 
 
-def test_an_interrupt_after_a_failure_puts_nothing_off(tmp_path: Path) -> None:
+def test_an_interrupt_after_a_failure_delays_nothing(tmp_path: Path) -> None:
     requests = JobRequests()
 
     def interrupt_once() -> None:

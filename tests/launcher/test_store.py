@@ -52,7 +52,7 @@ def test_without_a_client_there_is_no_store() -> None:
     assert listening() == before
 
 
-def test_two_hosts_have_two_ports_and_a_fixed_port_can_be_had_again() -> None:
+def test_ports_are_separate_and_reusable() -> None:
     one, two = StoreHost("127.0.0.1", None), StoreHost("127.0.0.1", None)
     assert one.port != two.port
     with pytest.raises(LaunchError, match=f"port {one.port} on 127.0.0.1 is in use"):

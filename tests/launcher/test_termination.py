@@ -42,7 +42,7 @@ def handler(program: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
+def test_ranks_that_check_get_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     slot.begin_check()
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
@@ -55,14 +55,14 @@ def test_ranks_that_look_have_the_whole_grace(requests: JobRequests) -> None:
     assert requests.interrupts == 1
 
 
-def test_ranks_that_never_look_are_interrupted_soon(requests: JobRequests) -> None:
+def test_ranks_that_never_check_are_interrupted_soon(requests: JobRequests) -> None:
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: private_slot()})
     assert termination.poll(100.0 + LISTEN_S - 0.1, RUNNING) == ""
     assert "should_stop" in termination.poll(100.0 + LISTEN_S, RUNNING)
     assert requests.interrupts == 1
 
 
-def test_a_first_look_in_time_gives_the_whole_grace(requests: JobRequests) -> None:
+def test_a_timely_first_check_gives_the_whole_grace(requests: JobRequests) -> None:
     slot = private_slot()
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: slot})
     slot.begin_check()
@@ -109,7 +109,7 @@ def test_a_rank_that_begins_later_gets_the_signal_once(requests: JobRequests) ->
         counting.communicate()
 
 
-def test_ranks_that_are_interrupted_already_are_left_to_their_grace(requests: JobRequests) -> None:
+def test_interrupted_ranks_keep_their_grace(requests: JobRequests) -> None:
     termination = Termination(requests, 100.0, 20.0, RUNNING, {0: private_slot()})
     requests.interrupt()
     assert termination.poll(100.0 + LISTEN_S, RUNNING) == ""

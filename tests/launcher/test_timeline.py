@@ -105,7 +105,7 @@ def train_plainly(num_steps: int) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_job_has_slices_of_all_that_its_ranks_did(tmp_path: Path) -> None:
+def test_a_timeline_has_all_activities(tmp_path: Path) -> None:
     job = ran(train, (str(tmp_path),), 2)
     path = job.timeline()
     assert path.parent == job.log_dir
@@ -123,7 +123,7 @@ def test_a_job_has_slices_of_all_that_its_ranks_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_clocks_of_ranks_agree() -> None:
+def test_ranks_share_a_clock() -> None:
     # All ranks leave a barrier after the last one has entered it, and no rank enters it after one has left.
     job = ran(train, (), 2)
     barriers = [event for event in slices(job.timeline()) if event["name"] == "barrier"]
@@ -132,7 +132,7 @@ def test_the_clocks_of_ranks_agree() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_traces_of_the_profiler_are_added_on_the_same_clock(tmp_path: Path) -> None:
+def test_profiler_traces_share_the_clock(tmp_path: Path) -> None:
     job = ran(train_under_the_profiler, (str(tmp_path / "traces"),), 2)
     document = json.loads(job.timeline(tmp_path / "all.json", tmp_path / "traces").read_text())
     events = document["traceEvents"]
@@ -203,7 +203,7 @@ def test_a_notebook_shows_a_typical_and_the_slowest_step(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(120)
-def test_plain_loops_have_one_too_in_any_file(tmp_path: Path) -> None:
+def test_plain_loops_have_a_timeline(tmp_path: Path) -> None:
     job = ran(train_plainly, (5,), 1)
     path = job.timeline(tmp_path / "mine.json")
     assert path == tmp_path / "mine.json"
@@ -316,7 +316,7 @@ def test_spans_that_were_overwritten_are_left_out(tmp_path: Path) -> None:
     board.close()
 
 
-def test_a_block_that_is_half_written_is_left_out(tmp_path: Path) -> None:
+def test_half_written_blocks_are_left_out(tmp_path: Path) -> None:
     board = Board.create(1)
     memory = board.slot(0).span_memory
     assert memory is not None

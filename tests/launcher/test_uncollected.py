@@ -110,11 +110,11 @@ def test_functions_without_trainable_modules_get_no_note(function: Callable[...,
     assert describe_uncollected_modules(function, "train") == ""
 
 
-def test_odd_things_do_no_harm() -> None:
+def test_unusual_objects_are_harmless() -> None:
     assert describe_uncollected_modules(uses_odd_things, "train").startswith("lazy (LazyLinear) of ")
 
 
-def test_a_cell_has_a_note_if_and_only_if_its_job_trained(kernel: Kernel) -> None:
+def test_only_training_cells_get_a_note(kernel: Kernel) -> None:
     kernel.run(
         """
 import torch

@@ -49,7 +49,7 @@ def test_a_queue_without_readers_in_this_process_is_reported(board: Board) -> No
     ]
 
 
-def test_a_value_that_is_cut_is_reported_and_those_before_it_arrive(board: Board) -> None:
+def test_values_before_a_truncated_one_arrive(board: Board) -> None:
     queue = multiprocessing.get_context("fork").Queue()
     emitted: list[Event] = []
     unread = UnreadQueues(board, emitted.append)

@@ -74,7 +74,7 @@ def test_lost_weights_are_named_and_others_loaded() -> None:
     assert line.startswith("trained weights of args[0] (Sequential) could not be copied back: OSError: gone")
 
 
-def test_a_module_is_not_called_unchanged_where_a_part_is_not_known() -> None:
+def test_unknown_parts_count_as_changed() -> None:
     modules = {0: net(), 1: net()}
     states = {path: {"0.bias": Unchanged((2,))} for path in modules}
     states[1] = {name: Unchanged(tuple(value.shape)) for name, value in modules[1].state_dict().items()}
@@ -103,7 +103,7 @@ def test_returned_weights_are_reported_in_one_line() -> None:
     assert all(module[0].bias.tolist() == [1.0, 1.0] for module in nets)
 
 
-def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
+def test_one_mismatch_does_not_block_others() -> None:
     modules = {"args[0][0]": net(), "args[0][1]": net()}
     states = {path: ones_like(module) for path, module in modules.items()}
     del states["args[0][0]"]["1.bias"]
@@ -151,7 +151,7 @@ def test_tied_weights_of_a_module_without_memory_stay_tied() -> None:
     torch.testing.assert_close(model[0].weight.data, state["0.weight"])
 
 
-def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
+def test_incomplete_shards_change_nothing() -> None:
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = in_shards(ones_like(model), 2)
@@ -162,7 +162,7 @@ def test_shards_that_do_not_make_a_whole_change_nothing() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_weights_that_stay_out_can_be_had_whole() -> None:
+def test_unloaded_weights_are_available_whole() -> None:
     state = {"weight": torch.randn(5, 2)}
     whole = assembled(merge_ranks(in_shards(state, 3))[0], nn.Linear(2, 5))
     torch.testing.assert_close(whole, state)
@@ -223,7 +223,7 @@ class AllOrNothing(nn.Module):
         self.other.data = state[f"{prefix}other"].clone()
 
 
-def test_modules_that_load_by_themselves_get_all_of_their_tensors() -> None:
+def test_self_loading_modules_get_all_tensors() -> None:
     model = nn.Sequential(AllOrNothing())
     state = {"0.kept": Unchanged((2,)), "0.other": torch.ones(2)}
     paths, _lines, warnings = load_back({0: model}, {0: state}, {})

@@ -35,7 +35,7 @@ def test_a_failed_restart_closes_no_foreign_descriptor(
         os.close(fd)
 
 
-def test_a_node_that_must_not_host_the_rendezvous_does_not(tmp_path: Path) -> None:
+def test_a_node_can_be_barred_from_hosting(tmp_path: Path) -> None:
     spec = LaunchSpec(
         function=print, num_nodes=2, rdzv_backend="c10d", rdzv_endpoint=f"127.0.0.1:{free_port()}",
         rdzv_conf=convert("rdzv_conf", "is_host=false"),

@@ -48,7 +48,7 @@ def kernels(nothing_left_behind: None, tmp_path: Path) -> Iterator[list[Kernel]]
         yield [one, other]
 
 
-def test_two_notebooks_are_one_job_and_go_on_after_an_interrupt(kernels: list[Kernel]) -> None:
+def test_two_notebooks_form_one_job(kernels: list[Kernel]) -> None:
     cells = [kernel.submit("launch(1_000_000)") for kernel in kernels]
     for cell in cells:
         cell.wait_for_text("under way")

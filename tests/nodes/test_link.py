@@ -82,7 +82,7 @@ def finished(requests: JobRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator
     os.close(writing)
 
 
-def test_an_interrupt_ends_its_wait(finished: Finished, requests: JobRequests) -> None:
+def test_an_interrupt_ends_the_wait(finished: Finished, requests: JobRequests) -> None:
     """It also ends the job on the other node, like any interrupt."""
     node, agent = finished()
     requests.interrupt()
@@ -90,7 +90,7 @@ def test_an_interrupt_ends_its_wait(finished: Finished, requests: JobRequests) -
     assert agent.reasons == ["was interrupted"]
 
 
-def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finished) -> None:
+def test_silent_nodes_are_not_awaited(finished: Finished) -> None:
     node, agent = finished(patience_s=0.0)
     assert node.next_world() is None
     assert agent.reasons == [messages.FINISHED]
@@ -99,7 +99,7 @@ def test_it_does_not_wait_for_a_node_that_is_silent_for_too_long(finished: Finis
 @pytest.mark.parametrize(
     "ask", [JobRequests.stop, lambda requests: requests.terminate(20.0)], ids=["stop", "SIGTERM"]
 )
-def test_it_passes_a_stop_on(
+def test_a_stop_is_passed_on(
     finished: Finished, requests: JobRequests, ask: Callable[[JobRequests], None]
 ) -> None:
     """It is passed on once: this node's ranks have returned, the other node's have not."""
@@ -113,7 +113,7 @@ def test_it_passes_a_stop_on(
     assert summary.stop.is_wanted
 
 
-def test_it_waits_for_the_start_that_its_agent_prepares(finished: Finished) -> None:
+def test_the_link_waits_for_its_agents_start(finished: Finished) -> None:
     """The silent node has come back as a new one."""
     node, agent = finished(patience_s=0.0)
     world = WorldFormed(-1, 0.0, Topology(world_size=2, num_nodes=2), NODES, restart_count=1)

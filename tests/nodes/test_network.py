@@ -38,13 +38,13 @@ def test_an_address_of_the_link_is_found_with_its_suffix(monkeypatch: pytest.Mon
     assert network.interface_of("fe80::7") == "eth1"
 
 
-def test_the_loopback_is_an_interface_for_all_of_its_addresses() -> None:
+def test_all_loopback_addresses_use_one_interface() -> None:
     assert network.interface_of("127.0.0.1") == network.interface_of("127.8.0.1")
     assert network.interface_of("192.0.2.200") is None
     assert network.interface_settings(None) == {}
 
 
-def test_libraries_get_the_whole_name() -> None:
+def test_libraries_get_the_full_interface_name() -> None:
     assert network.interface_settings("eth1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "TP_SOCKET_IFNAME": "eth1",
@@ -52,7 +52,7 @@ def test_libraries_get_the_whole_name() -> None:
     }
 
 
-def test_the_way_to_an_address_decides_on_ours() -> None:
+def test_the_route_decides_the_local_address() -> None:
     assert network.address_towards("127.0.0.1", 29500) == "127.0.0.1"
     with pytest.raises(LaunchError, match="no network interface"):
         network.address_towards(
@@ -86,7 +86,7 @@ def know(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
         ("::1", ["::1"], "::1"),
     ],
 )
-def test_a_name_is_resolved_to_an_address_that_other_machines_reach(
+def test_names_resolve_to_reachable_addresses(
     monkeypatch: pytest.MonkeyPatch, host: str, addresses: list[str], expected: str
 ) -> None:
     know(monkeypatch, addresses)
@@ -95,7 +95,7 @@ def test_a_name_is_resolved_to_an_address_that_other_machines_reach(
     assert network.resolve(host, 29500, is_shared=False) == addresses[0]
 
 
-def test_a_machine_without_a_network_can_not_be_reached_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_names_are_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def reject(address: str, port: int) -> str:
         raise LaunchError("no network interface")
 
@@ -105,7 +105,7 @@ def test_a_machine_without_a_network_can_not_be_reached_by_its_name(monkeypatch:
         network.resolve("machine", 29500)
 
 
-def test_it_listens_on_the_one_address(taken: int) -> None:
+def test_the_store_listens_on_one_address(taken: int) -> None:
     host = network.listen("127.0.0.1", taken + 1 if taken < 65535 else taken - 1, is_optional=False)
     assert host is not None
     try:
@@ -115,13 +115,13 @@ def test_it_listens_on_the_one_address(taken: int) -> None:
         host.close()
 
 
-def test_a_port_that_is_taken_is_rejected_or_left_to_its_owner(taken: int) -> None:
+def test_taken_ports_are_rejected_or_left(taken: int) -> None:
     with pytest.raises(LaunchError, match=f"port {taken} on 127.0.0.1 is in use .* use_port"):
         network.listen("127.0.0.1", taken, is_optional=False)
     assert network.listen("127.0.0.1", taken, is_optional=True) is None
 
 
-def test_an_address_of_another_machine_is_rejected_with_our_own() -> None:
+def test_foreign_addresses_are_rejected_with_ours() -> None:
     with pytest.raises(
         LaunchError, match=r"192\.0\.2\.200 is not an address of this machine \(.*127\.0\.0\.1"
     ):

@@ -37,7 +37,7 @@ def failed(rank: int) -> Failed:
     return Failed(rank, 1.0, info=ExceptionInfo("ValueError", "wrong"))
 
 
-def test_a_node_is_named_once_when_it_falls_silent_and_given_up_later() -> None:
+def test_silent_nodes_are_named_then_given_up() -> None:
     others = peers()
     others.update([heartbeat("b", 1), heartbeat("c", 1)], 101.0)
     assert others.check(105.9) == []
@@ -85,7 +85,7 @@ def test_the_reason_of_a_node_that_leaves_is_noted() -> None:
     assert others.must_end
 
 
-def test_a_node_that_leaves_because_all_is_done_is_not_lost() -> None:
+def test_a_node_that_finished_is_not_lost() -> None:
     """Nodes notice the end of the job one after the other; the last ones learn it from nodes that are already gone."""
     others = peers()
     assert others.update([heartbeat("b", 1, messages.LEFT, reason=messages.FINISHED)], 101.0) == ([], [])
@@ -106,7 +106,7 @@ def test_failures_and_ends_are_emitted_once_and_kept() -> None:
     assert others.failures.labels[3] == "node 1 (host beta)"
 
 
-def test_the_end_of_an_epoch_is_emitted_once_however_often_it_is_sent() -> None:
+def test_repeated_epoch_ends_are_emitted_once() -> None:
     others = peers()
     first, second = (EpochEnded(2, 1.0, number, 0.5, 2.0) for number in (1, 2))
     of_another = EpochEnded(4, 1.0, 1, 0.5, 2.0)
@@ -139,7 +139,7 @@ def test_peer_memory_is_emitted_per_sample_and_before_exit() -> None:
     assert emitted == [[first], [], [second, Returned(2, 3.0)]]
 
 
-def test_a_node_reports_on_its_own_ranks_alone() -> None:
+def test_nodes_report_only_their_own_ranks() -> None:
     others = peers()
     sent = summary(
         failed={0: failed(0), 9: failed(9)},
@@ -160,7 +160,7 @@ def test_heartbeats_of_a_former_start_report_nothing() -> None:
     assert not others.must_end
 
 
-def test_strangers_are_ignored() -> None:
+def test_unknown_nodes_are_ignored() -> None:
     others = peers()
     assert others.update(
         [heartbeat("x", 1, messages.LEFT, summary=summary(failed={3: failed(3)}))], 101.0

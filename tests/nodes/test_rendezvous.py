@@ -82,7 +82,7 @@ def test_missing_nodes_are_named() -> None:
         lone.next_rendezvous()
 
 
-def test_a_node_that_has_ended_for_good_is_not_waited_for() -> None:
+def test_ended_nodes_are_not_awaited() -> None:
     store = HashStore()
     pair = handler(store, 0), handler(store, 1)
     meet(*pair)
@@ -91,7 +91,7 @@ def test_a_node_that_has_ended_for_good_is_not_waited_for() -> None:
         pair[0].next_rendezvous()
 
 
-def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> None:
+def test_restarted_nodes_wait_for_the_next_round() -> None:
     store = HashStore()
     stayer, leaver = handler(store, 0), handler(store, 1)
     meet(stayer, leaver)
@@ -106,7 +106,7 @@ def test_a_node_that_started_again_waits_for_the_others_in_the_next_round() -> N
     assert stayer.num_nodes_waiting() == 0
 
 
-def test_a_node_that_died_while_it_waited_is_not_met() -> None:
+def test_dead_nodes_do_not_join_a_round() -> None:
     """The others wait in a round that it joined; its successor makes them move on to the next round."""
     store = HashStore()
     handler(store, 1, num_nodes=3, id="dead")._arrive()
@@ -274,7 +274,7 @@ def test_nodes_learn_changes_at_once_and_progress_soon() -> None:
     assert oldest >= 17 * (crowd.count - heartbeats._NUM_TURNS - 1)
 
 
-def test_a_node_that_ends_is_known_by_a_pulse_that_rises_no_more() -> None:
+def test_a_constant_pulse_marks_an_ended_node() -> None:
     crowd = Crowd(3)
     crowd.beat()
     crowd.nodes.pop()
@@ -336,7 +336,7 @@ def test_foreign_heartbeats_are_named_once_and_ignored() -> None:
     assert [found.count for found in own.exchange(Heartbeat("a", 4, 0, "host", messages.RUNNING))] == [2]
 
 
-def test_torchs_state_of_a_rendezvous_is_plain_data_on_the_store() -> None:
+def test_the_rendezvous_state_is_plain_data() -> None:
     store = HashStore()
     first, second = PlainBackend(store, "job"), PlainBackend(store, "job")
     assert first.get_state() is None
@@ -364,7 +364,7 @@ def test_torchs_state_of_a_rendezvous_is_plain_data_on_the_store() -> None:
     assert unpickled == []
 
 
-def test_a_store_that_does_not_answer_is_distinguished_from_other_errors() -> None:
+def test_connection_errors_are_recognised() -> None:
     wrapped = RendezvousConnectionError("failed")
     wrapped.__cause__ = DistNetworkError("refused")
     assert is_connection_error(wrapped)

@@ -89,7 +89,7 @@ def exchange(*nodes: Node) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
-def test_ranks_of_both_leave_at_the_same_check(delay_s: float) -> None:
+def test_ranks_of_both_nodes_stop_at_the_same_check(delay_s: float) -> None:
     leader, follower = Node(0), Node(1)
     exchange(leader, follower)
     run(leader, follower, delay_s=delay_s)
@@ -107,7 +107,7 @@ def test_no_rank_stops_before_a_proposal() -> None:
     assert follower.slots[2].stop_proposal == 0
 
 
-def test_nothing_is_proposed_before_all_ranks_are_known() -> None:
+def test_proposals_need_all_ranks() -> None:
     """A stop may be requested before the other node has reported its workers, or has sent any heartbeat."""
     leader, follower = Node(0), Node(1)
     leader.stop.poll(leader.slots, 0.0)
@@ -121,7 +121,7 @@ def test_nothing_is_proposed_before_all_ranks_are_known() -> None:
     assert leader.own.proposal > 1000
 
 
-def test_ranks_that_have_returned_are_not_waited_for() -> None:
+def test_returned_ranks_are_not_awaited() -> None:
     leader, follower = Node(0), Node(1)
     leader.remote.returned[2] = Returned(2, 0.0)
     follower.steps[2] = 5
@@ -143,7 +143,7 @@ def propose(leader: Node, *others: Node) -> int:
     return leader.own.proposal
 
 
-def test_the_next_node_leads_when_the_ranks_of_the_first_have_returned() -> None:
+def test_the_next_node_leads_after_the_first_returned() -> None:
     nodes = Node(0, 3), Node(1, 3), Node(2, 3)
     nodes[0].finish()
     exchange(*nodes)

@@ -42,7 +42,7 @@ def let_return(launch: Launch, request: Path) -> None:
 # --- what works --------------------------------------------------------------------------------------------------
 
 
-def test_they_train_together(pair: Pair, static: Settings) -> None:
+def test_two_machines_train_together(pair: Pair, static: Settings) -> None:
     """Two workers are forked on one machine, and one starts from a clean process on the other: the weights are
     equal everywhere.
     """
@@ -96,7 +96,7 @@ def test_a_job_goes_on_from_its_checkpoint_when_a_machine_comes_back(
     pair.wait_until_empty()
 
 
-def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None:
+def test_a_failure_on_one_machine_restarts_all(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("fail_once", max_restarts=1, **static) for rank in range(2)]
     assert [launch.result()["value"] for launch in launches] == [[2], [2]]
     assert "attempt 0: rank 1 raised LookupError: for the first time (on node 1 (host " in launches[0].output
@@ -104,15 +104,13 @@ def test_a_failure_on_one_starts_all_again(pair: Pair, static: Settings) -> None
 
 
 @pytest.mark.thorough
-def test_a_machine_whose_ranks_have_returned_starts_again_with_the_others(
-    pair: Pair, static: Settings
-) -> None:
+def test_returned_machines_restart_with_the_others(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("fail_late_once", max_restarts=1, **static) for rank in range(2)]
     assert [launch.result()["value"] for launch in launches] == [[[2, 1]], [[2, 1]]]
 
 
 @pytest.mark.thorough
-def test_a_machine_without_restarts_left_is_not_waited_for(pair: Pair, static: Settings) -> None:
+def test_machines_without_restarts_are_not_awaited(pair: Pair, static: Settings) -> None:
     """The other machine has restarts left, because restarts for a change of machines are not counted."""
     launches = [
         pair[rank].start("fail_on_node_1", "raise", max_restarts=2 - 2 * rank, **static) for rank in range(2)
@@ -157,7 +155,7 @@ def test_all_ranks_of_both_stop_at_the_same_step(pair: Pair, static: Settings) -
 
 
 @pytest.mark.thorough
-def test_a_machine_has_time_to_save_after_sigterm_if_the_other_is_done(pair: Pair, static: Settings) -> None:
+def test_sigterm_leaves_time_to_save(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("save_when_stopped", background=True, **static) for rank in range(2)]
     for launch in launches:
         launch.wait_for("can be stopped")
@@ -194,7 +192,7 @@ def test_ranks_stop_together_after_first_machine_returned(
 
 
 @pytest.mark.thorough
-def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, static: Settings) -> None:
+def test_an_early_stop_stops_both(pair: Pair, static: Settings) -> None:
     first = pair[0].start("go_on_until_stopped", background=True, **static)
     first.wait_for("can be stopped")
     os.kill(first.process.pid, signal.SIGUSR1)
@@ -203,9 +201,7 @@ def test_a_stop_that_comes_before_the_other_machine_stops_both(pair: Pair, stati
     assert here == there
 
 
-def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
-    pair: Pair, static: Settings, tmp_path: Path
-) -> None:
+def test_foreign_pickles_on_the_rendezvous_are_not_read(pair: Pair, static: Settings, tmp_path: Path) -> None:
     """Another process on the network writes them; the job warns and continues."""
     launches = [
         pair[rank].start("go_on_until_stopped", background=True, dashboard="text", **static)
@@ -224,7 +220,7 @@ def test_pickles_that_others_put_on_the_rendezvous_are_not_read(
 
 
 @pytest.mark.thorough
-def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
+def test_pickles_replacing_torchs_are_not_read(pair: Pair, c10d: Settings, tmp_path: Path) -> None:
     """They destroy the rendezvous, and the job reports that."""
     launches = [pair[rank].start("step_on", 10_000, **c10d) for rank in range(2)]
     for launch in launches:
@@ -245,9 +241,7 @@ def test_pickles_in_the_place_of_torchs_own_are_not_read(pair: Pair, c10d: Setti
         thorough("kill", "WorkerDied: rank 1 was killed by SIGKILL"),
     ],
 )
-def test_a_failure_on_the_other_machine_is_raised_as_it_is(
-    pair: Pair, static: Settings, kind: str, error: str
-) -> None:
+def test_remote_failures_are_raised_unchanged(pair: Pair, static: Settings, kind: str, error: str) -> None:
     launches = [pair[rank].start("fail_on_node_1", kind, **static) for rank in range(2)]
     here, there = (launch.result() for launch in launches)
     assert error_of(here).startswith(error)
@@ -262,7 +256,7 @@ def test_a_failure_on_the_other_machine_is_raised_as_it_is(
     [thorough(1, False), (1, True), thorough(0, True)],
     ids=["launcher", "machine", "host"],
 )
-def test_the_death_of_one_is_named_on_the_other(
+def test_a_death_is_named_on_the_other_machine(
     pair: Pair, static: Settings, victim: int, whole_machine: bool
 ) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
@@ -278,7 +272,7 @@ def test_the_death_of_one_is_named_on_the_other(
     pair.wait_until_empty()
 
 
-def test_an_interrupt_on_one_is_reported_on_the_other(pair: Pair, static: Settings) -> None:
+def test_an_interrupt_is_reported_on_the_other_machine(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[0].wait_for("step 10 ")
     launches[1].wait_for("step 10 ")
@@ -315,9 +309,7 @@ def test_interrupt_keeps_weights_if_a_machine_holds_all(
 
 
 @pytest.mark.thorough
-def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(
-    pair: Pair, static: Settings
-) -> None:
+def test_handled_interrupts_lose_nothing(pair: Pair, static: Settings) -> None:
     """The same holds for the function on the other machine, which is stopped because of the first."""
     launches = [pair[rank].start("handle_interrupt", **static) for rank in range(2)]
     for rank in range(2):
@@ -340,7 +332,7 @@ def uneven(pair: Pair, static: Settings, tmp_path: Path) -> list[Launch]:
 
 
 @pytest.mark.thorough
-def test_a_machine_whose_ranks_have_returned_waits_until_it_is_interrupted(uneven: list[Launch]) -> None:
+def test_returned_machines_wait_until_interrupted(uneven: list[Launch]) -> None:
     """Its value is kept; on the other machine, the job ends as after any interrupt."""
     os.kill(uneven[0].process.pid, signal.SIGINT)
     outcome = uneven[0].result(SOON_S)
@@ -374,7 +366,7 @@ def cable(pair: Pair) -> Pair:
     return pair
 
 
-def test_a_cut_is_reported_and_survived_if_it_is_short(cable: Pair, static: Settings) -> None:
+def test_a_short_network_cut_is_survived(cable: Pair, static: Settings) -> None:
     settings = {**static, "rdzv_conf": {"keep_alive_interval": 2, "keep_alive_max_attempt": 10}}
     launches = [cable[rank].start("step_on", 60, **settings) for rank in range(2)]
     launches[0].wait_for("step 10 ")
@@ -388,7 +380,7 @@ def test_a_cut_is_reported_and_survived_if_it_is_short(cable: Pair, static: Sett
         assert "sends heartbeats again, after" in launch.output
 
 
-def test_a_long_cut_ends_the_job_on_both_sides(cable: Pair, static: Settings) -> None:
+def test_a_long_network_cut_ends_the_job(cable: Pair, static: Settings) -> None:
     launches = [cable[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[0].wait_for("step 10 ")
     cable.cut()
@@ -428,7 +420,7 @@ def test_missing_nodes_are_named(pair: Pair, static: Settings, c10d: Settings) -
 
 
 @pytest.mark.thorough
-def test_a_machine_that_is_lost_while_others_are_waited_for_is_named(pair: Pair, static: Settings) -> None:
+def test_machines_lost_during_a_wait_are_named(pair: Pair, static: Settings) -> None:
     settings = {
         **static,
         "num_nodes": 3,
@@ -444,7 +436,7 @@ def test_a_machine_that_is_lost_while_others_are_waited_for_is_named(pair: Pair,
     again.wait_for("joined: node 0 (host ")
 
 
-def test_a_rank_that_another_machine_has_is_rejected(pair: Pair, static: Settings) -> None:
+def test_duplicate_machine_ranks_are_rejected(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[1].wait_for("step 10 ")
     outcome = pair[1].start("step_on", 10_000, **static).result()
@@ -455,7 +447,7 @@ def test_a_rank_that_another_machine_has_is_rejected(pair: Pair, static: Setting
     assert launches[1].result(SOON_S)["error"] == "NodeLost"
 
 
-def test_impossible_calls_are_rejected_at_once(pair: Pair, static: Settings) -> None:
+def test_invalid_calls_are_rejected_at_once(pair: Pair, static: Settings) -> None:
     holder = pair[0].start("train", 1, **static)
     holder.wait_for("waiting at ")
     taken = pair[0].start("train", 1, **static)

@@ -57,7 +57,7 @@ def executed(
     ],
     ids=lambda one: getattr(one, "stem", one),
 )
-def test_runs_and_does_what_it_says(path: Path, profile: str) -> None:
+def test_notebooks_run_and_pass_their_checks(path: Path, profile: str) -> None:
     last_cell = f"{CHECKS[path.stem]}\n{_VERSIONS}"
     notebook = executed(path, SMALL.get(path.stem, ""), last_cell, python_of(profile))
     # A busy kernel sends the output in pieces.

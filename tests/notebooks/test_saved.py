@@ -44,7 +44,7 @@ def without_measurements(text: str) -> str:
     return text.replace("# MB to # MB", "# MB")
 
 
-def test_the_final_text_is_the_same_however_it_was_executed(notebooks: dict[tuple[bool, bool], Any]) -> None:
+def test_the_final_text_is_reproducible(notebooks: dict[tuple[bool, bool], Any]) -> None:
     final = {way: without_measurements(texts(notebook)) for way, notebook in notebooks.items()}
     assert len(set(final.values())) == 1, final
     text = texts(notebooks[True, True])
@@ -92,7 +92,7 @@ def test_a_sanitised_page_keeps_the_words(notebooks: dict[tuple[bool, bool], Any
     assert "0 to 0.967 in 29 steps" in text
 
 
-def test_what_github_rejects_is_found() -> None:
+def test_notebooks_that_github_rejects_are_found() -> None:
     notebook = nbformat.v4.new_notebook()
     check_for_github(notebook)
     notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"version_major": 2}}

@@ -31,7 +31,7 @@ def code_of(cell: Any) -> ast.Module:
     return ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE))
 
 
-def test_it_begins_with_a_promise(path: Path) -> None:
+def test_notebooks_begin_with_their_goal(path: Path) -> None:
     first = read(path).cells[0]
     assert first.cell_type == "markdown"
     title, promise = first.source.split("\n\n", 1)
@@ -45,7 +45,7 @@ def test_notebooks_install_only_missing_packages(path: Path) -> None:
     assert all(line.startswith("    ") for line in lines), "an install that is not behind a condition"
 
 
-def test_it_has_small_defaults_in_one_tagged_cell(path: Path) -> None:
+def test_notebooks_have_small_defaults_in_a_tagged_cell(path: Path) -> None:
     tagged = [cell for cell in read(path).cells if "parameters" in cell.metadata.get("tags", [])]
     assert len(tagged) == 1
     statements = code_of(tagged[0]).body
@@ -55,7 +55,7 @@ def test_it_has_small_defaults_in_one_tagged_cell(path: Path) -> None:
     )
 
 
-def test_its_checks_are_in_the_tests(path: Path) -> None:
+def test_notebook_checks_are_in_the_tests(path: Path) -> None:
     asserted = [
         cell.id
         for cell in read(path).cells
@@ -65,7 +65,7 @@ def test_its_checks_are_in_the_tests(path: Path) -> None:
     assert path.stem in CHECKS
 
 
-def test_it_is_stored_as_it_was_executed(path: Path) -> None:
+def test_stored_notebooks_match_their_execution(path: Path) -> None:
     """Only the structure is compared, because numbers differ between runs."""
     notebook = read(path)
     assert notebook.metadata.get("nblaunch", {}).get("executed") == fingerprint(notebook), (
@@ -91,7 +91,7 @@ def launches(cell: Any) -> bool:
     )
 
 
-def test_it_shows_nothing_of_where_it_was_executed(path: Path) -> None:
+def test_notebooks_do_not_show_local_paths(path: Path) -> None:
     text = json.dumps([cell.get("outputs") for cell in read(path).cells])
     assert str(ROOT) not in text
     assert str(Path.home()) + "/" not in text
@@ -100,7 +100,7 @@ def test_it_shows_nothing_of_where_it_was_executed(path: Path) -> None:
     )
 
 
-def test_it_explains_more_than_it_computes(path: Path) -> None:
+def test_notebooks_have_more_text_than_code(path: Path) -> None:
     cells = read(path).cells
     prose = [cell for cell in cells if cell.cell_type == "markdown"]
     assert len(prose) >= len(cells) / 4

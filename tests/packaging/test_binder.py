@@ -40,7 +40,7 @@ def test_the_image_builds_and_runs_the_quickstart_on_two_processes(tmp_path: Pat
     assert float(re.search(r"^accuracy .*: ([\d.]+)%$", text, re.MULTILINE)[1]) > 90  # type: ignore[index]
 
 
-def test_python_is_of_a_version_that_is_tested() -> None:
+def test_the_python_version_is_tested() -> None:
     assert (ROOT / "binder" / "runtime.txt").read_text().strip() == "python-3.11"
 
 

@@ -125,7 +125,7 @@ def test_the_source_archive_has_what_its_tests_need(built: Built) -> None:
     assert not [name for name in names if ".venv" in name or "__pycache__" in name]
 
 
-def test_the_metadata_says_what_it_is(built: Built) -> None:
+def test_the_metadata_is_complete(built: Built) -> None:
     metadata = built.metadata
     version = re.search(r'^__version__ = "([^"]+)"', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
     assert version is not None
@@ -137,7 +137,7 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
-def test_extras_add_to_the_dependencies_and_the_dependencies_are_few(built: Built) -> None:
+def test_dependencies_are_few(built: Built) -> None:
     plain = {
         canonicalize_name(one.name)
         for one in built.requirements
@@ -181,7 +181,7 @@ def of_extra(built: Built, extra: str) -> set[str]:
     }
 
 
-def test_everything_that_is_imported_is_declared(built: Built) -> None:
+def test_imported_packages_are_declared(built: Built) -> None:
     declared = {canonicalize_name(one.name) for one in built.requirements if "test" not in str(one.marker)}
     known = (
         {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in declared} | OF_USERS | COMES_WITH.keys()
@@ -246,7 +246,7 @@ def test_type_checkers_see_its_types(python: Path, tmp_path: Path) -> None:
     assert "missing library stubs or py.typed" not in ended.stdout
 
 
-def test_with_its_dependencies_the_command_trains(python: Path) -> None:
+def test_an_installed_wheel_trains(python: Path) -> None:
     """The dependencies are linked from the tests' environment; nblaunch itself comes from the wheel."""
     site = Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -49,7 +49,7 @@ def test_a_device_that_reports_nothing_shows_nothing() -> None:
     assert slot.read(0).device_bytes == 0
 
 
-def test_busy_time_lies_between_one_backward_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_time_is_measured_between_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("nblaunch.progress.board_reports.monotonic", lambda: now[0])
     slot = private_slot()
@@ -85,7 +85,7 @@ def shown_losses(losses: list[float], *, per_step: int = 1, flush_every: int = 1
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, MAX_BINS - 1, MAX_BINS, MAX_BINS + 1, 132, 1000])
-def test_losses_are_equal_whenever_they_are_read_and_end_at_the_last_step(num_steps: int) -> None:
+def test_losses_do_not_depend_on_the_reads(num_steps: int) -> None:
     losses = [1 / (step + 1) for step in range(num_steps)]
     curve = shown_losses(losses)
     for flush_every in (1, 3, 50):
@@ -100,7 +100,7 @@ def test_losses_are_equal_whenever_they_are_read_and_end_at_the_last_step(num_st
         assert mean == pytest.approx(sum(of_bin) / len(of_bin), rel=1e-5)
 
 
-def test_losses_of_one_step_are_one_loss() -> None:
+def test_losses_of_one_step_are_summed() -> None:
     assert shown_losses([1.0, 3.0, 5.0, 5.0, 2.0, 2.0], per_step=2) == LossCurve(3, 1, (2.0, 5.0, 2.0))
 
 
@@ -116,7 +116,7 @@ class OutOfMemory(torch.Tensor):
         raise RuntimeError("out of memory")
 
 
-def test_a_loss_that_could_not_be_added_keeps_no_others_from_being_shown() -> None:
+def test_an_odd_loss_does_not_hide_others() -> None:
     slot = private_slot()
     report = LossReport(slot, BACKEND)
     report.note(torch.tensor(1.0), None)
@@ -142,7 +142,7 @@ def test_numeric_losses_of_any_form_are_added() -> None:
     assert slot.read(0).losses.means == (2.0,)
 
 
-def test_a_loss_that_is_changed_later_is_shown_as_it_was() -> None:
+def test_later_changes_of_a_loss_are_not_shown() -> None:
     slot: Slot = private_slot()
     report = LossReport(slot, BACKEND)
     for value in (4.0, 2.0):
@@ -210,7 +210,7 @@ def train_by_steps() -> float:
     return loss.item()
 
 
-def test_the_last_loss_and_memory_are_shown_though_no_loop_ended(
+def test_the_last_loss_is_shown_without_a_loops_end(
     first_store: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks = count(1)

@@ -176,7 +176,7 @@ OTHERS: list[tuple[Callable[[], int], tuple[int, int, int, int], float]] = [
 @pytest.mark.parametrize(
     ("train", "shown", "fraction"), OTHERS, ids=lambda part: getattr(part, "__name__", "")
 )
-def test_a_loop_of_another_shape(train: Callable[[], int], shown: tuple[int, ...], fraction: float) -> None:
+def test_unusual_loops_are_counted(train: Callable[[], int], shown: tuple[int, ...], fraction: float) -> None:
     view, counted = run_job(train, ranks=1)
     (rank,) = view.ranks
     assert (rank.step, rank.total, rank.epoch, rank.num_epochs) == shown
@@ -184,7 +184,7 @@ def test_a_loop_of_another_shape(train: Callable[[], int], shown: tuple[int, ...
 
 
 @pytest.mark.parametrize("train", [a_while_loop, a_count], ids=lambda train: train.__name__)
-def test_a_loop_of_unknown_length_has_steps_alone(train: Callable[[], int]) -> None:
+def test_a_loop_of_unknown_length_shows_only_steps(train: Callable[[], int]) -> None:
     seen: list[float | None] = []
     view, counted = run_job(train, ranks=1, note=lambda view: seen.append(view.left_s))
     (rank,) = view.ranks
@@ -205,7 +205,7 @@ def accumulated(divides: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("divides", [True, False])
-def test_the_loss_of_a_micro_step_is_not_the_part_that_it_was_divided_to(divides: bool) -> None:
+def test_losses_of_micro_steps_are_shown_undivided(divides: bool) -> None:
     view, counted = run_job(accumulated, divides, ranks=1)
     (rank,) = view.ranks
     assert rank.loss == counted[0][-1]
@@ -224,7 +224,7 @@ def scaled() -> None:
         scaler.update()
 
 
-def test_the_loss_is_not_the_one_that_a_scaler_multiplied() -> None:
+def test_losses_are_shown_unscaled() -> None:
     view, _ = run_job(scaled, ranks=1)
     assert view.ranks[0].loss == LENGTH
 
@@ -373,7 +373,7 @@ def test_an_odd_optimizer_does_not_end_the_training() -> None:
     assert run_job(partial(trained, torch.ones(2, 4), Unhashable), ranks=2)[1] == [4, 4]
 
 
-def test_a_library_that_hooks_do_not_fit_works_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_without_fitting_hooks_still_work(monkeypatch: pytest.MonkeyPatch) -> None:
     # the module lacks its class
     monkeypatch.setitem(sys.modules, "fastai.learner", ModuleType("fastai.learner"))
     with warnings.catch_warnings():

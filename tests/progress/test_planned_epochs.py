@@ -113,13 +113,13 @@ call: Callable[[Any], None] = _CALLER["call"]
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_loop_says_how_many_epochs_are_left(name: str) -> None:
+def test_planned_epochs_are_read_from_the_loop(name: str) -> None:
     body, left = KNOWN[name]
     assert run(body) == left
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_loop_that_cannot_be_read_says_nothing(name: str) -> None:
+def test_unreadable_loops_plan_no_epochs(name: str) -> None:
     assert set(run(UNKNOWN[name])) == {0}
 
 

@@ -408,7 +408,7 @@ def test_displayed_progress_is_true(name: str) -> None:
         assert means == pytest.approx(wanted, rel=1e-3)
 
 
-def test_a_stream_is_as_long_as_in_its_first_epoch() -> None:
+def test_a_streams_first_epoch_sets_its_length() -> None:
     seen = Seen()
     view, ((times, losses),) = run_job(iterable, ranks=1, note=seen.note)
     check_steps(seen, times)
@@ -420,7 +420,7 @@ def test_a_stream_is_as_long_as_in_its_first_epoch() -> None:
     check_time_left(seen, times)
 
 
-def test_a_loop_that_is_left_early_has_true_steps() -> None:
+def test_loops_left_early_have_true_steps() -> None:
     seen = Seen()
     view, ((times, losses),) = run_job(stopped_early, ranks=1, note=seen.note)
     check_steps(seen, times)
@@ -431,7 +431,7 @@ def test_a_loop_that_is_left_early_has_true_steps() -> None:
     assert rank.loss == pytest.approx(losses[-1], rel=1e-4)
 
 
-def test_a_function_of_a_session_has_true_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_functions_have_true_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with Session(num_processes=1, backend="cpu") as session:
         for _ in range(2):  # the counts of an earlier call are not those of the next
             seen = Seen()
