@@ -25,7 +25,7 @@ def test_an_alarm_is_found_by_name_unless_it_was_declared() -> None:
     assert names_in("hang", "rank 1 hangs") == "hang"
 
 
-def test_other_notes_and_the_load_of_the_machine_are_no_alarms() -> None:
+def test_notes_about_the_machine_are_not_alarms() -> None:
     assert names_in("note", "copied trained weights") == ""
     assert names_in("warning", "logs of earlier jobs could not be removed") == ""
     assert names_in("slow", "rank 1's core is shared with another process (python, pid 3)") == ""

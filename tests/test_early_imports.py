@@ -51,7 +51,7 @@ def test_the_importing_cell_leaves_the_compiler_to_the_idle_kernel(kernel: Kerne
     assert kernel.run("'torch._dynamo' in sys.modules").value is True
 
 
-def test_a_launch_that_comes_first_imports_before_it_forks(kernel: Kernel) -> None:
+def test_an_early_launch_imports_before_forking(kernel: Kernel) -> None:
     found = kernel.run(
         f"import sys\n{IMPORT}\n"
         "def loaded(): return 'torch._dynamo' in sys.modules\n"
@@ -95,7 +95,7 @@ def test_a_launch_waits_for_a_thread_that_imports_the_compiler(kernel: Kernel) -
     assert found == [False, False]
 
 
-def test_a_module_that_can_not_be_imported_is_left_to_its_user(kernel: Kernel) -> None:
+def test_import_errors_are_left_to_the_user(kernel: Kernel) -> None:
     (name,) = kernel.run(
         f"{IMPORT}\nfrom nblaunch import early_imports\nearly_imports.plan('nblaunch_has_no_such_module')\n"
         "[notebook_launcher(lambda: __name__, num_processes=2, dashboard='none')]"

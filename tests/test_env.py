@@ -48,7 +48,7 @@ def test_all_variables_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("text", ["-1", "-4,2", "many", ",2"])
-def test_threads_that_no_worker_could_start_are_rejected(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_impossible_thread_counts_are_rejected(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4,-2")
     env.check()  # workers use only the first number of OpenMP's list
     monkeypatch.setenv("OMP_NUM_THREADS", text)

@@ -16,7 +16,7 @@ ALL = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubcla
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
-def test_it_survives_pickling(cls: type[errors.NblaunchError]) -> None:
+def test_errors_survive_pickling(cls: type[errors.NblaunchError]) -> None:
     error = cls("what happened")
     for name, value in (("rank", 3), ("exitcode", -9), ("partial", {"kept": [1, 2]})):
         if hasattr(error, name):
@@ -27,7 +27,7 @@ def test_it_survives_pickling(cls: type[errors.NblaunchError]) -> None:
         assert vars(copied) == vars(error)
 
 
-def test_the_promised_bases() -> None:
+def test_errors_have_their_documented_bases() -> None:
     assert issubclass(errors.PayloadError, errors.LaunchError)
     assert issubclass(errors.PayloadError, TypeError)
     assert issubclass(errors.LaunchError, RuntimeError)
@@ -36,7 +36,7 @@ def test_the_promised_bases() -> None:
     assert issubclass(errors.ResultError, TypeError)
 
 
-def test_all_are_public() -> None:
+def test_all_errors_are_public() -> None:
     public = {cls.__name__ for cls in ALL}
     assert public <= set(nblaunch.__all__)
     assert all(getattr(nblaunch, name) is getattr(errors, name) for name in public)

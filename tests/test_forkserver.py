@@ -34,7 +34,7 @@ import gc, os, sys, threading, traceback
 """
 
 
-def test_it_is_as_one_of_its_own_interpreter(tmp_path: Path) -> None:
+def test_forked_kernels_match_fresh_interpreters(tmp_path: Path) -> None:
     seen = []
     for is_new in (False, True):
         with Kernel.start(cwd=tmp_path, env={"NBLAUNCH_GREETING": "hello"}, is_new=is_new) as kernel:
@@ -71,12 +71,12 @@ def test_a_kernels_processes_are_found_by_its_token(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("ending", "exit_code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
 )
-def test_its_exit_code_is_known(kernel: Kernel, ending: str, exit_code: int) -> None:
+def test_a_kernels_exit_code_is_known(kernel: Kernel, ending: str, exit_code: int) -> None:
     kernel.submit(f"import os; {ending}")
     assert kernel.wait_for_exit() == exit_code
 
 
-def test_a_late_answer_is_not_the_answer_of_the_next_request(tmp_path: Path) -> None:
+def test_late_replies_are_not_mixed_up(tmp_path: Path) -> None:
     server = Forkserver(sys.executable, os.environ)
     env = {**os.environ, TOKEN_VARIABLE: "1" * TOKEN_LENGTH}
     with (tmp_path / "output").open("w+") as output:
@@ -91,7 +91,7 @@ def test_a_late_answer_is_not_the_answer_of_the_next_request(tmp_path: Path) -> 
     server.close()
 
 
-def test_kernels_have_other_random_numbers() -> None:
+def test_kernels_draw_different_random_numbers() -> None:
     draw = "import random, numpy; [random.random(), float(numpy.random.rand())]"
     with Kernel.start() as one, Kernel.start() as other:
         assert not {*one.run(draw).value} & {*other.run(draw).value}

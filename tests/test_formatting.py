@@ -36,7 +36,7 @@ def test_sizes(num_bytes: float, text: str) -> None:
 
 
 @given(st.integers(0, 999 * 10**12))
-def test_a_size_is_right_to_three_digits(num_bytes: int) -> None:
+def test_sizes_have_three_digits(num_bytes: int) -> None:
     found = re.fullmatch(r"(\d\.\d\d|\d\d\.\d|\d{1,3}) ([kMGT]?B)", formatting.size(num_bytes))
     assert found is not None
     assert float(found[1]) * UNITS[found[2]] == pytest.approx(num_bytes, rel=0.0051)
@@ -57,7 +57,7 @@ def test_counts() -> None:
     assert formatting.count(3, "more rank") == "3 more ranks"
 
 
-def test_only_the_first_of_many_are_named() -> None:
+def test_long_lists_are_shortened() -> None:
     assert formatting.first(["a", "b"], 2) == "a, b"
     assert formatting.first(["a", "b", "c", "d"], 2, "; ") == "a; b and 2 more"
 
@@ -85,7 +85,7 @@ def test_spans_name_every_rank_once(ranks: set[int]) -> None:
     assert named == sorted(ranks)
 
 
-def test_ranks_with_equal_texts_are_in_the_order_of_the_first_one() -> None:
+def test_ranks_with_equal_texts_are_grouped_in_order() -> None:
     grouped = formatting.ranks_by_text({3: "b", 0: "a", 2: "a", 1: "b"})
     assert list(grouped.items()) == [("a", [0, 2]), ("b", [1, 3])]
 
@@ -112,7 +112,7 @@ def test_invalid_sizes_are_rejected(text: Any) -> None:
         formatting.parse_size(text)
 
 
-def test_cells_stand_below_each_other() -> None:
+def test_table_cells_are_aligned() -> None:
     rows = [("job", "status", "n"), ("train-1", "done", "12"), ("x", "", "")]
     assert formatting.columns(rows) == ["job      status  n", "train-1  done    12", "x"]
     assert formatting.columns(rows, num_left=1) == ["job      status   n", "train-1    done  12", "x"]

@@ -120,7 +120,7 @@ def test_processes_can_be_awaited_while_the_kernel_lives(shared: Kernel) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_connection_to_a_kernel_comes_to_be_after_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_connections_are_made_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     Kernel.start().close()  # from now on, the fork server's own socket exists
     connect = KernelManager.connect_control
 

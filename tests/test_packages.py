@@ -35,7 +35,7 @@ def change(module: ModuleType) -> None:
     module.value = "changed"  # type: ignore[attr-defined]
 
 
-def test_a_module_is_changed_when_it_comes(package: str) -> None:
+def test_modules_are_changed_on_import(package: str) -> None:
     finders = list(sys.meta_path)
     when_imported(f"{package}.inner", change)
     assert f"{package}.inner" not in sys.modules
@@ -47,13 +47,13 @@ def test_a_module_is_changed_when_it_comes(package: str) -> None:
     assert inner.__spec__.loader.get_source(inner.__name__) == "value = 'inner'\n"
 
 
-def test_a_loaded_module_is_changed_now(package: str) -> None:
+def test_loaded_modules_are_changed_at_once(package: str) -> None:
     inner = importlib.import_module(f"{package}.inner")
     when_imported(f"{package}.inner", change)
     assert inner.value == "changed"
 
 
-def test_a_module_that_fails_or_is_not_there_fails_as_ever(package: str) -> None:
+def test_failing_imports_still_fail(package: str) -> None:
     when_imported(f"{package}.broken", change)
     when_imported(f"{package}.missing", change)
     with pytest.raises(ZeroDivisionError):
@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_packages_modules_and_extensions_are() -> None:
+def test_packages_modules_and_extensions_count_as_installed() -> None:
     assert all(
         is_installed(name) for name in ("torch", "cloudpickle", "typing_extensions", "sys", "zipimport")
     )
@@ -96,7 +96,7 @@ def test_a_package_counts_as_soon_as_it_is_installed(folder: Path) -> None:
     assert is_installed(NAME)
 
 
-def test_a_folder_that_was_named_after_it_is_not(folder: Path) -> None:
+def test_a_folder_of_that_name_does_not_count_as_installed(folder: Path) -> None:
     (folder / NAME / "run-1").mkdir(parents=True)
     assert not is_installed(NAME)
     importlib.import_module(NAME)  # a library may check for it this way

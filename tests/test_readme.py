@@ -52,7 +52,7 @@ LINKS = [
 ]
 
 
-def test_the_example_runs_when_it_is_pasted_into_a_fresh_notebook(kernel: Kernel) -> None:
+def test_the_example_runs_in_a_fresh_notebook(kernel: Kernel) -> None:
     example, *others = PYTHON
     shown = kernel.run(example, timeout_s=90).stdout
     loss = re.search(r"^loss (\d\.\d+)$", shown, re.MULTILINE)
@@ -76,7 +76,7 @@ def test_make_targets_exist() -> None:
     )
 
 
-def test_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     spans = re.findall(r"`(nblaunch [^`]+)`", README)
     assert check_commands(spans, capsys) >= 2
 
@@ -117,7 +117,7 @@ def test_the_list_of_test_folders_is_complete() -> None:
     assert sorted(listed) == sorted(folders - package - {"__pycache__"})
 
 
-def test_the_files_that_it_names_exist() -> None:
+def test_named_files_exist() -> None:
     page = (ROOT / "docs" / "how-a-launch-works.md").read_text(encoding="utf-8")
     named = re.findall(r"`([a-z_/]+/(?:[a-zA-Z_]+\.(?:py|md|toml))?)`", CONTRIBUTING + page)
     assert {"launcher/runner.py", "tests/architecture/test_words.py"} <= set(named)

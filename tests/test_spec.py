@@ -159,7 +159,7 @@ def _without_addresses(value: object) -> str:
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), BAD, ids=_without_addresses)
-def test_it_is_rejected_with_its_name_its_value_and_the_valid_ones(
+def test_errors_name_setting_value_and_valid_values(
     arguments: dict[str, Any], kind: type[Exception], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -169,25 +169,25 @@ def test_it_is_rejected_with_its_name_its_value_and_the_valid_ones(
     assert all(word in message for word in words), message
 
 
-def test_more_processes_than_gpus(two_gpus: None) -> None:
+def test_more_processes_than_gpus_are_rejected(two_gpus: None) -> None:
     for number in (3, 100):
         with pytest.raises(ValueError, match=rf"num_processes={number}, .* 2 GPUs .*'gpus'.*1 to 2"):
             notebook_launcher(train, (1,), number)
 
 
-def test_a_precision_that_the_device_lacks(two_gpus: None) -> None:
+def test_unsupported_precisions_are_rejected(two_gpus: None) -> None:
     with pytest.raises(ValueError, match=r"mixed_precision='bf16' .* gpus: bf16 needs a newer GPU"):
         notebook_launcher(train, (1,), 2, "bf16")
 
 
-def test_a_backend_that_this_machine_lacks() -> None:
+def test_missing_backends_are_rejected() -> None:
     if discover()["cuda"].affinity() > 0:
         pytest.skip("this machine has a GPU")
     with pytest.raises(RuntimeError, match=r"backend='cuda' can't be used here: "):
         notebook_launcher(train, (1,), backend="cuda")
 
 
-def test_a_port_in_use() -> None:
+def test_ports_in_use_are_rejected() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for use_port in (port, str(port)):
@@ -195,7 +195,7 @@ def test_a_port_in_use() -> None:
                 notebook_launcher(train, (1,), 2, use_port=use_port, dashboard="none")
 
 
-def test_an_address_of_another_machine() -> None:
+def test_foreign_addresses_are_rejected() -> None:
     # TEST-NET-1 of RFC 5737 has no hosts.
     for address in ("192.0.2.1", "nowhere.invalid"):
         with pytest.raises(
@@ -205,7 +205,7 @@ def test_an_address_of_another_machine() -> None:
 
 
 @pytest.mark.parametrize("engine", ["auto", "local", "inline"])
-def test_a_launch_inside_a_worker(engine: str) -> None:
+def test_launches_inside_workers_are_rejected(engine: str) -> None:
     before = context.take()
     topology = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2)
     context.install(ProcessContext(topology=topology, backend=CpuBackend(), is_launched=True))

@@ -28,12 +28,12 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 
 @given(topologies())
-def test_the_environment_has_all(topology: Topology) -> None:
+def test_the_environment_defines_the_topology(topology: Topology) -> None:
     assert Topology.from_env(topology.to_env()) == topology
 
 
 @given(topologies())
-def test_a_launcher_that_sets_less_is_understood(topology: Topology) -> None:
+def test_missing_variables_get_defaults(topology: Topology) -> None:
     """srun and old launchers leave out the node's number and size, which follow from ranks and sizes."""
     environ = topology.to_env()
     for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK"):
@@ -41,7 +41,7 @@ def test_a_launcher_that_sets_less_is_understood(topology: Topology) -> None:
     assert Topology.from_env(environ) == topology
 
 
-def test_a_process_without_a_launcher_is_alone() -> None:
+def test_without_a_launcher_the_world_size_is_one() -> None:
     assert Topology.from_env({}) == Topology()
     assert Topology.from_env({"RANK": "", "WORLD_SIZE": ""}) == Topology()
 
@@ -57,7 +57,7 @@ def test_invalid_values_are_named(name: str) -> None:
     [("rank", 4, "world_size=4"), ("rank", -1, "world_size=4"), ("local_rank", 2, "local_world_size=2"),
      ("node_rank", 2, "num_nodes=2")],
 )  # fmt: skip
-def test_a_rank_out_of_range_is_named(field: str, value: int, limit: str) -> None:
+def test_ranks_out_of_range_are_named(field: str, value: int, limit: str) -> None:
     good = Topology(rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, num_nodes=2)
     with pytest.raises(ValueError, match=rf"^{field}={value} is out of range \[0, {limit}\)"):
         dataclasses.replace(good, **{field: value})

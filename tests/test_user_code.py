@@ -27,7 +27,7 @@ from nblaunch.user_code import is_user_file
         (f"{Path(user_code.__file__).parent}_extras/train.py", True),
     ],
 )
-def test_installed_packages_are_not_the_users_wherever_they_are(filename: str, is_users: bool) -> None:
+def test_installed_packages_are_not_user_code(filename: str, is_users: bool) -> None:
     assert is_user_file(filename) is is_users
 
 

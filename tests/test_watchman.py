@@ -79,7 +79,7 @@ def test_these_tests_are_watched() -> None:
     assert os.environ[watchman.VARIABLE].startswith(f"{os.getpid()}-")
 
 
-def test_a_watchman_is_not_ended_by_another_one() -> None:
+def test_watchmen_do_not_end_each_other() -> None:
     """For example, tests run tests: the inner watchman is needed just when the outer one acts."""
     starter, pidfd = start(STARTER.format(WAITS, WAIT))
     with starter:

@@ -136,7 +136,7 @@ def test_an_interrupt_as_a_command_begins_belongs_to_it(
     assert ranks.values() == [1, 1]
 
 
-def test_an_interrupt_after_all_replies_is_counted_and_kills_no_rank(ranks: Ranks) -> None:
+def test_a_late_interrupt_kills_no_rank(ranks: Ranks) -> None:
     def interrupt_late() -> None:
         with ranks.client.command():
             ranks.answer(1, 1)

@@ -62,7 +62,7 @@ def test_help_is_shown_in_the_cell(shared: Kernel) -> None:
     assert [one.data["text/plain"].splitlines()[0].split()[-1] for one in cell.displays] == ["int"]
 
 
-def test_rich_values_are_shown_as_such(shared: Kernel) -> None:
+def test_rich_values_are_displayed(shared: Kernel) -> None:
     cell = shared.run("%%ranks\nfrom IPython.display import HTML\nHTML('<b>bold</b>')")
     assert [display.data["text/html"] for display in cell.displays] == ["<b>bold</b>"]
 
@@ -82,14 +82,14 @@ def test_the_first_use_starts_a_session(kernel: Kernel) -> None:
     assert kernel.processes() == []
 
 
-def test_debug_and_restart_start_no_session_of_their_own(kernel: Kernel) -> None:
+def test_debug_and_restart_need_a_session(kernel: Kernel) -> None:
     kernel.run("%load_ext nblaunch")
     for command in ("debug", "restart"):
         assert kernel.run(f"%ranks {command}", raises="ValueError").error is not None
         assert kernel.processes() == []
 
 
-def test_a_session_that_has_ended_is_restarted_as_it_was(kernel: Kernel) -> None:
+def test_ended_sessions_restart_with_their_settings(kernel: Kernel) -> None:
     kernel.run("import os\n%load_ext nblaunch\n%ranks start 3")
     kernel.run("%%ranks 1\nos._exit(3)", raises="WorkerDied")
     # It does not restart by itself, because a new session would not have its variables.
@@ -101,7 +101,7 @@ def test_a_session_that_has_ended_is_restarted_as_it_was(kernel: Kernel) -> None
     assert kernel.processes() == []
 
 
-def test_the_magics_use_a_session_of_a_cell(kernel: Kernel) -> None:
+def test_magics_use_a_session_from_a_cell(kernel: Kernel) -> None:
     kernel.run("from nblaunch import Session\nmine = Session(2)\n%load_ext nblaunch\n%ranks use mine")
     kernel.run("mine.execute('x = 8')")
     assert kernel.run("%%ranks\nx").stdout == "[0-1] 8\n"

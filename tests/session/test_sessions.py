@@ -31,13 +31,13 @@ def shared() -> Iterator[Kernel]:
         assert kernel.processes() == []
 
 
-def test_ranks_have_the_variables_of_the_notebook_and_keep_their_own(shared: Kernel) -> None:
+def test_ranks_have_notebook_and_own_variables(shared: Kernel) -> None:
     shared.run("session.execute('rank = int(os.environ[\"RANK\"]); mine = base + rank')")
     cell = shared.run("dict(session['mine']), dict(session.ranks(1, 3).execute('mine + 1'))")
     assert cell.value == ({0: 40, 1: 41, 2: 42, 3: 43}, {1: 42, 3: 44})
 
 
-def test_trained_weights_that_do_not_fit_are_kept_until_the_next_command(shared: Kernel) -> None:
+def test_misfit_weights_are_kept_until_the_next_command(shared: Kernel) -> None:
     cell = shared.run("""
 net = nn.Linear(2, 1)
 def grow(net): net.weight = nn.Parameter(torch.ones(1, 3))
@@ -68,7 +68,7 @@ def test_code_runs_as_in_a_cell(shared: Kernel) -> None:
     assert set(shared.run(f"dict(session.execute({annotated!r}))").value.values()) == {True}
 
 
-def test_all_that_a_command_prints_is_in_its_cell(shared: Kernel) -> None:
+def test_a_commands_output_is_in_its_cell(shared: Kernel) -> None:
     cell = shared.run("_ = session.ranks(1).execute('for i in range(200): print(\"line\", i)')")
     assert cell.stdout.splitlines()[0] == "[1] line 0"
     assert shared.run("_ = session.execute('print(\"next\")')").stdout == "[0-3] next\n"
@@ -91,7 +91,7 @@ sys.stdout = Logger()
 """
 
 
-def test_output_may_be_replaced_by_an_object_that_is_not_a_file(shared: Kernel) -> None:
+def test_output_can_be_replaced_by_any_object(shared: Kernel) -> None:
     shared.run(f"session.execute({REPLACE_OUTPUT!r})")
     assert shared.run("_ = session.execute('print(\"seen\")')").stdout == "[0-3] seen\n"
     shared.run("session.execute('sys.stdout = sys.stdout.terminal')")
@@ -103,7 +103,7 @@ display(HTML('<b>bold</b>'))
 """
 
 
-def test_all_that_a_command_displays_is_in_its_cell(kernel: Kernel) -> None:
+def test_a_commands_displays_are_in_its_cell(kernel: Kernel) -> None:
     kernel.run(
         """
 import time
@@ -122,7 +122,7 @@ session = Session(2)
     kernel.run("session.close()")
 
 
-def test_a_display_of_one_command_is_updated_by_another(shared: Kernel) -> None:
+def test_displays_can_be_updated_by_later_commands(shared: Kernel) -> None:
     kept = "from IPython.display import display\nhandle = display(os.environ['RANK'], display_id='shown')"
     cell = shared.run(f"_ = session.ranks(0, 1).execute({kept!r})")
     assert {one.display_id for one in cell.displays} == {"shown", "shown-rank1"}
@@ -131,7 +131,7 @@ def test_a_display_of_one_command_is_updated_by_another(shared: Kernel) -> None:
     assert update["transient"]["display_id"] == "shown-rank1"
 
 
-def test_the_rows_of_a_long_command_show_that_it_has_ended_well(shared: Kernel) -> None:
+def test_rows_show_the_end_of_a_long_command(shared: Kernel) -> None:
     shared.run("from nblaunch.session import output\noutput._LONG_S = 0.0")
     cell = shared.run("_ = session.execute('import time; time.sleep(0.3)')")
     assert "failed" not in str(cell.displays[0].data)
@@ -161,7 +161,7 @@ def test_unforked_ranks_start_without_variables(shared: Kernel) -> None:
     assert "another job of this process is running" in cell.stdout
 
 
-def test_the_cell_says_why_before_the_workers_have_started(shared: Kernel, tmp_path: Path) -> None:
+def test_the_start_method_is_explained_before_the_start(shared: Kernel, tmp_path: Path) -> None:
     shared.run("session.execute('torch.distributed.barrier()')")
     os.mkfifo(tmp_path / "go")
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'go')!r}).close()")
@@ -176,7 +176,7 @@ def test_the_cell_says_why_before_the_workers_have_started(shared: Kernel, tmp_p
     assert cell.status == "ok", cell.describe()
 
 
-def test_a_command_of_another_thread_is_rejected_and_disturbs_nothing(shared: Kernel) -> None:
+def test_commands_from_other_threads_are_rejected(shared: Kernel) -> None:
     shared.run("import threading, traceback\nfrom nblaunch.session import output\noutput._LONG_S = 0.0")
     cell = shared.run(
         """
@@ -220,7 +220,7 @@ def test_figures_are_shown_without_a_call(shared: Kernel) -> None:
     assert sum("image/png" in one.data for one in cell.displays) == 2
 
 
-def test_a_process_group_is_up_and_survives_a_failed_command(shared: Kernel) -> None:
+def test_the_process_group_survives_a_failed_command(shared: Kernel) -> None:
     reduce = "x = torch.ones(2); torch.distributed.all_reduce(x); x.sum().item()"
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
     failing = (
@@ -247,7 +247,7 @@ del group, model, optimizer
 """
 
 
-def test_a_destroyed_groups_threads_end_with_the_command(shared: Kernel) -> None:
+def test_threads_of_destroyed_groups_end_with_the_command(shared: Kernel) -> None:
     shared.run(f"session.execute({COMMAND_GROUP!r})")
     shared.run("session.execute('num_after = len(os.listdir(\"/proc/self/task\"))')")
     cell = shared.run("[list(session[name].values()) for name in ('num_within', 'num_after')]")
@@ -276,7 +276,7 @@ if __name__ == "__main__":
 """
 
 
-def test_all_ranks_join_the_group_once_one_of_them_has_imported_torch(tmp_path: Path) -> None:
+def test_all_ranks_join_once_one_imports_torch(tmp_path: Path) -> None:
     assert _output_of(ONE_HAS_TORCH, tmp_path).splitlines()[-1] == "{True}"
 
 
@@ -343,7 +343,7 @@ time.sleep(100)
     assert shared.run(f"set(session.execute({reduce!r}).values())").value == {8.0}
 
 
-def test_values_that_can_not_travel_are_described(shared: Kernel) -> None:
+def test_unpicklable_values_are_described(shared: Kernel) -> None:
     cell = shared.run(
         "import threading; session.put(name='x'); type(session.execute('__import__(\"threading\").Lock()')[0]).__name__"
     )
@@ -390,7 +390,7 @@ def test_values_are_sent_to_ranks(shared: Kernel) -> None:
     assert cell.error is not None
 
 
-def test_what_can_not_be_pickled_is_named(shared: Kernel) -> None:
+def test_unpicklable_arguments_are_named(shared: Kernel) -> None:
     shared.run("import threading; lock = threading.Lock()\ndef locked(x): return x")
     for call in ("session.put(lock=lock)", "session.run(locked, (lock,))"):
         cell = shared.run(call, raises="PayloadError")
@@ -446,7 +446,7 @@ def run(holds):
 
 
 @pytest.mark.parametrize("holds", [False, True], ids=["interrupted", "killed"])
-def test_the_error_has_the_values_of_ranks_that_had_returned(shared: Kernel, holds: bool) -> None:
+def test_interrupt_errors_have_the_returned_values(shared: Kernel, holds: bool) -> None:
     shared.run(RETURNS_EARLY)
     cell = shared.submit(f"run({holds})")
     cell.wait_for_text("begun")
@@ -472,7 +472,7 @@ finally:
 """
 
 
-def test_an_interrupt_ends_what_a_command_awaits(shared: Kernel) -> None:
+def test_an_interrupt_ends_an_await(shared: Kernel) -> None:
     cell = shared.submit(f"session.execute({AWAITS!r})")
     cell.wait_for_text("begun")
     shared.interrupt()
@@ -491,7 +491,7 @@ def test_a_session_of_one_rank_has_a_process_group(kernel: Kernel) -> None:
     kernel.run("session.close()")
 
 
-def test_a_function_that_handles_the_interrupt_and_returns_loses_nothing(shared: Kernel) -> None:
+def test_handled_interrupts_lose_nothing(shared: Kernel) -> None:
     cell = shared.submit(
         """
 import time
@@ -521,7 +521,7 @@ session.run(handles, (handled,), return_all=True)
 
 
 @pytest.mark.parametrize("end", ["second interrupt", "death"])
-def test_the_end_of_a_rank_that_sends_weights_costs_these_alone(kernel: Kernel, end: str) -> None:
+def test_a_death_while_sending_loses_only_weights(kernel: Kernel, end: str) -> None:
     kernel.run(PREAMBLE.replace("Session(4", "Session(2"))
     kernel.run(
         f"""
@@ -572,7 +572,7 @@ nn.init.constant_(second.weight, 1.0)
     kernel.run("session.close()")
 
 
-def test_a_collective_that_a_rank_never_enters_is_reported_and_left(kernel: Kernel) -> None:
+def test_incomplete_collectives_are_reported_and_left(kernel: Kernel) -> None:
     kernel.run("import os\nfrom nblaunch import Session\nsession = Session(3, hang_timeout_s=1.0)")
     kernel.run("session.execute('import torch; torch.distributed.barrier()')")
     waits = "kept = 1\nif torch.distributed.get_rank() > 0:\n    torch.distributed.all_reduce(torch.ones(1))"
@@ -615,7 +615,7 @@ def train(model, lr):
     assert shared.run("session.run(train, (model, 0.5))").result == "0"
 
 
-def test_values_that_are_not_asked_for_stay_where_they_are(shared: Kernel) -> None:
+def test_unrequested_values_stay_in_the_ranks(shared: Kernel) -> None:
     shared.run(
         "def value():\n    import threading\n    return threading.Lock() if torch.distributed.get_rank() else 5"
     )
@@ -623,7 +623,7 @@ def test_values_that_are_not_asked_for_stay_where_they_are(shared: Kernel) -> No
     shared.run("session.run(value, return_all=True)", raises="ResultError")
 
 
-def test_each_command_shows_all_losses_of_its_own_and_no_others(shared: Kernel) -> None:
+def test_commands_show_only_their_own_losses(shared: Kernel) -> None:
     shared.run(
         """
 def learn(*losses):
@@ -677,7 +677,7 @@ def test_a_process_that_a_command_forks_sends_no_reply(shared: Kernel) -> None:
     assert shared.run("session.ranks(0).execute('\"next\"')").result == "[0] 'next'"
 
 
-def test_a_loop_that_a_command_has_left_is_over_in_the_next(shared: Kernel) -> None:
+def test_loops_left_in_a_command_end_with_it(shared: Kernel) -> None:
     in_loop = "Accelerator().gradient_state.in_dataloader"
     read = f"""
 from nblaunch import Accelerator
@@ -741,7 +741,7 @@ def test_other_types_are_rejected_as_session(shared: Kernel) -> None:
     assert "'session'" in cell.error.value
 
 
-def test_a_session_that_nothing_refers_to_ends(kernel: Kernel) -> None:
+def test_unreferenced_sessions_end(kernel: Kernel) -> None:
     kernel.run(
         "from nblaunch import Session\nfor _ in range(3): session = Session(2)\npids = set(session.pids.values())"
     )
@@ -774,7 +774,7 @@ def test_wrong_arguments_are_rejected_at_once(shared: Kernel) -> None:
     assert shared.run("session.execute('1')").result == "[0-3] 1"
 
 
-def test_the_death_of_a_rank_is_named_and_a_restart_begins_anew(kernel: Kernel) -> None:
+def test_deaths_are_named_and_restarts_start_afresh(kernel: Kernel) -> None:
     kernel.run(PREAMBLE.replace("Session(4", "Session(2"))
     cell = kernel.run(
         'session.execute(\'import signal\\nos.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGKILL)\')',
@@ -812,9 +812,7 @@ session = Session(2)
         ("session.execute('die()')", "os.kill(os.getpid(), signal.SIGKILL)", "killed", "SIGKILL"),
     ],
 )
-def test_the_death_of_a_rank_is_in_the_table(
-    kernel: Kernel, call: str, death: str, state: str, how: str
-) -> None:
+def test_the_table_shows_a_ranks_death(kernel: Kernel, call: str, death: str, state: str, how: str) -> None:
     kernel.run(DIES.format(death=death))
     [table] = kernel.run(call, raises="WorkerDied").displays
     rows = {line.split()[0]: line for line in table.data["text/plain"].splitlines()}
@@ -825,7 +823,7 @@ def test_the_death_of_a_rank_is_in_the_table(
     kernel.run("session.close()")
 
 
-def test_a_command_that_closes_descriptors_is_named_as_the_cause_of_death(kernel: Kernel) -> None:
+def test_closing_all_descriptors_is_named_as_the_cause(kernel: Kernel) -> None:
     kernel.run(
         "import os\nfrom nblaunch import Session\nsession = Session(2)\ndef close(): os.closerange(3, 65536)"
     )

@@ -34,7 +34,7 @@ print(paused)
 
 
 @pytest.mark.timeout(100)
-def test_children_of_a_paused_process_use_their_threads() -> None:
+def test_children_of_a_paused_process_can_use_threads() -> None:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORK], check=True, timeout=90, capture_output=True, text=True
     )

@@ -70,7 +70,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         assert kernel.run("'torch_tpu' in sys.modules").value is False
 
 
-def test_eight_workers_reach_libtpu_each_with_a_chip_of_its_own(kernel: Kernel) -> None:
+def test_eight_workers_reach_libtpu_with_one_chip_each(kernel: Kernel) -> None:
     cell = kernel.run(
         "begun = time.time()\n"
         "found = notebook_launcher(reach_libtpu, (model,), return_all=True, dashboard='text')\n"
@@ -103,7 +103,7 @@ def test_joining_says_that_there_is_no_tpu(kernel: Kernel) -> None:
     assert "TPU initialization failed: No jellyfish device found" in cell.raised.text
 
 
-def test_a_worker_that_libtpu_aborts_says_so_too(kernel: Kernel) -> None:
+def test_libtpu_aborts_are_reported(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(compute, (model,), 1, dashboard='none')", raises="WorkerDied", timeout_s=250
     )
@@ -138,5 +138,5 @@ def test_meshes_match_torch_tpu(hardware: Any, kind: str) -> None:
     assert dict(hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID[device]) == dict(MESHES[kind])
 
 
-def test_no_kind_is_missing(hardware: Any) -> None:
+def test_all_kinds_are_known(hardware: Any) -> None:
     assert {tpu._CHIPS[device] for device in hardware._TOPOLOGY_BY_TPU_PCI_DEVICE_ID} == MESHES.keys()

@@ -79,7 +79,7 @@ def test_sharded_weights_are_gathered_and_their_gradients_scattered(tmp_path: Pa
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_estimate_of_memory_is_the_compilers(tmp_path: Path, topology: str, precision: str) -> None:
+def test_memory_estimates_match_the_compiler(tmp_path: Path, topology: str, precision: str) -> None:
     found = compiled(tmp_path, topology, precision=precision, width=WIDTH)
     # Weights and state are updated in place: memory that stays, and memory that is only temporary.
     needed = found["output_bytes"] + found["temporary_bytes"]

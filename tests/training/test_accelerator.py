@@ -88,7 +88,9 @@ def test_unknown_arguments_and_members() -> None:
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "more than one AutocastKwargs"),
     ],
 )  # fmt: skip
-def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_settings_are_rejected(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Accelerator(**arguments)
 
@@ -182,7 +184,7 @@ class _Unbuildable(StrategyPlugin):
         raise ValueError(f"no strategy for {setup.precision.name}")
 
 
-def test_an_accelerator_that_could_not_be_built_decides_no_precision() -> None:
+def test_failed_accelerators_set_no_precision() -> None:
     with pytest.raises(ValueError, match="no strategy for bf16"):
         Accelerator(mixed_precision="bf16", strategy=_Unbuildable())
     assert Accelerator().mixed_precision == "no"
@@ -208,7 +210,7 @@ def test_state_views() -> None:
     assert "Num processes: 1" in repr(accelerator)
 
 
-def test_a_rank_without_a_meeting_point_is_an_error() -> None:
+def test_a_rank_without_a_rendezvous_is_an_error() -> None:
     context.install(context.ProcessContext(context.Topology(rank=1, local_rank=1, world_size=2, local_world_size=2),
                                           context.current().backend))  # fmt: skip
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*MASTER_PORT"):
@@ -218,7 +220,7 @@ def test_a_rank_without_a_meeting_point_is_an_error() -> None:
 # --- prepare ---------------------------------------------------------------------------------------------------------
 
 
-def test_prepare_returns_everything_in_order_and_only_once() -> None:
+def test_prepare_returns_its_arguments_in_order() -> None:
     accelerator = Accelerator()
     model, optimizer, loader, scheduler = _parts()
     other = object()
@@ -251,7 +253,7 @@ def test_a_loader_of_torch_xla_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
     Accelerator().prepare(model, loader)
 
 
-def test_device_placement_is_one_per_object() -> None:
+def test_device_placement_is_per_object() -> None:
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"device_placement has 1 .* 2 objects"):
         accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
@@ -259,7 +261,7 @@ def test_device_placement_is_one_per_object() -> None:
     assert loader.device is None
 
 
-def test_a_scheduler_without_a_prepared_optimizer_goes_with_all() -> None:
+def test_unbound_schedulers_follow_all_optimizers() -> None:
     accelerator = Accelerator()
     _, _, _, scheduler = _parts()
     prepared = accelerator.prepare(_parts()[1], _parts()[1], scheduler)
@@ -294,7 +296,7 @@ class _Spy(nn.Module):
         return {"y": y, "rest": (1, None)}
 
 
-def test_bf16_is_inside_the_forward_only() -> None:
+def test_only_the_forward_runs_in_bf16() -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     module = _Spy()
     model = accelerator.prepare(module)
@@ -315,7 +317,7 @@ def test_bf16_is_inside_the_forward_only() -> None:
     assert module.seen is torch.float32
 
 
-def test_a_forward_in_bf16_has_the_signature_of_the_model_s() -> None:
+def test_bf16_forwards_keep_their_signature() -> None:
     module = _Spy()
     expected = inspect.signature(module.forward)
     model = Accelerator(mixed_precision="bf16").prepare(module)
@@ -348,7 +350,7 @@ def test_repeated_prepare_wraps_a_model_once() -> None:
     assert module.seen is torch.float32
 
 
-def test_a_forward_set_on_the_object_is_put_back() -> None:
+def test_forwards_set_on_the_object_are_restored() -> None:
     module = nn.Linear(1, 1)
     own = vars(module)["forward"] = lambda x: x
     accelerator = Accelerator(mixed_precision="bf16")
@@ -443,7 +445,7 @@ def test_a_window_ends_after_its_steps_and_with_the_loader() -> None:
     assert _steps(accelerator, 5, epochs=2) == [False, False, True, False, True] * 2
 
 
-def test_windows_may_reach_over_epochs() -> None:
+def test_windows_can_span_epochs() -> None:
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
     assert _steps(Accelerator(gradient_accumulation_plugin=plugin), 4, epochs=2) == [
         False, False, True, False, False, True, False, False
@@ -533,7 +535,7 @@ class _Clearing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, _Clearing])
-def test_gradients_are_dropped_unless_zeros_are_asked_for(kind: Any) -> None:
+def test_gradients_become_none_by_default(kind: Any) -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = Accelerator().prepare(kind([weight], lr=1.0))
     for chosen in ((), (True,), (False,)) if kind is torch.optim.SGD else ((),):
@@ -542,7 +544,7 @@ def test_gradients_are_dropped_unless_zeros_are_asked_for(kind: Any) -> None:
         assert (weight.grad is None) == (chosen != (False,))
 
 
-def test_wrappers_have_the_attributes_of_accelerate_s() -> None:
+def test_wrappers_have_accelerates_attributes() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3, device_placement=False, split_batches=True)
     _, inner, _, schedule = _parts()
     optimizer, scheduler = accelerator.prepare(inner, schedule)
@@ -664,7 +666,7 @@ def test_a_scheduler_on_its_own_steps_once_per_call() -> None:
         ReduceLROnPlateau,
     ],
 )
-def test_schedulers_that_count_no_steps_wait_for_the_end_of_a_window(make: Any) -> None:
+def test_epoch_schedulers_wait_for_the_windows_end(make: Any) -> None:
     inner = make(_sgd())
     accumulation = AccumulationState()
     scheduler = AcceleratedScheduler(inner, [], accumulation)
@@ -675,7 +677,7 @@ def test_schedulers_that_count_no_steps_wait_for_the_end_of_a_window(make: Any) 
     assert steps == [True]
 
 
-def test_a_plateau_is_looked_at_once_per_metric() -> None:
+def test_plateau_schedulers_step_once_per_metric() -> None:
     inner = ReduceLROnPlateau(_sgd(), patience=1)
     scheduler = _scheduler(inner)
     for _ in range(2):
@@ -707,7 +709,7 @@ def test_collectives_of_a_single_process_return_their_argument() -> None:
         accelerator.wait_for_everyone()
 
 
-def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_process_helpers_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = Accelerator()
 
     def answer(value: int) -> int:
@@ -747,7 +749,7 @@ def test_helpers_of_the_main_process(capsys: pytest.CaptureFixture[str]) -> None
     accelerator.end_training()
 
 
-def test_a_timeout_that_comes_too_late_is_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_timeouts_are_reported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from nblaunch.utils import check_os_kernel, compare_versions, is_torch_version
 
 
-def test_torch_is_newer_than_the_oldest_that_runs() -> None:
+def test_torch_is_new_enough() -> None:
     assert is_torch_version(">=", "2.5")
     assert not is_torch_version("<", "2.5.0")
 
@@ -26,7 +26,7 @@ def test_torch_version_comes_from_the_package(monkeypatch: pytest.MonkeyPatch) -
     assert not is_torch_version(">", installed)
 
 
-def test_numbers_are_compared_as_numbers() -> None:
+def test_versions_are_compared_numerically() -> None:
     assert compare_versions(parse("2.10.1"), ">", "2.9")
     assert compare_versions(parse("2.10"), "==", "2.10.0")
     assert compare_versions(parse("2.10rc1"), "<", "2.10")
@@ -38,12 +38,12 @@ def test_availability_takes_library_names() -> None:
         compare_versions("no-such-library", ">", "1.0")
 
 
-def test_an_unknown_comparison_is_rejected_with_those_that_exist() -> None:
+def test_unknown_comparisons_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"operation='=>'.*'<', '<=', '==', '!=', '>=', '>'"):
         is_torch_version("=>", "2.5")
 
 
-def test_an_old_kernel_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_linux_kernels_get_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     uname = platform.uname()
     monkeypatch.setattr(platform, "uname", lambda: uname._replace(release="6.1.0-9-amd64"))

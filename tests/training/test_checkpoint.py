@@ -159,7 +159,7 @@ def test_training_continues_exactly_in_bf16(tmp_path: Path) -> None:
     _compare(tmp_path / "state", 2, 8, {}, "bf16")
 
 
-def test_training_continues_exactly_where_one_rank_reads_for_all(tmp_path: Path) -> None:
+def test_training_continues_exactly_with_dispatched_batches(tmp_path: Path) -> None:
     _compare(tmp_path / "state", 2, 8, {"dispatch_batches": True})
 
 
@@ -258,7 +258,7 @@ def _all_files(folder: str) -> list[str]:
     return sorted(path.name for path in Path(accelerator.save_state(folder)).iterdir())
 
 
-def test_files_have_the_names_that_users_know(tmp_path: Path) -> None:
+def test_files_have_accelerates_names(tmp_path: Path) -> None:
     for found in ranks.run(_all_files, 2, str(tmp_path / "a" / "state")):
         kinds = ("model.safetensors", "optimizer.bin", "sampler.bin", "scheduler.bin")
         firsts = [name for kind in kinds for name in (kind, kind.replace(".", "_1."))]
@@ -324,7 +324,7 @@ def test_torch_format(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state", map_location="gpu")
 
 
-def test_weights_of_another_tool_in_the_same_folder_are_not_loaded(tmp_path: Path) -> None:
+def test_foreign_weights_in_the_folder_are_not_loaded(tmp_path: Path) -> None:
     """They stay, because they don't belong to our checkpoint, and are not preferred for their safetensors format."""
     accelerator, model, _ = _prepared()
     others = {name: torch.zeros_like(value) for name, value in _weights(model).items()}
@@ -338,7 +338,7 @@ def test_weights_of_another_tool_in_the_same_folder_are_not_loaded(tmp_path: Pat
     assert (tmp_path / "model.safetensors").is_file()
 
 
-def test_all_arguments_of_torch_load_are_passed_on(tmp_path: Path) -> None:
+def test_torch_load_arguments_are_passed_on(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     _step(accelerator, model, optimizer)
     accelerator.save_state(tmp_path / "state")
@@ -397,7 +397,7 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_that_cannot_be_removed_ends_no_training(tmp_path: Path) -> None:
+def test_undeletable_checkpoints_do_not_end_training(tmp_path: Path) -> None:
     project = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=1, iteration=8)
     accelerator, _, _ = _prepared(project_dir=tmp_path, project_config=project)
     accelerator.save_state()
@@ -410,7 +410,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_training(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_10"]
 
 
-def test_only_checkpoints_of_ours_make_room_for_new_ones(tmp_path: Path) -> None:
+def test_only_own_checkpoints_are_deleted(tmp_path: Path) -> None:
     """Folders and links with such names that ``save_state`` did not create stay; remains of a killed save are
     removed.
     """
@@ -479,7 +479,7 @@ def test_folders_may_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: 
     _assert_same(_weights(model), saved)
 
 
-def test_hooks_may_take_models_over(tmp_path: Path) -> None:
+def test_hooks_can_save_models_themselves(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     second = accelerator.prepare(nn.Linear(1, 1))
 
@@ -550,7 +550,7 @@ def test_hooks_on_several_ranks_get_the_users_own_models(tmp_path: Path) -> None
     assert ranks.run(_models_save_themselves, 2, str(tmp_path / "state")) == [True, True]
 
 
-def test_a_hook_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_failing_hooks_keep_the_old_checkpoint(tmp_path: Path) -> None:
     accelerator, model, optimizer = _prepared()
     accelerator.save_state(tmp_path / "state")
     before = _weights(model)
@@ -629,7 +629,7 @@ def test_classes_of_library_objects_stay_untrusted() -> None:
     assert Settings in trusted_types(Registered({}))
 
 
-def test_classes_are_looked_for_while_another_thread_defines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_classes_is_thread_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     main, is_over = types.ModuleType("__main__"), threading.Event()
     vars(main).update({f"name_{number}": number for number in range(20_000)})
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -659,7 +659,7 @@ class _Executes:
         self.path = path
 
 
-def test_objects_that_execute_code_are_loaded_on_request_only(tmp_path: Path) -> None:
+def test_objects_with_code_load_only_on_request(tmp_path: Path) -> None:
     accelerator = Accelerator()
     registered = Registered({"made": _Executes(tmp_path / "made")})
     accelerator.register_for_checkpointing(registered)
@@ -714,7 +714,7 @@ def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, name: str, damag
     _assert_same(_weights(model), before)
 
 
-def test_a_list_of_files_that_was_cut_short_or_is_newer_is_reported(tmp_path: Path) -> None:
+def test_damaged_or_newer_manifests_are_reported(tmp_path: Path) -> None:
     accelerator, _, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
     manifest = tmp_path / "state" / "nblaunch_checkpoint.json"
@@ -773,7 +773,7 @@ def test_a_flipped_bit_in_the_list_of_files_is_reported(tmp_path: Path) -> None:
     files.read_manifest(folder)
 
 
-def test_files_are_summed_up_in_blocks_by_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_divided_among_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_BLOCK_BYTES", 7)
     data = bytes(range(100))
     sizes = {"a": 0, "b": 100, "c": 7, "d": 8}
@@ -815,14 +815,14 @@ def _other_size(folder: str) -> list[float]:
     return accelerator.unwrap_model(model).weight.flatten().tolist()
 
 
-def test_another_number_of_processes_loads_it(tmp_path: Path) -> None:
+def test_checkpoints_load_on_other_numbers_of_processes(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state")
     for weights in ranks.run(_other_size, 2, str(tmp_path / "state")):
         assert weights == model.weight.flatten().tolist()
 
 
-def test_a_checkpoint_of_the_reference_is_read_on_trust(tmp_path: Path) -> None:
+def test_accelerate_checkpoints_load_if_trusted(tmp_path: Path) -> None:
     """It has the same file names, ``module.`` before every weight, no manifest, and random states in its own format."""
     accelerator, model, _ = _prepared()
     accelerator.save_state(tmp_path / "state", safe_serialization=False)
@@ -870,7 +870,7 @@ def _saved_by_the_reference(folder: str) -> list[float]:
     ]
 
 
-def test_a_checkpoint_that_the_reference_wrote(tmp_path: Path) -> None:
+def test_accelerate_checkpoints_are_read(tmp_path: Path) -> None:
     (expected,) = ranks.run(_saved_by_the_reference, 1, str(tmp_path / "state"))
     accelerator, model, optimizer = _prepared()
     accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3))
@@ -888,7 +888,7 @@ def test_a_checkpoint_that_the_reference_wrote(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "state")
 
 
-def test_an_open_window_is_warned_of(tmp_path: Path) -> None:
+def test_saving_in_a_window_warns(tmp_path: Path) -> None:
     accelerator, model, _ = _prepared(gradient_accumulation_steps=3)
     with accelerator.accumulate(model):
         pass
@@ -959,7 +959,7 @@ def _fail_on_one_rank(folder: str, culprit: int) -> str:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_all_ranks_know_of_a_failure_on_one(tmp_path: Path, culprit: int) -> None:
+def test_a_failure_on_one_rank_reaches_all(tmp_path: Path, culprit: int) -> None:
     messages = ranks.run(_fail_on_one_rank, 3, str(tmp_path / "state"), culprit)
     assert messages.pop(culprit) == "OSError: the hook's own"
     for message in messages:
@@ -975,7 +975,7 @@ def _rejected_everywhere(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_is_rejected_is_rejected_on_all_ranks(tmp_path: Path) -> None:
+def test_all_ranks_reject_an_invalid_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert set(ranks.run(_rejected_everywhere, 2, str(tmp_path / "file"))) == {
         f"{tmp_path / 'file'} is a file; a folder is needed"
@@ -1018,9 +1018,7 @@ def test_the_main_process_may_save_alone(tmp_path: Path) -> None:
 # --- aside of training -----------------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asynchronous_checkpoints_are_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, optimizer = _prepared()
     _step(accelerator, model, optimizer)
     may_write = threading.Event()
@@ -1061,7 +1059,7 @@ def test_an_asynchronous_checkpoint_keeps_tied_weights_tied(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_schedule_of_several_parts_goes_on(tmp_path: Path, asynchronous: bool) -> None:
+def test_sequential_schedulers_continue(tmp_path: Path, asynchronous: bool) -> None:
     accelerator, _, optimizer = _prepared()
     parts = [LinearLR(optimizer, total_iters=2), MultiStepLR(optimizer, [1, 2])]
     scheduler = accelerator.prepare(SequentialLR(optimizer, parts, [2]))
@@ -1077,7 +1075,7 @@ def test_a_schedule_of_several_parts_goes_on(tmp_path: Path, asynchronous: bool)
     assert rates[0][-1] == pytest.approx([0.001])
 
 
-def test_a_copy_has_dicts_of_the_same_kinds() -> None:
+def test_copies_keep_the_kinds_of_dicts() -> None:
     state = defaultdict(list, a=OrderedDict(x=torch.ones(1)), b=UserDict(x=torch.ones(1)))
     copies = CpuCopies().take(state)
     assert copies["none"] == []

@@ -153,7 +153,7 @@ def test_offloading_to_the_host_changes_nothing(plugin: DeepSpeedPlugin, alone: 
     _same(ranks.run(_train, 2, plugin)[0], alone)
 
 
-def test_a_process_without_a_job_trains_with_an_engine_too(alone: SimpleNamespace) -> None:
+def test_an_engine_trains_without_a_job(alone: SimpleNamespace) -> None:
     def lone() -> SimpleNamespace:
         context.install(context.ProcessContext(Topology(), backends.choose("cpu")))
         return _train(DeepSpeedPlugin(zero_stage=3))
@@ -209,7 +209,7 @@ def _by_hand(plugin: DeepSpeedPlugin | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_windows_of_a_loop_s_own_are_kept(stage: int) -> None:
+def test_manual_accumulation_windows_are_kept(stage: int) -> None:
     ours = ranks.run(_by_hand, 2, DeepSpeedPlugin(zero_stage=stage))[0]
     for name, weight in _by_hand(None).items():
         torch.testing.assert_close(ours[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
@@ -368,7 +368,7 @@ def _resume(stage: int, precision: str, folder: str) -> list[Any]:
         *(thorough(0, "no", 2), thorough(2, "no", 4), thorough(3, "bf16", 4)),
     ],
 )
-def test_training_goes_on_where_it_was_saved_on_any_number_of_ranks(
+def test_training_resumes_on_any_number_of_ranks(
     stage: int, precision: str, world_size: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "state")
@@ -390,7 +390,7 @@ def _save_whole(folder: str) -> None:
     accelerator.save_state(folder)
 
 
-def test_a_checkpoint_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
+def test_misfit_checkpoints_are_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     ranks.run(_save_whole, 2, str(tmp_path / "whole"))
     ranks.run(_save, 2, 2, "no", str(folder))
@@ -423,7 +423,7 @@ def test_misfit_weights_beside_an_engine_are_rejected(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, [nn.Linear(1, 1)], process)
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     def fail(folder: str) -> tuple[str, list[str]]:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
         model, optimizer, loader = _prepare(accelerator)
@@ -533,7 +533,7 @@ def test_missing_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 
-def test_a_version_that_trains_wrong_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_with_training_bugs_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     model = nn.Linear(2, 2)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.6")

@@ -45,7 +45,7 @@ def _complete(config: dict[str, Any], **prepared: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("asked", ["no", "fp16", "bf16", "fp8"])
 @pytest.mark.parametrize("given", [{}, {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}])
-def test_a_precision_goes_where_the_configuration_leaves_it_open(asked: str, given: dict[str, Any]) -> None:
+def test_the_precision_fills_an_open_configuration(asked: str, given: dict[str, Any]) -> None:
     plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, **given})
     plugin.set_mixed_precision(asked)
     config = plugin.deepspeed_config
@@ -54,7 +54,7 @@ def test_a_precision_goes_where_the_configuration_leaves_it_open(asked: str, giv
     assert config["fp16"].get("auto_cast", False) is (asked == "fp16" and not given)
 
 
-def test_a_precision_that_the_configuration_contradicts_is_rejected() -> None:
+def test_contradictory_precisions_are_rejected() -> None:
     plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
     with pytest.raises(
         ValueError, match="cannot be set to `fp16` when `bf16` is set in the DeepSpeed config"
@@ -158,7 +158,9 @@ def test_a_configuration_fills_in_fields() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dict", "file", "home", "path", "text", "base64", "object"])
-def test_kinds_of_configurations(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_can_be_files_or_dicts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = {"zero_optimization": {"stage": 3}}
     text = json.dumps(config)

@@ -209,7 +209,7 @@ def _step_beside_full_layers(is_optimizer_first: bool) -> tuple[bool, Any]:
 
 
 @pytest.mark.parametrize("is_optimizer_first", [False, True])
-def test_layers_that_are_not_sharded_are_stepped_beside_those_that_are(is_optimizer_first: bool) -> None:
+def test_unsharded_layers_are_trained_beside_sharded_ones(is_optimizer_first: bool) -> None:
     assert ranks.run(_step_beside_full_layers, 2, is_optimizer_first) == [(True, True)] * 2
 
 
@@ -228,7 +228,7 @@ def test_evaluated_models_are_not_sharded_and_use_autocast() -> None:
     ],
     ids=lambda settings: next(iter(settings)),
 )
-def test_settings_change_memory_and_traffic_alone(settings: dict[str, Any]) -> None:
+def test_settings_change_only_memory_and_traffic(settings: dict[str, Any]) -> None:
     same(ranks.run(_train, 2, settings))
 
 
@@ -274,7 +274,7 @@ def _train_unequal(where: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_ranks_without_the_weights_of_rank_0_get_them(where: str) -> None:
+def test_rank_0_sends_its_weights_to_all(where: str) -> None:
     same(ranks.run(_train_unequal, 2, where))
 
 
@@ -322,7 +322,7 @@ def _shares() -> dict[str, Any]:
     }
 
 
-def test_every_rank_holds_its_part_alone() -> None:
+def test_each_rank_holds_only_its_shards() -> None:
     found = ranks.run(_shares, 4)
     assert sum(one["held"] for one in found) == found[0]["all"]
     for one in found:
@@ -362,7 +362,7 @@ def _train_tied(settings: dict[str, Any] | None) -> tuple[bool, dict[str, torch.
     return model.entry.weight is model.exit.weight, accelerator.get_state_dict(model)
 
 
-def test_tied_weights_stay_tied_whatever_the_units_would_be() -> None:
+def test_tied_weights_stay_tied_across_units() -> None:
     settings = {"transformer_cls_names_to_wrap": ["Linear", "Block"]}
     (is_tied, alone), *_ = ranks.run(_train_tied, 1, None)
     found = ranks.run(_train_tied, 2, settings)
@@ -444,7 +444,7 @@ def _gradients_after_a_late_sync() -> int:
     return sum(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_later_gradients_are_reduced_too_when_one_was_asked_for() -> None:
+def test_requesting_a_gradient_reduces_later_ones() -> None:
     count = len(list(network().parameters()))
     assert ranks.run(_gradients_after_a_late_sync, 2) == [count, count]
 
@@ -537,7 +537,7 @@ def _stepped_before(settings: dict[str, Any] | None) -> dict[str, torch.Tensor]:
     return accelerator.get_state_dict(model)
 
 
-def test_an_optimizer_keeps_the_state_that_it_had_before() -> None:
+def test_optimizers_keep_their_state() -> None:
     (alone,) = ranks.run(_stepped_before, 1, None)
     torch.testing.assert_close(ranks.run(_stepped_before, 2, {})[0], alone, rtol=1e-3, atol=1e-3)
 
@@ -557,7 +557,7 @@ def _freed_models() -> list[bool]:
     return [shard() is None for shard in shards]
 
 
-def test_free_memory_lets_go_of_all_shards() -> None:
+def test_free_memory_drops_all_shards() -> None:
     assert ranks.run(_freed_models, 2) == [[True] * 3] * 2
 
 
@@ -632,7 +632,7 @@ def test_unsharded_trained_weights_warn_once() -> None:
     assert ranks.run(_warnings_of_ignored, 2, True) == [[], []]
 
 
-def test_evaluating_in_inference_mode_leaves_training_possible() -> None:
+def test_training_works_after_inference_mode() -> None:
     (alone,) = ranks.run(_evaluate_in_between, 1, None)
     for results in ranks.run(_evaluate_in_between, 2, {}):
         assert results == pytest.approx(alone, rel=1e-3, abs=1e-3)

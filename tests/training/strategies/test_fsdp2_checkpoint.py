@@ -173,7 +173,7 @@ def _keep_what_a_failed_load_has_left(folder: str) -> None:
     assert training.states() == before
 
 
-def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+def test_failed_loads_leave_the_optimizer_unchanged(tmp_path: Path) -> None:
     ranks.run(_keep_what_a_failed_load_has_left, 1, str(tmp_path))
 
 
@@ -214,7 +214,7 @@ def _save_whole_over_shards(folder: str) -> list[float]:
     return epoch(accelerator, *rest)
 
 
-def test_a_whole_checkpoint_may_replace_one_in_shards(tmp_path: Path) -> None:
+def test_whole_checkpoints_can_replace_sharded_ones(tmp_path: Path) -> None:
     going_on = ranks.run(_save_whole_over_shards, 2, str(tmp_path / "state"))
     for resumed in ranks.run(_resume, 2, FULL, str(tmp_path / "state")):
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
@@ -233,7 +233,7 @@ def _resume_with_a_hook(folder: str) -> tuple[list[int], list[float]]:
     return seen, epoch(accelerator, *rest)
 
 
-def test_hooks_find_nothing_left_of_a_checkpoint_in_shards(tmp_path: Path) -> None:
+def test_hooks_see_no_old_shards(tmp_path: Path) -> None:
     going_on = ranks.run(_save, 2, SHARDED, str(tmp_path / "state"))
     for seen, resumed in ranks.run(_resume_with_a_hook, 2, str(tmp_path / "state")):
         assert seen == [0]
@@ -250,7 +250,7 @@ def test_full_states_equal_unsharded_ones(tmp_path: Path, before: str | None, af
         assert resumed == pytest.approx(going_on[0], rel=1e-3, abs=1e-3)
 
 
-def test_parts_have_the_names_that_users_know(tmp_path: Path) -> None:
+def test_shards_have_accelerates_names(tmp_path: Path) -> None:
     ranks.run(_save, 2, "SHARDED_STATE_DICT", str(tmp_path / "state"))
     found = {str(path.relative_to(tmp_path / "state")) for path in (tmp_path / "state").rglob("*")}
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
@@ -387,7 +387,7 @@ def _disk_full(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("culprit", [thorough(0), 1])
-def test_a_rank_that_can_not_write_leaves_the_old_checkpoint(tmp_path: Path, culprit: int) -> None:
+def test_write_errors_keep_the_old_checkpoint(tmp_path: Path, culprit: int) -> None:
     for message in ranks.run(_fail, 2, str(tmp_path / "state"), culprit):
         assert "nothing was changed" in message
         assert f"Rank {culprit}: OSError: [Errno 28] No space left on device" in message
@@ -466,7 +466,7 @@ def _save_while_training(kind: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("num_ranks", [thorough(1), 2])
-def test_training_goes_on_while_shards_are_written_as_they_were(tmp_path: Path, num_ranks: int) -> None:
+def test_asynchronous_shards_are_snapshots(tmp_path: Path, num_ranks: int) -> None:
     folder = str(tmp_path / "state")
     going_on = ranks.run(_save_while_training, num_ranks, "SHARDED_STATE_DICT", folder)
     assert os.listdir(tmp_path) == ["state"]
@@ -513,7 +513,7 @@ def _disk_full(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("culprit", [0, thorough(1)])
-def test_shards_that_can_not_be_written_meanwhile_leave_the_old_ones(tmp_path: Path, culprit: int) -> None:
+def test_asynchronous_write_errors_keep_the_old_shards(tmp_path: Path, culprit: int) -> None:
     for message, results, again in ranks.run(_fail_to_write, 2, str(tmp_path / "state"), culprit):
         assert (
             f"was not saved; nothing was changed. Rank {culprit}: OSError: [Errno 28] No space"
@@ -541,7 +541,7 @@ def _fail_before_writing(folder: str) -> str:
     return message
 
 
-def test_a_rank_that_fails_before_it_writes_does_not_block_others(tmp_path: Path) -> None:
+def test_a_rank_failing_early_does_not_block_others(tmp_path: Path) -> None:
     for message in ranks.run(_fail_before_writing, 2, str(tmp_path / "state")):
         assert "No space left on device" in message
     assert os.listdir(tmp_path) == ["state_later"]
@@ -555,7 +555,7 @@ def _die_while_saving(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_ranks_that_die_while_shards_are_written_leave_the_old_ones(tmp_path: Path) -> None:
+def test_deaths_during_a_save_keep_the_old_shards(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     going_on = ranks.run(_save, 2, "SHARDED_STATE_DICT", folder)
     with pytest.raises(ranks.RankFailed, match="died"):
@@ -573,7 +573,7 @@ def _wait_for_ever(folder: str, begun: str) -> None:
         accelerator.wait_for_checkpoint()
 
 
-def test_an_interrupt_while_shards_are_written_leaves_the_old_ones(tmp_path: Path) -> None:
+def test_interrupted_saves_keep_the_old_shards(tmp_path: Path) -> None:
     folder, begun = str(tmp_path / "state"), tmp_path / "begun"
     going_on = ranks.run(_save, 2, "SHARDED_STATE_DICT", folder)
     job = notebook_launcher(
@@ -606,7 +606,7 @@ def _return_while_saving(kind: str | None, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", None])
-def test_a_function_that_returns_while_it_saves_is_waited_for(tmp_path: Path, kind: str | None) -> None:
+def test_returning_waits_for_a_save(tmp_path: Path, kind: str | None) -> None:
     folder = str(tmp_path / "state")
     assert notebook_launcher(_return_while_saving, (kind, folder), num_processes=2, backend="cpu") is False
     assert os.listdir(tmp_path) == ["state"]

@@ -24,7 +24,7 @@ from nblaunch.training.strategies.fsdp2.over_devices import sharded_dimension
         ((64, 64), 1, None),
     ],
 )
-def test_the_longest_dimension_that_the_devices_divide_is_cut(
+def test_the_longest_divisible_dimension_is_sharded(
     shape: tuple[int, ...], count: int, expected: int | None
 ) -> None:
     assert sharded_dimension(torch.Size(shape), count) == expected
@@ -39,7 +39,7 @@ def test_the_longest_dimension_that_the_devices_divide_is_cut(
         {"param_init_fn": print},
     ],
 )
-def test_a_field_that_the_compiler_can_not_follow_is_rejected(field: dict[str, Any]) -> None:
+def test_unsupported_fields_are_rejected(field: dict[str, Any]) -> None:
     class Spanning(type(backends.choose("cpu"))):  # type: ignore[misc]
         num_spmd_devices = 4
 

@@ -73,7 +73,7 @@ def test_a_model_may_name_its_layers_itself() -> None:
     assert _units(model, auto_wrap_policy="transformer_based_wrap") == [f"{name}.norm" for name in BLOCKS]
 
 
-def test_tied_weights_go_to_a_unit_around_both() -> None:
+def test_tied_weights_share_a_unit() -> None:
     assert _units(Tied(), transformer_cls_names_to_wrap=["Linear", "Block"]) == ["middle.linear", "middle"]
 
 
@@ -82,7 +82,7 @@ def test_uncalled_modules_are_not_units() -> None:
     assert _units(model, auto_wrap_policy=lambda module: True) == ["1.0", "0"]
 
 
-def test_an_unknown_class_lists_the_existing_ones() -> None:
+def test_unknown_classes_list_the_existing_ones() -> None:
     with pytest.raises(ValueError) as caught:
         _units(network(), transformer_cls_names_to_wrap=["Block", "LlamaLayer"])
     assert str(caught.value) == (
@@ -139,7 +139,7 @@ def test_an_unknown_field_is_rejected_by_name() -> None:
         FullyShardedDataParallelPlugin(fsdp_layers=3)  # type: ignore[call-arg]
 
 
-def test_fields_of_version_1_have_no_effect_and_say_so() -> None:
+def test_fsdp1_fields_warn_that_they_have_no_effect() -> None:
     with pytest.warns(UserWarning, match=r"use_orig_params=True\)"):
         FullyShardedDataParallelPlugin(use_orig_params=True)
     FullyShardedDataParallelPlugin(use_orig_params=False, backward_prefetch=None, limit_all_gathers=False)
@@ -167,7 +167,7 @@ def test_version_1_names_for_resharding_are_accepted(
     assert plugin.is_hybrid == is_hybrid
 
 
-def test_policies_as_torch_knows_them() -> None:
+def test_torch_policies_are_accepted() -> None:
     def policy(mixed: Any, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
         return FullyShardedDataParallelPlugin(mixed_precision_policy=mixed).precision_policy(dtype)
 
@@ -188,7 +188,7 @@ def test_policies_as_torch_knows_them() -> None:
     assert isinstance(FullyShardedDataParallelPlugin(cpu_offload=True).offload_policy(), CPUOffloadPolicy)
 
 
-def test_views_that_a_unit_hands_on_are_not_warned_of() -> None:
+def test_returned_views_get_no_warning() -> None:
     class Handing(nn.Linear):
         def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
             return super().forward(x), bias[:]
@@ -219,7 +219,7 @@ def test_forms_of_cpu_offload(offload: Any, expected: bool) -> None:
     assert isinstance(plugin.offload_policy(), CPUOffloadPolicy) == expected
 
 
-def test_fields_in_other_forms() -> None:
+def test_fields_accept_accelerates_forms() -> None:
     plugin = FullyShardedDataParallelPlugin(min_num_params="1000", transformer_cls_names_to_wrap=[Block])  # type: ignore[arg-type, list-item]
     assert plugin.min_num_params == 1000
     assert plugin.transformer_cls_names_to_wrap == ["Block"]
@@ -229,7 +229,7 @@ def test_fields_in_other_forms() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16", "bfloat16", "torch.bfloat16"])
-def test_a_policy_s_numbers_may_go_by_name(dtype: Any) -> None:
+def test_policy_numbers_can_be_keywords(dtype: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(
         mixed_precision_policy={"param_dtype": dtype, "reduce_dtype": None}
     )

@@ -104,7 +104,7 @@ def _train_in_bf16() -> list[torch.dtype]:
     return [module.logit_scale.dtype, module.layer.weight.dtype]
 
 
-def test_numbers_are_trained_in_fp32_beside_shards_that_are() -> None:
+def test_scalars_are_trained_in_fp32_beside_shards() -> None:
     assert ranks.run(_train_in_bf16, 2) == [[torch.float32] * 2] * 2
 
 
@@ -152,5 +152,5 @@ def _rejected_optimizers() -> list[str]:
     return messages
 
 
-def test_optimizers_that_can_not_step_shards_are_rejected_before_training() -> None:
+def test_optimizers_without_shard_support_are_rejected() -> None:
     assert ranks.run(_rejected_optimizers, 2)[0] == ["Adafactor", "LBFGS", "Rprop", "Adafactor"]

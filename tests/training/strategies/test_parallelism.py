@@ -201,7 +201,7 @@ def _read(dispatches: bool) -> tuple[list[int], list[int], list[int], list[int],
 
 
 @pytest.mark.parametrize("dispatches", [False, True])
-def test_ranks_of_a_tensor_parallel_group_read_the_same(dispatches: bool) -> None:
+def test_tensor_parallel_ranks_read_the_same_data(dispatches: bool) -> None:
     parts = ranks.run(_read, 4, dispatches)
     assert [part[0] for part in parts] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert parts[0][1] == parts[1][1] == [0, 1, 4, 5, 8, 9][: 5 if dispatches else 6]
@@ -291,7 +291,7 @@ def test_later_accelerators_shard_by_default() -> None:
     assert ranks.run(_one_after_another, 2) == [expected] * 2
 
 
-def test_a_model_that_transformers_has_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_split_by_transformers_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread that does not end
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -384,7 +384,7 @@ def _cut_under_ddp() -> None:
         accelerator.prepare(model)
 
 
-def test_a_model_that_is_cut_needs_a_parallelism_config() -> None:
+def test_split_models_need_a_parallelism_config() -> None:
     ranks.run(_cut_under_ddp, 2)
 
 
@@ -400,7 +400,7 @@ def test_a_model_that_is_cut_needs_a_parallelism_config() -> None:
         ({"cp_size": 2, "cp_handler": TorchTensorParallelConfig()}, "requires a TorchContextParallelConfig"),
     ],
 )
-def test_a_configuration_that_can_not_be(sizes: dict[str, Any], message: str) -> None:
+def test_impossible_configurations_are_rejected(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelismConfig(**sizes)
 

@@ -161,7 +161,7 @@ def _diffusers(folder: str) -> Any:
     return _full(expected.shadow_params), before, _full(average.shadow_params)
 
 
-def test_the_average_of_diffusers_is_whole(tmp_path: Path) -> None:
+def test_diffusers_averages_are_saved_whole(tmp_path: Path) -> None:
     for expected, saved, loaded in ranks.run(_diffusers, 2, str(tmp_path / "state")):
         _assert_alike(saved, expected)
         assert loaded == saved
@@ -269,5 +269,5 @@ def _load_of_rank_0_alone(folder: str) -> None:
         accelerator.load_state(folder)
 
 
-def test_a_file_of_rank_0_s_shards_alone_is_rejected(tmp_path: Path) -> None:
+def test_saving_only_rank_0s_shards_is_rejected(tmp_path: Path) -> None:
     ranks.run(_load_of_rank_0_alone, 2, str(tmp_path / "state"))

@@ -90,7 +90,7 @@ class _Called:
         return self._call
 
 
-def test_members_of_enums_are_read_as_python_3_11_2_wrote_them(tmp_path: Path) -> None:
+def test_enum_members_from_python_3_11_2_are_read(tmp_path: Path) -> None:
     shard_files.write(_state(0.5), tmp_path / "shards", is_alone=True)
     encoding = metadata._MEM_FORMAT_ENCODING
     written = {"member": _Called(getattr, encoding, "TORCH_CONTIGUOUS_FORMAT")}
