@@ -44,7 +44,7 @@ def test_epoch_rows_show_mean_loss_metrics_and_slowest_time() -> None:
     assert tabulate(view).metrics == ""  # the metrics are in the table instead
 
 
-def test_metrics_move_from_a_line_to_their_epochs_row() -> None:
+def test_only_metrics_with_an_epoch_have_a_row() -> None:
     view = view_of([*started(1), Metric(0, START_S, 3, {"lr": 0.1}, epoch=1)])
     assert tabulate_epochs(view).columns == ("epoch", "lr", "time")
     assert tabulate_epochs(view).rows == (("1", "0.1000", ""),)

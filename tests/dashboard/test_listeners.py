@@ -557,7 +557,7 @@ class BrokenDashboard(Dashboard):
         raise BrokenPipeError
 
 
-def test_a_dashboard_that_can_not_be_shown_again_does_not_break_the_cell(
+def test_a_dashboard_that_cannot_be_shown_again_does_not_break_the_cell(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = BrokenDashboard()

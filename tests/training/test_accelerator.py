@@ -709,7 +709,7 @@ def test_collectives_of_a_single_process_return_their_argument() -> None:
         accelerator.wait_for_everyone()
 
 
-def test_main_process_helpers_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_process_helpers_in_a_lone_process(capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = Accelerator()
 
     def answer(value: int) -> int:

@@ -45,7 +45,7 @@ def test_a_script_without_a_launcher_is_warned_once_at_its_line() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_warning_that_filters_make_an_error_is_raised() -> None:
+def test_warnings_can_be_errors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="clipping_after_step"):
@@ -166,7 +166,7 @@ def calls_of_checks(num_steps: int) -> list[int]:
     return calls
 
 
-def test_steps_between_the_looks_run_no_check() -> None:
+def test_unchecked_steps_run_no_check() -> None:
     """This runs in a fresh process, where no other test's Accelerator still watches all optimizers."""
     program = "from tests.training.test_checks import calls_of_checks; print(*calls_of_checks(16))"
     done = subprocess.run(

@@ -122,7 +122,7 @@ def _norm_of_one_row(dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_a_rank_without_elements_of_a_model_takes_part(dtype: torch.dtype) -> None:
+def test_ranks_without_elements_take_part(dtype: torch.dtype) -> None:
     # The square of the norm, 600, exceeds the range of 16 bits.
     assert ranks.run(_norm_of_one_row, 2, dtype) == [600.0, 600.0]
 

@@ -230,7 +230,7 @@ def test_ranks_gather_containers() -> None:
         assert list(made.values()) == [(name, [[0.0, 1.0]]) for name in names]
 
 
-def test_uncopyable_containers_are_an_error_and_unchanged() -> None:
+def test_uncopyable_containers_raise() -> None:
     tensor = torch.ones(2, dtype=torch.float16)
     given = _Shared([tensor])
     with pytest.raises(
@@ -266,7 +266,7 @@ def test_a_packed_sequence_is_neither_joined_nor_cut() -> None:
             call()
 
 
-def test_a_text_in_a_class_of_its_own_is_a_leaf() -> None:
+def test_str_subclasses_are_leaves() -> None:
     """Iterating over a UserString yields UserStrings without end."""
     text = UserString("hi")
     assert list(nested.leaves([text, 1])) == [text, 1]

@@ -108,7 +108,7 @@ def test_exact_options_train_as_one_process(
     _compare(ranks.run(_train, 2, options, accumulation), alone[accumulation])
 
 
-def test_parameters_that_take_no_part() -> None:
+def test_unused_parameters_can_be_found() -> None:
     expected = ranks.run(_train, 1, {}, 1, False)[0]
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         _compare(ranks.run(_train, 2, options, 1, False), expected)
@@ -231,7 +231,7 @@ def _assigned_after_the_constructor() -> tuple[bool, bool]:
     return before.find_unused_parameters, after.find_unused_parameters
 
 
-def test_a_handler_that_is_assigned_counts_for_models_prepared_later() -> None:
+def test_assigned_handlers_apply_to_later_models() -> None:
     assert ranks.run(_assigned_after_the_constructor, 2) == [(False, True)] * 2
 
 

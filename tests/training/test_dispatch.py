@@ -80,7 +80,7 @@ def _read_many(cases: list[tuple[int, int, bool, bool]]) -> list[Epoch]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_each_sample_is_seen_as_promised(world_size: int) -> None:
+def test_each_sample_is_seen_as_documented(world_size: int) -> None:
     """One job runs many cases, because a separate job for each would take much longer."""
     cases: list[tuple[int, int, bool, bool]] = []
 
@@ -127,7 +127,7 @@ def _rest(kind: str, options: dict[str, Any], num_skipped: int) -> list[Any]:
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"use_stateful_dataloader": True}])
 @pytest.mark.parametrize("kind", ["shuffled", "stream"])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_the_rest_of_an_epoch_is_completed_as_the_whole_is(kind: str, options: dict[str, Any]) -> None:
+def test_the_rest_of_an_epoch_is_completed_alike(kind: str, options: dict[str, Any]) -> None:
     for whole, drawn, rest, drawn_by_rest in ranks.run(_rest, 2, kind, options, 2):
         assert rest == whole[2:]
         assert drawn_by_rest == drawn
@@ -214,7 +214,7 @@ def _own_slices() -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def test_a_function_of_the_user_cuts() -> None:
+def test_a_custom_slice_function_is_used() -> None:
     assert ranks.run(_own_slices, 2) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
@@ -286,7 +286,7 @@ def _break_and_go_on() -> tuple[list[list[int]], list[list[int]]]:
     return first, [batch.tolist() for (batch,) in accelerator.skip_first_batches(loader, 1)]
 
 
-def test_an_epoch_may_be_left_and_others_begun() -> None:
+def test_epochs_can_be_left_early() -> None:
     zero, one = ranks.run(_break_and_go_on, 2)
     assert sorted(index for batch in zero[0] + one[0] for index in batch) == list(range(8))
     assert len(zero[1]) == len(one[1]) == 1
@@ -335,9 +335,7 @@ def _rest_of_epoch(folder: str, is_stateful: bool, shuffle: bool, save_at: int) 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("is_stateful", [False, True])
-def test_a_resumed_epoch_fills_its_last_round_with_rows_of_the_first(
-    tmp_path: Path, is_stateful: bool, shuffle: bool
-) -> None:
+def test_a_resumed_epoch_is_filled_from_its_start(tmp_path: Path, is_stateful: bool, shuffle: bool) -> None:
     for rank in ranks.run(_rest_of_epoch, 2, str(tmp_path), is_stateful, shuffle, 1):
         assert rank["rest"] == rank["whole"][1:]
         assert len(rank["whole"]) == 3

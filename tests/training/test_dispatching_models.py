@@ -33,7 +33,7 @@ def test_weights_are_converted(saved: torch.nn.Linear, tmp_path: Path) -> None:
     assert torch.equal(loaded.weight, saved.weight.bfloat16())
 
 
-def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_device_maps_need_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the thread would outlive the test
     with init_empty_weights():
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
@@ -47,7 +47,7 @@ def test_a_map_that_cuts_is_for_accelerate(tmp_path: Path, monkeypatch: pytest.M
     assert torch.equal(dispatched(batch), saved(batch))
 
 
-def test_other_mistakes_are_rejected(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="devicemap"):
         load_checkpoint_and_dispatch(torch.nn.Linear(3, 2), tmp_path, devicemap=None)
     for argument in ("keep_in_fp32_modules", "offload_8bit_bnb"):  # an argument of load_checkpoint_in_model

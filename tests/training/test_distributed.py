@@ -249,7 +249,7 @@ def _time_first(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "options", [{"batch_size": 4}, {"batch_sampler": _Growing(SequentialSampler(range(10)), 4, False)}]
 )
-def test_metrics_of_batches_that_begin_with_another_dimension_are_whole(options: dict[str, Any]) -> None:
+def test_metrics_without_a_batch_dimension_are_whole(options: dict[str, Any]) -> None:
     accelerator = Accelerator()
     dataset: Any = _Counted(10) if "batch_size" in options else torch.arange(10)
     loader = accelerator.prepare(DataLoader(dataset, collate_fn=_time_first, **options))
@@ -328,7 +328,7 @@ def test_metrics_of_a_stream_count_every_sample_once() -> None:
         assert warned == []
 
 
-def test_metrics_of_a_stream_read_elsewhere_say_that_they_can_not_be_exact() -> None:
+def test_inexact_metrics_of_a_stream_are_reported() -> None:
     for seen, warned in ranks.run(_read_stream, 2, 7, 1):
         assert seen == [0, 1, 2, 3, 4, 5, 6, 0]
         assert len(warned) == 1
@@ -405,7 +405,7 @@ def test_rank_0_warns_about_uneven_parts_of_a_stream() -> None:
     assert "dispatch_batches=True" in message
 
 
-def test_uneven_parts_that_were_asked_for_are_not_reported() -> None:
+def test_requested_uneven_parts_are_not_reported() -> None:
     assert ranks.run(_warnings_of_own_parts, 2, _Dividing(*range(7)), False) == [[], []]
 
 
@@ -501,7 +501,7 @@ def _orders_of_two_groups() -> list[list[int]]:
     return gather(orders[0]).reshape(4, 4).tolist()
 
 
-def test_ranks_that_share_a_loader_with_some_others_wait_for_none() -> None:
+def test_separate_groups_draw_separate_orders() -> None:
     found = ranks.run(_orders_of_two_groups, 4)[0]
     assert sorted(found[0] + found[1]) == sorted(found[2] + found[3]) == list(range(8))
     assert found[0] != found[2]
@@ -646,7 +646,7 @@ def _read_elsewhere() -> list[Any]:
     return [everyone, read]
 
 
-def test_a_process_that_a_rank_started_joins_nothing() -> None:
+def test_child_processes_do_not_join_the_group() -> None:
     assert ranks.run(_read_elsewhere, 2) == [[[0, 1], [0]], [[0, 1], [1]]]
 
 
@@ -656,11 +656,11 @@ def _stay_in_a_group_of_ones_own() -> list[int]:
     return gathered
 
 
-def test_a_process_group_of_the_function_is_used() -> None:
+def test_the_functions_process_group_is_used() -> None:
     assert ranks.run(_stay_in_a_group_of_ones_own, 2) == [[0], [1]]
 
 
-def test_alone_nothing_is_joined_and_no_device_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_process_joins_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "join", pytest.fail)
     assert gather_object([1]) == [1]
     assert reduce(torch.ones(1)).tolist() == [1]
@@ -757,7 +757,7 @@ def _gather_under_objects() -> list[Any]:
     return [gathered[key].tolist() for key in keys]
 
 
-def test_names_may_be_objects_that_have_other_addresses_on_every_rank() -> None:
+def test_names_with_different_reprs_match() -> None:
     assert ranks.run(_gather_under_objects, 2) == [[[0, 1]] * 2] * 2
 
 
@@ -777,21 +777,21 @@ ON_A_DEVICE = torch.zeros(2, dtype=torch.int64, device="meta")
 
 
 @pytest.mark.parametrize("other", [{}, {"x": "word"}, {"x": WHOLE, "y": WHOLE}])
-def test_ranks_without_tensors_or_with_others_know_of_those_on_devices(other: Any) -> None:
+def test_ranks_agree_on_the_devices_of_tensors(other: Any) -> None:
     for by_rank in ([{"x": ON_A_DEVICE}, other], [other, {"x": ON_A_DEVICE}]):
         for message in ranks.run(_gather_where_devices_have_a_group_of_their_own, 2, by_rank):
             assert message.startswith(f"gather {WORDS}\n  rank 0: {{")
 
 
 @pytest.mark.parametrize("nothing", [[], {}])
-def test_texts_for_metrics_on_some_ranks_and_nothing_on_others_is_an_error(nothing: Any) -> None:
+def test_differing_metric_types_are_an_error(nothing: Any) -> None:
     for by_rank in (["a"], nothing), (nothing, ["a"]):
         for message in ranks.run(_differ, 2, "gather_for_metrics", by_rank):
             assert message.startswith(f"gather {WORDS}\n  rank 0: ")
             assert "needs use_gather_object=True on all" in message
 
 
-def test_tensors_that_can_not_be_padded_alike_are_an_error_on_every_rank() -> None:
+def test_unpaddable_tensors_are_an_error_on_every_rank() -> None:
     for message in ranks.run(_differ, 2, "pad_across_processes", (torch.zeros(1, 2), torch.zeros(1))):
         assert message == (
             f"pad_across_processes {WORDS}\n"
@@ -825,7 +825,7 @@ def _save_late(folder: str) -> list[str]:
     return found
 
 
-def test_the_folder_of_a_saved_model_is_there_on_a_rank_that_did_not_wait(tmp_path: Path) -> None:
+def test_saved_folders_exist_on_all_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "of" / "model"
     assert ranks.run(_save_late, 2, str(folder)) == [["model.safetensors"], []]
     assert os.listdir(folder) == ["model.safetensors"]
@@ -864,7 +864,7 @@ def _receive_from_rank_zero() -> None:
     _side_group().get("rank 0 waits")
 
 
-def test_a_rank_that_waits_says_so() -> None:
+def test_waiting_ranks_are_marked() -> None:
     assert ranks.run(_waiting_states, 2)[0] == ["WAITING", "STARTING"]
 
 
@@ -915,7 +915,7 @@ def _join_before() -> tuple[int, int, str]:
     )
 
 
-def test_a_process_group_that_exists_is_used() -> None:
+def test_existing_process_groups_are_used() -> None:
     assert ranks.run(_join_before, 2) == [
         (0, 2, "DistributedDataParallel"),
         (1, 2, "DistributedDataParallel"),
@@ -942,7 +942,7 @@ def _use_without_an_accelerator(folder: str) -> tuple[int, list[int], bool, str 
     return seed, [int(item) for item in shard], path.exists(), _Tracker().log({})
 
 
-def test_the_ranks_of_a_process_group_that_exists_are_known_everywhere(tmp_path: Path) -> None:
+def test_existing_groups_define_the_ranks(tmp_path: Path) -> None:
     zero, one = ranks.run(_use_without_an_accelerator, 2, str(tmp_path))
     assert zero == (5, [0, 2], True, "logged")
     assert one == (6, [1, 3], False, None)
@@ -1000,12 +1000,12 @@ def _warnings_of_backward(is_prepared: bool) -> list[str]:
     return [f"{warning.filename.rpartition('/')[2]}: {warning.message}" for warning in caught]
 
 
-def test_training_a_model_that_was_not_prepared_is_reported_once() -> None:
+def test_training_an_unprepared_model_is_reported_once() -> None:
     (shown,), others = ranks.run(_warnings_of_backward, 2, False)
     assert shown.startswith("test_distributed.py: no model was prepared, so each rank trains its own copy")
     assert others == []
 
 
-def test_training_a_prepared_model_or_alone_is_not_reported() -> None:
+def test_correct_training_is_not_reported() -> None:
     assert ranks.run(_warnings_of_backward, 2, True) == [[], []]
     assert ranks.run(_warnings_of_backward, 1, False) == [[]]

@@ -72,7 +72,7 @@ def test_elements_that_share_memory_are_trained_saved_and_loaded(
 
 
 @pytest.mark.parametrize("role", ["buffer", "frozen", "trained"])
-def test_files_are_loaded_into_such_modules(tmp_path: Path, role: str) -> None:
+def test_files_load_into_expanded_modules(tmp_path: Path, role: str) -> None:
     source: Any = Network("expanded", role)
     Accelerator().save_model(source, tmp_path)
     target: Any = Network("expanded", role)
@@ -88,7 +88,7 @@ def _change(model: Network) -> None:
     optimizer.step()
 
 
-def test_they_come_back_to_the_kernel() -> None:
+def test_expanded_weights_come_back_to_the_kernel() -> None:
     model = Network("expanded", "trained")
     notebook_launcher(_change, (model,), num_processes=1, dashboard="none")
     assert torch.equal(model.held, _expanded("expanded") * (1 - 2 * RATE))

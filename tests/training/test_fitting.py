@@ -67,7 +67,7 @@ def test_nothing_is_changed_if_a_part_does_not_fit(
     assert all(torch.equal(value, before[name]) for name, value in kept.state_dict().items())
 
 
-def test_nothing_is_changed_where_a_registered_object_may_not_be_read(tmp_path: Path) -> None:
+def test_untrusted_registered_objects_change_nothing(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))
     first, second = _Registered(1), _Registered(string.Template("executes code"))

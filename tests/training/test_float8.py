@@ -87,7 +87,7 @@ def test_layers_are_converted_and_trained() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_optimizers_go_on_with_parameters_that_were_replaced_twice() -> None:
+def test_optimizers_follow_replaced_parameters() -> None:
     accelerator = Accelerator(
         mixed_precision="fp8",
         kwargs_handlers=[
@@ -115,7 +115,7 @@ def test_fsdp_may_gather_in_8_bits() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_the_recipe_takes_fields_the_launch_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_has_several_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AORecipeKwargs().config == _Config(False, True, True)
     launched = {"fp8_recipe": {"pad_inner_dim": False}}
     with monkeypatch.context() as patched:
@@ -166,6 +166,6 @@ def test_gpus_without_fp8_are_rejected(
     assert (problem is not None) is is_rejected
 
 
-def test_the_devices_that_do_not_compute_in_fp8_say_so() -> None:
+def test_devices_without_fp8_say_so() -> None:
     assert "NVIDIA" in str(backends.choose("cpu").precision_problem("fp8"))
     assert FullyShardedDataParallelPlugin().precision_name("fp8", backends.choose("cpu")) == "fp8"

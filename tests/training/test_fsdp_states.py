@@ -81,7 +81,7 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_states_that_are_damaged_or_of_another_model_are_rejected(kind: str, tmp_path: Path) -> None:
+def test_damaged_or_foreign_states_are_rejected(kind: str, tmp_path: Path) -> None:
     def save_those_of_another_model() -> None:
         plugin = FullyShardedDataParallelPlugin(state_dict_type=kind)
         accelerator = Accelerator(fsdp_plugin=plugin)
@@ -134,9 +134,7 @@ def _load_state_of_the_reference(folder: Path, kind: str | None) -> tuple[Any, A
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", None])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_full_checkpoint_of_the_reference_s_fsdp_is_read(
-    num_ranks: int, kind: str | None, tmp_path: Path
-) -> None:
+def test_accelerates_full_fsdp_checkpoints_are_read(num_ranks: int, kind: str | None, tmp_path: Path) -> None:
     """Its optimizer states are keyed by parameter names."""
     saved, _ = ranks.run(_save_as_the_reference_does, 2, tmp_path)
     path = tmp_path / "optimizer.bin"
@@ -147,7 +145,7 @@ def test_a_full_checkpoint_of_the_reference_s_fsdp_is_read(
         assert loaded == saved
 
 
-def test_shards_to_merge_are_missing(tmp_path: Path) -> None:
+def test_missing_shards_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains no shards"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()

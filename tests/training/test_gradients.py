@@ -106,7 +106,7 @@ def _micro_step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> b
     return not torch.equal(before, model[0].weight)
 
 
-def test_each_accelerator_has_a_window_of_its_own() -> None:
+def test_each_accelerator_has_its_own_window() -> None:
     first, second = _learner(2), _learner(3)
     moved = [(_micro_step(*first), _micro_step(*second)) for _ in range(6)]
     assert [step for step, _ in moved] == [False, True] * 3
@@ -134,7 +134,7 @@ def _collect_by_another_accelerator() -> list[int]:
     return [row for rows in loader for row in Accelerator().gather_for_metrics(rows).tolist()]
 
 
-def test_an_accelerator_made_in_a_loop_knows_the_loop() -> None:
+def test_accelerators_created_in_a_loop_know_it() -> None:
     assert ranks.run(_collect_by_another_accelerator, 2) == [list(range(10))] * 2
 
 
@@ -239,7 +239,7 @@ def _join_number() -> float:
     return float(model.module.weight)
 
 
-def test_gradients_of_ranks_that_have_joined_count_as_zeros() -> None:
+def test_joined_ranks_contribute_zero_gradients() -> None:
     """This is the same as in Accelerate. Each batch has the gradient 1; only rank 0 contributes to the second step."""
     assert ranks.run(_join_number, 2) == [-1.5, -1.5]
 
@@ -303,7 +303,7 @@ def _sync_late(is_triggered: bool) -> list[bool]:
     return [before, bool(gradients[0] == gradients[1])]
 
 
-def test_a_backward_after_forwards_without_sync_can_be_made_to_sync() -> None:
+def test_a_backward_can_be_forced_to_sync() -> None:
     assert ranks.run(_sync_late, 2, True) == [[True, True]] * 2
     assert ranks.run(_sync_late, 2, False)[0][0] is False
     with Accelerator.trigger_sync_in_backward(nn.Linear(1, 1)):
@@ -340,7 +340,7 @@ def _hooked(hook: str, wrapper: str) -> bool:
 
 
 @pytest.mark.parametrize(("hook", "wrapper"), [("fp16", "no"), ("power_sgd", "fp16")])
-def test_gradients_travel_as_a_hook_says(hook: str, wrapper: str) -> None:
+def test_communication_hooks_apply(hook: str, wrapper: str) -> None:
     assert ranks.run(_hooked, 2, hook, wrapper) == [True, True]
 
 
@@ -391,7 +391,7 @@ def _local_steps(steps: int, enabled: bool, between: int = 2, accumulated: int =
     return equal
 
 
-def test_weights_are_averaged_now_and_then() -> None:
+def test_local_sgd_averages_weights() -> None:
     assert ranks.run(_local_steps, 2, 3, True) == [[False, True, False, True]] * 2
     assert ranks.run(_local_steps, 2, 3, False) == [[True] * 4] * 2
     with pytest.raises(ValueError, match="local_sgd_steps=0 is less than 1"):
@@ -435,7 +435,7 @@ def test_parameters_are_averaged_together() -> None:
     assert ranks.run(_local_averages, 2) == [[3, rank, *means] for rank in range(2)]
 
 
-def test_local_steps_are_calls_also_within_an_accumulation_window() -> None:
+def test_local_steps_count_calls() -> None:
     # The optimizer steps at the second, fourth and sixth call; weights are averaged at the third and sixth, as in
     # Accelerate.
     equal = [True, False, True, False, False, True, True, True]
@@ -612,7 +612,7 @@ def test_profiles_of_every_rank_are_written(tmp_path: Any) -> None:
     ]
 
 
-def test_bad_profiles_and_devices_without_downcast() -> None:
+def test_invalid_profiles_are_rejected() -> None:
     with pytest.raises(ValueError, match="activities item='gpu' is unknown"):
         ProfileKwargs(activities=["gpu"])
     with pytest.raises(ValueError, match=r"downcast_bf16=True .*XLA.* cpu"):

@@ -49,7 +49,7 @@ def test_functions_are_applied_to_leaves() -> None:
     assert not utils.is_namedtuple((1, 2))
 
 
-def test_some_keys_stay_where_they_are() -> None:
+def test_skipped_keys_are_not_moved() -> None:
     batch = OrderedDict(a=torch.ones(1), b={"a": torch.ones(1), "c": torch.ones(1)})
     moved = utils.send_to_device(batch, "meta", skip_keys=["a"])
     assert isinstance(moved, OrderedDict)
@@ -81,13 +81,13 @@ def test_inputs_are_padded_until_processes_divide_them(rows: int, num_processes:
 
 
 @pytest.mark.parametrize("function", [utils.convert_to_fp32, lambda data: utils.send_to_device(data, "cpu")])
-def test_conversions_can_be_compiled_in_one_piece(function: Any) -> None:
+def test_conversions_compile_without_breaks(function: Any) -> None:
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     result = compiled({"x": torch.ones(2, dtype=torch.bfloat16), "y": [torch.ones(1)]})
     torch.testing.assert_close(result["x"].float(), torch.ones(2))
 
 
-def test_available_features() -> None:
+def test_features_are_detected() -> None:
     assert utils.is_transformers_available()
     assert utils.is_torchdata_stateful_dataloader_available()
     assert utils.is_tensorboard_available.__doc__ == "Whether ``tensorboard`` is installed."
@@ -101,7 +101,7 @@ def test_available_features() -> None:
         assert getattr(utils, f"is_{name}_available")() is False
 
 
-def test_the_bar_of_the_main_process(
+def test_only_the_main_process_shows_a_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # without tqdm's monitor thread
@@ -122,7 +122,7 @@ def test_compiled_modules_are_recognised() -> None:
     assert utils.extract_model_from_parallel(outer, recursive=True)[0]._orig_mod is module
 
 
-def test_wrappers_are_taken_off_in_whatever_order_they_are() -> None:
+def test_wrappers_are_removed_in_any_order() -> None:
     """For example, an Accelerator that compiles prepares a model that is already compiled."""
     module = torch.nn.Linear(1, 1)
     inner = torch.compile(module, backend="eager")
@@ -162,7 +162,7 @@ def test_objects_are_saved_without_an_accelerator(tmp_path: Path) -> None:
     assert load_file(tmp_path / "row.safetensors")["row"].tolist() == [1.0, 1.0]
 
 
-def test_saved_objects_are_read_and_nothing_in_them_is_executed(tmp_path: Path) -> None:
+def test_saved_objects_load_without_running_code(tmp_path: Path) -> None:
     utils.save({"steps": 3}, tmp_path / "plain.bin")
     assert utils.load(tmp_path / "plain.bin") == {"steps": 3}
     utils.save({"path": SimpleNamespace(steps=3)}, tmp_path / "code.bin")
@@ -171,7 +171,7 @@ def test_saved_objects_are_read_and_nothing_in_them_is_executed(tmp_path: Path) 
     assert utils.load(tmp_path / "code.bin", weights_only=False)["path"].steps == 3
 
 
-def test_checkpoints_have_the_names_that_scripts_look_for(tmp_path: Path) -> None:
+def test_checkpoints_have_the_expected_names(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters()))
@@ -195,7 +195,7 @@ def test_outputs_of_a_forward_in_half_precision_are_converted() -> None:
     assert converted.__name__ == "forward"
 
 
-def test_words_in_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_in_variables_become_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_FLAG", "Yes")
     monkeypatch.setenv("SOME_NUMBER", "3")
     monkeypatch.setenv("NEGATIVE", "-1")

@@ -52,7 +52,7 @@ def test_parameters_on_the_device_are_not_replaced() -> None:
     assert model.head.weight.device.type == "cpu"
 
 
-def test_the_end_of_the_block_is_its_end_also_after_an_error() -> None:
+def test_the_block_ends_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         _ = 1 / 0
     assert not nn.Linear(1, 1).weight.is_meta
@@ -122,7 +122,7 @@ def test_meta_tensors_are_mapped_to_the_file(tmp_path: Path, settings: dict[str,
     assert all(map(torch.equal, saved.parameters(), before)), "the file was changed"
 
 
-def test_one_tensor_of_a_file_fills_two_parameters_that_are_not_tied(tmp_path: Path) -> None:
+def test_one_tensor_can_fill_untied_parameters(tmp_path: Path) -> None:
     saved = _pair()
     saved[1].weight = saved[0].weight
     Accelerator(cpu=True).save_model(saved, tmp_path)

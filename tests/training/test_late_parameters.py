@@ -93,7 +93,7 @@ def _freeze(is_whole: bool, options: dict[str, Any]) -> str:
     return ""
 
 
-def test_parameters_that_are_frozen_after_prepare_are_named() -> None:
+def test_parameters_frozen_after_prepare_are_named() -> None:
     for message in ranks.run(_freeze, 2, False, {}):
         assert message.startswith(
             "0.weight, 0.bias of the Sequential was frozen after prepare, but Distributed"

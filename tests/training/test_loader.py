@@ -104,7 +104,7 @@ def test_prepared_loaders_show_the_base_loaders_attributes() -> None:
     assert _second_of_two(given, split_batches=True).total_batch_size == 4
 
 
-def test_nested_loops_give_the_outer_loader_back() -> None:
+def test_nested_loops_restore_the_outer_loader() -> None:
     accelerator = Accelerator()
     outer, inner = accelerator.prepare(DataLoader(_rows(2)), DataLoader(_rows(3)))
     for _ in outer:
@@ -240,7 +240,7 @@ def test_set_sampler_reaches_below_the_shards() -> None:
         listed.set_sampler(sampler)
 
 
-def test_it_can_be_pickled_and_goes_when_dropped() -> None:
+def test_loaders_can_be_pickled_and_freed() -> None:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(_rows(4), batch_size=2, shuffle=True))
     list(loader)
@@ -257,7 +257,7 @@ def test_it_can_be_pickled_and_goes_when_dropped() -> None:
         gc.enable()
 
 
-def test_the_board_shows_training_evaluation_and_the_outer_pass_again() -> None:
+def test_the_board_returns_to_the_outer_loop() -> None:
     accelerator = Accelerator()
     context.current().slot.set_state(WorkerState.RUNNING)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
@@ -445,7 +445,7 @@ def test_looks_and_evaluations_do_not_move_an_epoch() -> None:
             assert all(map(torch.equal, after["generators"], before["generators"]))
 
 
-def test_a_loop_that_an_earlier_command_has_left_is_on_the_board_no_more() -> None:
+def test_loops_left_by_earlier_commands_leave_the_board() -> None:
     _, train, loader, ended = _prepared_for_epochs()
     held = iter(loader)
     next(held)
@@ -464,7 +464,7 @@ def test_a_loop_that_an_earlier_command_has_left_is_on_the_board_no_more() -> No
     assert len(ended) == 1
 
 
-def test_a_loop_that_is_read_on_in_another_command_is_on_the_board_again() -> None:
+def test_loops_resumed_by_a_command_return_to_the_board() -> None:
     accelerator, train, loader, _ = _prepared_for_epochs()
     held = iter(loader)
     next(held)
@@ -479,7 +479,7 @@ def test_a_loop_that_is_read_on_in_another_command_is_on_the_board_again() -> No
     assert _board().trained == (4, 4, 1)
 
 
-def test_a_loop_that_was_left_stays_on_the_board_whatever_it_did() -> None:
+def test_loops_left_early_stay_on_the_board() -> None:
     _, _, loader, ended = _prepared_for_epochs()
     for step, _ in enumerate(loader):
         if step == 2:
@@ -488,7 +488,7 @@ def test_a_loop_that_was_left_stays_on_the_board_whatever_it_did() -> None:
     assert [one.epoch for one in ended] == [1]
 
 
-def test_epochs_that_were_left_early_are_counted_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoints_keep_epochs_left_early(tmp_path: Path) -> None:
     accelerator, train, loader, _ = _prepared_for_epochs()
     for epoch in (1, 2, 3):
         for step, _ in enumerate(loader):
@@ -509,7 +509,7 @@ def test_epochs_that_were_left_early_are_counted_on_from_a_checkpoint(tmp_path: 
     assert loader.iteration == 1
 
 
-def test_epochs_that_were_left_early_are_counted_on_from_a_loaders_state() -> None:
+def test_loader_states_keep_epochs_left_early() -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     _, train, loader, _ = _prepared_for_epochs(dataloader_config=config)
     state = None
@@ -593,7 +593,7 @@ def test_progress_around_a_prepared_loader_does_not_count_twice() -> None:
         assert (_board().step, _board().total) == (step, 4)
 
 
-def test_a_loader_that_is_shared_already_is_rejected() -> None:
+def test_already_sharded_loaders_are_rejected() -> None:
     dataset = _rows(8)
     twice = DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
     with pytest.raises(ValueError, match=r"DistributedSampler .*1/2"):
@@ -606,7 +606,7 @@ class _Doubling(DataLoader):
         return (2 * batch for batch in super().__iter__())
 
 
-def test_an_iteration_of_its_own_is_reported_as_lost() -> None:
+def test_custom_iteration_is_reported_as_lost() -> None:
     with pytest.warns(UserWarning, match="_Doubling has its own __iter__") as caught:
         Accelerator().prepare(_Doubling(range(4)))
     assert caught[0].filename == __file__

@@ -148,7 +148,7 @@ def test_the_scale_is_updated_once_all_have_stepped() -> None:
     assert accelerator.scaler.get_scale() == 8.0 * 2 ** len(_batches())
 
 
-def test_skipping_a_step_by_hand_is_not_a_mixture() -> None:
+def test_manually_skipped_steps_do_not_mix_gradients() -> None:
     accelerator = _accelerator("fp16", init_scale=8.0)
     module = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
@@ -163,7 +163,7 @@ def test_skipping_a_step_by_hand_is_not_a_mixture() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_clipping_at_a_micro_step_is_rejected_where_it_would_mix_gradients(name: str) -> None:
+def test_clipping_at_a_micro_step_is_rejected(name: str) -> None:
     accelerator = _accelerator("fp16")
     accelerator.gradient_accumulation_steps = 2
     module = nn.Linear(1, 1)
@@ -274,7 +274,7 @@ def _overflow() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_scale_that_collapses_is_named() -> None:
+def test_a_collapsing_scale_is_reported() -> None:
     with pytest.warns(UserWarning, match="loss_scale_collapsed") as caught:
         _overflow()
     assert len(caught) == 1

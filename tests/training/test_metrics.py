@@ -129,7 +129,7 @@ def _single_samples() -> list[Any]:
     return [accelerator.gather_for_metrics((batch.sum(), _texts(batch)))[0].tolist() for batch in loader]
 
 
-def test_one_value_per_rank_is_one_per_sample_where_batches_have_one() -> None:
+def test_single_sample_batches_keep_one_value_per_rank() -> None:
     assert ranks.run(_single_samples, 2) == [[[0.0, 1.0], [2.0]]] * 2
 
 
@@ -188,7 +188,7 @@ def test_structures_that_differ_are_an_error_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(4, 7), (6, 9)])
-def test_alone_no_row_is_lost(batch_size: int, rows: int) -> None:
+def test_a_lone_process_keeps_all_rows(batch_size: int, rows: int) -> None:
     """The data has two rows per sample, and a loss that is repeated for a full batch."""
     accelerator = Accelerator()
     seen: list[int] = []

@@ -117,7 +117,7 @@ def test_shards_have_an_index_and_stale_ones_go(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(0, 20), max_size=12), limit=st.integers(1, 100))
-def test_shards_hold_everything_and_no_more_than_they_may(sizes: list[int], limit: int) -> None:
+def test_shards_are_complete_and_within_their_size(sizes: list[int], limit: int) -> None:
     weights = {f"w{i}": torch.arange(float(size)) for i, size in enumerate(sizes)}
     shards = list(model_files._shards(weights, limit))
     assert [name for shard in shards for name in shard] == list(weights)
@@ -202,7 +202,7 @@ def test_a_parameter_may_have_any_name(tmp_path: Path) -> None:
     assert _same(model, other)
 
 
-def test_names_of_wrappers_are_not_on_disk(tmp_path: Path) -> None:
+def test_files_have_no_wrapper_names(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = nn.Sequential(nn.Linear(2, 1))
     compiled = torch.compile(model, backend="eager")
@@ -227,7 +227,7 @@ def test_lazy_layers_are_prepared_and_load_their_weights(tmp_path: Path) -> None
     assert _same(first, second)
 
 
-def test_single_objects(tmp_path: Path) -> None:
+def test_single_objects_are_saved(tmp_path: Path) -> None:
     accelerator = Accelerator()
     accelerator.save({"a": torch.ones(2)}, tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["a"].tolist() == [1, 1]

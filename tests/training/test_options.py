@@ -55,7 +55,7 @@ def test_the_dynamo_backend_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["DistributedType", "PrecisionType", "RNGType", "DynamoBackend"])
-def test_every_member_of_the_enumerations_can_be_compared_with(name: str) -> None:
+def test_enum_members_can_be_compared(name: str) -> None:
     own, theirs = getattr(utils, name), getattr(accelerate.utils, name)
     assert {member.name: member.value for member in theirs}.items() <= {m.name: m.value for m in own}.items()
     assert DistributedType.NO != DistributedType.MULTI_XPU

@@ -47,7 +47,7 @@ def test_split_device_maps_are_found_anywhere() -> None:
     assert accelerator.verify_device_map(whole)
 
 
-def test_a_quantised_model_stays_on_the_device_that_it_was_loaded_to() -> None:
+def test_quantised_models_stay_on_their_device() -> None:
     model = Fixed(**{"": "cpu"})
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     Accelerator(cpu=True).prepare(model)
@@ -75,7 +75,7 @@ def test_reducing_at_step_leaves_placed_models_in_place() -> None:
 
 
 @pytest.mark.parametrize(("places", "device"), [(["cpu", "disk"], "cpu"), (["cpu", "cuda:0"], "cuda:0")])
-def test_a_quantised_model_that_is_partly_offloaded_is_rejected(places: list[str], device: str) -> None:
+def test_partly_offloaded_quantised_models_are_rejected(places: list[str], device: str) -> None:
     model = Fixed(**dict(zip(["embed", "head"], places, strict=True)))
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     process = replace(get_shared_state(cpu=True).process, device=torch.device(device))
@@ -83,7 +83,7 @@ def test_a_quantised_model_that_is_partly_offloaded_is_rejected(places: list[str
         stays_in_place(model, process)
 
 
-def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
+def test_split_models_cannot_be_trained_by_several_ranks() -> None:
     def program() -> str:
         with pytest.raises(ValueError, match="loaded with `device_map='auto'` in any distributed mode"):
             Accelerator(cpu=True).prepare(Fixed(embed="cpu", head="disk"))
@@ -92,7 +92,7 @@ def test_a_model_that_is_cut_can_not_be_trained_by_several_ranks() -> None:
     assert ranks.run(program, 2) == ["rejected"] * 2
 
 
-def test_entries_of_the_state_that_belong_to_quantised_weights_are_found() -> None:
+def test_entries_of_quantised_weights_are_found() -> None:
     model = torch.nn.ModuleDict({"adapted": Adapted(), "plain": torch.nn.Linear(2, 2).requires_grad_(False)})
     assert quantised_entries(model, model.state_dict()) == {
         "adapted.base_layer.weight": True,
@@ -152,7 +152,7 @@ def test_adapters_on_weights_that_are_made_of_several_tensors(tmp_path: Path) ->
     assert ranks.run(_train_on_packed, 2, str(tmp_path)) == [True, True]
 
 
-def test_a_whole_model_that_files_of_tensors_can_not_hold_is_named(tmp_path: Path) -> None:
+def test_unsavable_quantised_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'base_layer\.weight' is a Packed"):
         Accelerator(cpu=True).save_model(Adapted(kind=LinearPacked), tmp_path)
 

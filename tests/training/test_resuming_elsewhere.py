@@ -174,7 +174,7 @@ def _stream_with_workers(folder: str, is_resumed: bool) -> str:
     return str(caught.value)
 
 
-def test_a_stream_that_workers_share_is_rejected_before_anything_changes(tmp_path: Path) -> None:
+def test_shared_streams_are_rejected_before_any_change(tmp_path: Path) -> None:
     _stream_with_workers(str(tmp_path / "state"), False)
     for message in ranks.run(_stream_with_workers, 2, str(tmp_path / "state"), True):
         assert "loader 0 was in the middle of an epoch when 1 processes saved it" in message
@@ -208,7 +208,7 @@ def _read_on_with_workers(folder: str, options: dict[str, Any]) -> tuple[list[li
 
 
 @pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {}), (2, {"dispatch_batches": False})])
-def test_as_many_ranks_go_on_in_a_stream_that_workers_share(
+def test_the_same_number_of_ranks_resumes_a_shared_stream(
     tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     for whole, rest, following in ranks.run(
@@ -266,7 +266,7 @@ def _own_streams(folder: str) -> list[list[int]]:
     return [batch.tolist() for batch in resumed]
 
 
-def test_every_rank_goes_on_in_its_own_stream(tmp_path: Path) -> None:
+def test_each_rank_resumes_its_own_stream(tmp_path: Path) -> None:
     """Each rank's state is saved: here, ranks have read different amounts of different streams."""
     first, second = ranks.run(_own_streams, 2, str(tmp_path / "state"))
     assert first == [[5, 6], [7, 8]]

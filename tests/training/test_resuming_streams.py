@@ -137,12 +137,12 @@ def test_processes_that_read_for_ranks_are_resumed_too(dispatch: bool, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "indexed"])
-def test_another_number_of_ranks_goes_on_behind_two_resumptions(kind: str, tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_resume_twice(kind: str, tmp_path: Path) -> None:
     seen, _ = _seen(kind, [2, 2, 1, 1], [2, 2, 1, -1], False, 0, str(tmp_path / "state"))
     assert seen == Counter(range(ROWS))
 
 
-def test_torchdata_and_a_loader_of_the_rest_take_the_states() -> None:
+def test_torchdata_loads_the_states() -> None:
     """A loader for the rest of a stream, torchdata's own loader and a prepared one take them in any order."""
 
     def take(loader: Any, steps: int) -> tuple[list[int], Any]:

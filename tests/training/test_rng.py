@@ -49,7 +49,7 @@ class _Seeded(CpuBackend):
         self.seeds.append(seed)
 
 
-def test_a_script_that_nothing_launched_seeds_its_device_too() -> None:
+def test_unlaunched_scripts_seed_their_device() -> None:
     backend = _Seeded()
     context.install(context.ProcessContext(context.Topology(), backend))
     set_seed(7)

@@ -103,7 +103,7 @@ def _save_and_note_sums(folder: str, kind: str) -> list[str]:
     return sorted(read)
 
 
-def test_each_rank_sums_up_its_own_files(tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_checksums(tmp_path: Path) -> None:
     """On the rank that wrote them, the files are still in the system's cache."""
     main, other = ranks.run(_save_and_note_sums, 2, str(tmp_path / "state"), "fsdp2")
     assert other == [
@@ -171,7 +171,7 @@ def _save_parts_alone(folder: str) -> str:
     return message
 
 
-def test_parts_are_never_saved_without_a_rank_and_training_goes_on(tmp_path: Path) -> None:
+def test_sharded_saves_need_all_ranks(tmp_path: Path) -> None:
     message, _ = ranks.run(_save_parts_alone, 2, str(tmp_path / "state"))
     assert message.startswith(
         "save_state was called only on the main process, but with fsdp2 every rank holds"
@@ -249,7 +249,7 @@ def _save_to_folders_of_their_own(folder: str) -> tuple[str, list[list[int]], li
     return saved, rest, [batch.tolist() for batch in loader]
 
 
-def test_ranks_may_name_folders_of_their_own(tmp_path: Path) -> None:
+def test_ranks_can_name_different_folders(tmp_path: Path) -> None:
     """The main process's folder counts, for example if scripts save to ``tempfile.mkdtemp()`` on each rank."""
     for saved, rest, resumed in ranks.run(_save_to_folders_of_their_own, 2, str(tmp_path / "state")):
         assert saved == str(tmp_path / "state_of_rank_0")
@@ -410,7 +410,7 @@ def _is_gone(store: Any) -> bool:
     return False
 
 
-def test_the_outcome_is_known_before_the_host_of_the_store_ends(tmp_path: Path) -> None:
+def test_the_outcome_arrives_before_the_store_ends(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert ranks.run(_outlive_the_store, 2, str(tmp_path / "state"), port) == [0, 2]
@@ -533,7 +533,7 @@ def _wait_in_a_collective(folder: str) -> tuple[int, set[str]]:
     return num_looks, set(os.listdir(folder))
 
 
-def test_until_rank_0_saves_the_other_ranks_wait_inside_the_store(tmp_path: Path) -> None:
+def test_other_ranks_wait_in_the_store(tmp_path: Path) -> None:
     for num_looks, names in ranks.run(_wait_in_a_collective, 3, str(tmp_path / "state")):
         assert num_looks <= 1, "it looks when it begins"
         assert {f"random_states_{rank}.pkl" for rank in range(3)} <= names

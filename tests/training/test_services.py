@@ -71,7 +71,7 @@ def test_plugins_that_are_not_supported_are_rejected_by_name(name: str) -> None:
         Accelerator(**{name: object()})
 
 
-def test_variables_that_a_function_sets_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_a_function_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_KEPT", "before")
     monkeypatch.setenv("ACCELERATE_REMOVED", "before")
 

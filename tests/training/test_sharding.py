@@ -38,9 +38,7 @@ def _global_order(per_rank: list[list[list[int]]]) -> list[list[int]]:
 
 
 @given(LENGTHS, BATCHES, WORLDS, st.booleans())
-def test_even_batches_give_all_ranks_the_same_load_and_every_sample_once(
-    length: int, batch: int, world: int, split: bool
-) -> None:
+def test_even_batches_divide_all_samples_equally(length: int, batch: int, world: int, split: bool) -> None:
     size = batch * world if split else batch
     shards = _shards(length, size, world, split_batches=split)
     per_rank = [list(shard) for shard in shards]
@@ -149,7 +147,7 @@ def test_a_batch_that_ranks_do_not_divide_is_rejected() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=7), max_size=12), WORLDS)
-def test_batches_of_any_size_are_evened_out_by_whole_ones(batches: list[list[int]], world: int) -> None:
+def test_batches_are_evened_out_by_whole_batches(batches: list[list[int]], world: int) -> None:
     """The batch sampler has no batch size, so the first batches of the epoch complete the last round."""
     shards = [BatchSamplerShard(batches, world, rank) for rank in range(world)]
     per_rank = [list(shard) for shard in shards]
@@ -163,7 +161,7 @@ def test_batches_of_any_size_are_evened_out_by_whole_ones(batches: list[list[int
     assert {shard.tail_rows for shard in shards} == {sum(map(len, last)) if added else 0}
 
 
-def test_a_batch_sampler_without_a_batch_size_can_not_be_split() -> None:
+def test_a_batch_sampler_without_a_batch_size_cannot_be_split() -> None:
     with pytest.raises(ValueError, match=r"split_batches=True .*batch_size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True, even_batches=False)
 

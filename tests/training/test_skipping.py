@@ -143,7 +143,7 @@ def _stateful(shuffle: bool = True, num_workers: int = 0) -> PreparedLoader:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("taken", [1, 4, 10])
-def test_a_loader_goes_on_where_it_was(taken: int, num_workers: int) -> None:
+def test_loaders_resume_at_their_position(taken: int, num_workers: int) -> None:
     loader = _stateful(num_workers=num_workers)
     epochs: list[list[list[int]]] = [_lists(loader)]
     state: Any = None
@@ -177,9 +177,7 @@ def _resumable(kind: str, folder: Path | None = None) -> tuple[Accelerator, Prep
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
 @pytest.mark.parametrize("num_seen", [4, 8])
-def test_a_loader_that_knows_its_position_goes_on_where_a_part_of_it_was(
-    tmp_path: Path, kind: str, num_seen: int
-) -> None:
+def test_stateful_loaders_resume_from_a_partial_loader(tmp_path: Path, kind: str, num_seen: int) -> None:
     _, loader = _resumable(kind)
     epochs = [_lists(loader) for _ in range(3)]
     accelerator, loader = _resumable(kind)
@@ -210,7 +208,7 @@ def test_epochs_after_a_resumed_one_are_complete(tmp_path: Path, kind: str, num_
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream", "stream of a worker"])
 @pytest.mark.parametrize("num_batches", [None, 4])
-def test_batches_are_skipped_once_where_a_part_was_saved(
+def test_batches_of_a_partial_loader_are_skipped_once(
     tmp_path: Path, kind: str, num_batches: int | None
 ) -> None:
     accelerator, loader = _resumable(kind)
@@ -224,7 +222,7 @@ def test_batches_are_skipped_once_where_a_part_was_saved(
     assert _lists(loader) == epochs[1]
 
 
-def test_a_loader_goes_on_by_itself_where_no_loader_of_the_rest_is_read(tmp_path: Path) -> None:
+def test_loaders_resume_without_skip_first_batches(tmp_path: Path) -> None:
     accelerator, loader = _resumable("shuffled")
     expected = _lists(loader)[4:]
     accelerator, loader = _resumable("shuffled")
@@ -271,7 +269,7 @@ def _resume_on_ranks(dispatch: bool) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_ranks_go_on_where_they_were(dispatch: bool) -> None:
+def test_ranks_resume_at_their_positions(dispatch: bool) -> None:
     for expected, resumed in ranks.run(_resume_on_ranks, 2, dispatch):
         assert resumed == expected
         assert len(expected) == 3

@@ -51,7 +51,7 @@ def test_an_accelerator_has_the_state_of_the_process() -> None:
 
 
 @pytest.mark.parametrize("is_launched", [False, True])
-def test_a_view_that_was_reset_says_so(is_launched: bool) -> None:
+def test_reset_views_say_so(is_launched: bool) -> None:
     if is_launched:
         context.install(context.ProcessContext(context.Topology(), backends.choose("cpu"), is_launched=True))
     accelerator = Accelerator()
@@ -68,7 +68,7 @@ def test_a_view_that_was_reset_says_so(is_launched: bool) -> None:
     assert partial.device == torch.device("cpu")
 
 
-def test_an_accelerator_whose_state_was_reset_says_so_at_once() -> None:
+def test_accelerators_with_a_reset_state_say_so() -> None:
     accelerator = Accelerator()
     AcceleratorState._reset_state()
     for use in (lambda: accelerator.num_processes, lambda: accelerator.prepare(torch.nn.Linear(1, 1))):
@@ -123,7 +123,7 @@ def _in_a_worker_alone() -> None:
     ],
     ids=["label", "plugin", "precision", "repr"],
 )
-def test_an_accelerator_of_the_notebook_may_be_used_by_its_state_first(use: Any) -> None:
+def test_a_notebook_accelerators_state_can_be_used_first(use: Any) -> None:
     accelerator = Accelerator()
     here = use(accelerator)
     _in_a_worker_alone()
@@ -257,7 +257,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PartialState().device == torch.device("cpu")
 
 
-def test_variables_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_can_be_set_temporarily(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_NAME", "before")
     monkeypatch.delenv("OTHER_NAME", raising=False)
     with patch_environment(some_name=1, OTHER_NAME="x"):
@@ -378,7 +378,7 @@ def _log_in_order_by_level(path: str) -> list[int]:
     return gather(torch.tensor([state.process_index])).tolist()
 
 
-def test_ranks_log_in_order_where_the_level_of_one_leaves_the_message_out(tmp_path: Any) -> None:
+def test_ordered_logs_allow_different_levels(tmp_path: Any) -> None:
     path = tmp_path / "log"
     assert ranks.run(_log_in_order_by_level, 2, str(path)) == [[0, 1]] * 2
     assert path.read_text().splitlines() == [
@@ -407,7 +407,7 @@ def test_batches_shrink_until_they_fit() -> None:
         train(128, "size")
 
 
-def test_a_function_that_takes_any_number_of_arguments_gets_a_batch_size() -> None:
+def test_functions_with_varargs_get_a_batch_size() -> None:
     def train(batch_size: int, *rest: Any) -> list[Any]:
         return [batch_size, *rest]
 
@@ -416,7 +416,7 @@ def test_a_function_that_takes_any_number_of_arguments_gets_a_batch_size() -> No
         assert [find(), find("model"), find("model", 2)] == [[4], [4, "model"], [4, "model", 2]]
 
 
-def test_batches_shrink_as_the_user_says_and_end_at_zero() -> None:
+def test_custom_batch_reductions_end_at_zero() -> None:
     sizes = iter([2, 1, 0])
 
     def train(batch_size: int) -> None:

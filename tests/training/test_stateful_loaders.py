@@ -153,7 +153,7 @@ class _Own(DataLoaderStateMixin):
         self.end()
 
 
-def test_a_loader_of_ones_own_takes_part_in_accumulation() -> None:
+def test_custom_loaders_take_part_in_accumulation() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     synchronised = []
     for batch in _Own():
@@ -164,7 +164,7 @@ def test_a_loader_of_ones_own_takes_part_in_accumulation() -> None:
     assert not accelerator.gradient_state.in_dataloader
 
 
-def test_states_of_loaders_are_read_on_the_cpu_wherever_weights_go(tmp_path: Path) -> None:
+def test_loader_states_are_loaded_on_the_cpu(tmp_path: Path) -> None:
     """They contain generators' states, which must be on the CPU."""
 
     def prepared() -> tuple[Accelerator, Any]:

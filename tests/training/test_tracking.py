@@ -76,7 +76,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_names_classes_and_trackers_of_ones_own(tmp_path: Path) -> None:
+def test_trackers_can_be_names_classes_or_instances(tmp_path: Path) -> None:
     register_tracker_class(Notebook)
     own = Notebook()
     chosen = Accelerator(
@@ -114,7 +114,7 @@ def test_unknown_trackers_and_missing_folders_are_reported() -> None:
         Accelerator(log_with="jsonl")
 
 
-def test_registering() -> None:
+def test_trackers_can_be_registered() -> None:
     with pytest.raises(ValueError, match="is not a subclass of GeneralTracker"):
         register_tracker_class(int)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tracker class Nameless has no name"):
@@ -125,7 +125,7 @@ def test_registering() -> None:
         register_tracker_class(type("Other", (Notebook,), {}))
 
 
-def test_a_tracker_that_lacks_something_says_what() -> None:
+def test_incomplete_trackers_are_rejected() -> None:
     class Poor(GeneralTracker):
         name = "poor"
 
@@ -172,7 +172,7 @@ def test_trackers_may_be_decorated() -> None:
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 
-def test_how_a_tracker_is_called() -> None:
+def test_trackers_receive_settings_and_values() -> None:
     register_tracker_class(Notebook)
     accelerator = Accelerator(log_with="notebook")
     with pytest.raises(ValueError, match=r"tracker 'notebook'.*init_trackers"):
@@ -266,7 +266,7 @@ def _on_ranks() -> dict[str, Any]:
     return {"names": names, "sent": [event.values for event in sent], "guarded": len(guarded.calls)}
 
 
-def test_trackers_run_on_the_main_process_unless_they_say_otherwise() -> None:
+def test_trackers_run_on_the_main_process_by_default() -> None:
     main, other = ranks.run(_on_ranks, 2)
     assert main == {"names": ["notebook", "everywhere"], "sent": [{"rank": 0}], "guarded": 2}
     assert other == {"names": ["everywhere"], "sent": [], "guarded": 1}
@@ -334,7 +334,7 @@ class Settings:
         list(vars(Settings()).items()),
     ],
 )
-def test_settings_are_kept_whatever_holds_them(config: Any, tmp_path: Path, calls: list[Any]) -> None:
+def test_settings_can_be_any_container(config: Any, tmp_path: Path, calls: list[Any]) -> None:
     """This covers each tracker, through ``init_trackers`` and through a direct call of its method."""
     own = Notebook()
     names = ["tensorboard", "jsonl", "wandb", "mlflow"]
@@ -355,7 +355,7 @@ def test_settings_are_kept_whatever_holds_them(config: Any, tmp_path: Path, call
     accelerator.end_training()
 
 
-def test_names_of_settings_and_values_that_are_no_texts(tmp_path: Path, calls: list[Any]) -> None:
+def test_non_text_settings_are_converted(tmp_path: Path, calls: list[Any]) -> None:
     accelerator = Accelerator(log_with="all", project_dir=tmp_path)
     accelerator.init_trackers("project", {0: 0.1, (1, 2): {3: "x"}})
     accelerator.log({4: 0.5, "of": {5: 1}}, step=1)
@@ -528,7 +528,7 @@ def test_the_location_of_a_run_is_reported(tmp_path: Path, emitted: list[Event])
         (None, "run-1", ["{}/run-1/files"]),
     ],
 )
-def test_a_run_of_wandb_is_seen_at_its_address_or_once_it_is_synced(
+def test_wandb_runs_have_a_link_or_a_sync_command(
     tmp_path: Path,
     emitted: list[Event],
     monkeypatch: pytest.MonkeyPatch,

@@ -49,5 +49,5 @@ def test_a_random_loop_trains_as_one_process_does(seed: int) -> None:
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_ranks_that_end_early_go_on_as_the_others(changes: dict[str, Any]) -> None:
+def test_ranks_that_end_early_stay_in_step(changes: dict[str, Any]) -> None:
     assert training.play(replace(_UNEVEN, **changes)) == ""

@@ -74,7 +74,7 @@ def _train_bert(batch_size: int, precision: str) -> tuple[list[float], dict[str,
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_small_bert_learns_the_same_on_one_process_and_on_two(precision: str) -> None:
+def test_a_small_bert_trains_alike_on_one_and_two_processes(precision: str) -> None:
     expected, weights = ranks.run(_train_bert, 1, 16, precision)[0]
     assert expected[-1] < 0.8 * expected[0]
     # bf16 keeps eight bits: sums in another order differ in the third digit.
@@ -111,7 +111,7 @@ def _train_t5(is_recomputed: bool) -> list[float]:
     return losses
 
 
-def test_a_decoder_with_a_cache_computes_its_activations_anew() -> None:
+def test_a_caching_decoder_recomputes_activations() -> None:
     plain, recomputed = (ranks.run(_train_t5, 2, is_recomputed) for is_recomputed in (False, True))
     assert plain[0][0] > plain[0][1]
     for losses in recomputed:
@@ -191,7 +191,7 @@ def _fine_tune() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_encoder_is_fine_tuned_with_the_same_metric_on_two_processes() -> None:
+def test_a_fine_tuned_encoder_has_the_same_metric_on_two_processes() -> None:
     expected = ranks.run(_fine_tune, 1, timeout_s=100)[0]
     accuracy, loss, rows = expected["after"]
     assert rows == 27

@@ -112,7 +112,7 @@ def test_ranks_share_the_data_of_unusual_loaders() -> None:
         assert (epochs[0] != epochs[1]) == (not added), "shuffled anew"
 
 
-def test_a_new_data_seed_counts_for_a_loader_that_was_prepared_before() -> None:
+def test_a_new_data_seed_applies_to_prepared_loaders() -> None:
     given = DataLoader(_rows(12), shuffle=True)
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)
     orders = []

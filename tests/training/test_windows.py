@@ -101,7 +101,7 @@ def _step(optimizers: list[Any], schedules: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nested", "one after the other", "steps behind the blocks"])
-def test_models_that_are_accumulated_apart_have_windows_of_their_own(kind: str) -> None:
+def test_models_can_have_separate_windows(kind: str) -> None:
     expected = _alone(2, WINDOW, (1, 2), divides_by_actual=False)
     for weights in ranks.run(_train_two, 2, kind):
         assert weights == pytest.approx(expected, rel=1e-12)
@@ -123,7 +123,7 @@ def _train_by_turns() -> list[float]:
     return _weights(modules)
 
 
-def test_a_checkpoint_in_the_middle_of_any_models_window_is_warned_of(tmp_path: Path) -> None:
+def test_checkpoints_within_a_window_warn(tmp_path: Path) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     often, seldom = (accelerator.prepare(torch.nn.Linear(1, 1)) for _ in range(2))
     for number in range(1, 5):
@@ -140,7 +140,7 @@ def test_a_checkpoint_in_the_middle_of_any_models_window_is_warned_of(tmp_path: 
         accelerator.save_state(str(tmp_path / "late"))
 
 
-def test_a_model_of_every_other_batch_has_windows_of_its_own_batches() -> None:
+def test_windows_count_only_a_models_batches() -> None:
     modules = [_model(1), _model(2)]
     batches = list(_rows(12).split(2))
     for module, sign, own in ((modules[0], 1, batches), (modules[1], 2, batches[1::2])):
@@ -169,7 +169,7 @@ def test_other_models_in_the_middle_of_a_window_are_an_error() -> None:
         assert not accelerator.sync_gradients
 
 
-def test_an_optimizer_of_two_models_that_are_accumulated_apart_is_an_error() -> None:
+def test_one_optimizer_for_separate_windows_is_an_error() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     first, second = accelerator.prepare(_model(1), _model(2))
     optimizer = accelerator.prepare(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
@@ -267,7 +267,7 @@ def _beside(number: int, other: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("number", [2, 5])
 @pytest.mark.parametrize("other", ["after", "before", "between", "around"])
-def test_the_end_of_a_loader_closes_the_window_whatever_is_read_beside_it(number: int, other: str) -> None:
+def test_the_end_of_a_loader_closes_the_window(number: int, other: str) -> None:
     weights, num_steps = _beside(number, other)
     model, batches = _model(1), _rows(number).split(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,7 +7,7 @@ import torch
 from nblaunch.weights.sharded import ShardedTensor, TensorShard
 
 
-def test_stretches_of_elements_go_to_their_places_in_any_tensor() -> None:
+def test_shards_fill_their_positions() -> None:
     whole = torch.arange(12.0).view(3, 4)
     flat = whole.reshape(-1)
     sharded = ShardedTensor(

@@ -69,7 +69,7 @@ def test_a_module_inside_another_is_not_listed() -> None:
     assert paths([encoder], [whole, encoder]) == ["args[1][0]"]
 
 
-def test_circles_and_depths_end() -> None:
+def test_cycles_and_deep_nesting_end() -> None:
     circle: list[Any] = [net()]
     circle.append(circle)
     assert paths(circle) == ["args[0][0]"]
@@ -77,7 +77,7 @@ def test_circles_and_depths_end() -> None:
     assert paths([[[[[net()]]]]]) == []
 
 
-def test_data_is_not_looked_through() -> None:
+def test_plain_data_is_not_searched() -> None:
     class Looked(list[int]):
         """A container that counts how often it is searched."""
 
@@ -103,12 +103,12 @@ class Learner:
         self.owner = self
 
 
-def test_modules_in_objects_of_ones_own_classes_are_found() -> None:
+def test_modules_in_user_objects_are_found() -> None:
     assert paths(Learner()) == ["args[0].parts['generator']", "args[0].model"]
     assert paths([Learner]) == []
 
 
-def test_objects_that_lie_about_themselves_do_no_harm() -> None:
+def test_misleading_objects_are_harmless() -> None:
     class Liar:
         @property
         def __class__(self) -> type:  # type: ignore[override]

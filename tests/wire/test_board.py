@@ -10,7 +10,7 @@ from nblaunch.events import WorkerState
 from nblaunch.wire.board import MAX_BINS, Board, LossCurve, private_slot
 
 
-def test_a_slot_says_what_was_written_in_another_process() -> None:
+def test_slots_are_readable_in_other_processes() -> None:
     board = Board.create(3)
     begun_s = time.monotonic()
     pid = os.fork()
@@ -51,7 +51,7 @@ def test_a_fresh_process_maps_it_by_its_descriptor() -> None:
     board.close()
 
 
-def test_closing_leaves_no_descriptor_also_while_the_board_is_referred_to() -> None:
+def test_closing_a_referenced_board_leaves_no_descriptor() -> None:
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(8)
     held = [board, board.slot(3)]
@@ -75,7 +75,7 @@ def test_a_curve_that_does_not_change_is_read_once() -> None:
     assert str(slot.read(0).losses.means) == "(1.0, nan)"
 
 
-def test_a_board_is_closed_while_a_traceback_refers_to_its_memory() -> None:
+def test_a_board_can_close_while_a_traceback_uses_it() -> None:
     before = set(os.listdir("/proc/self/fd"))
     board = Board.create(2)
     board.slot(1)._ints[0] = 99  # a process has overwritten it

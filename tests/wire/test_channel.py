@@ -44,7 +44,7 @@ def receive(receiver: EventReceiver, number: int) -> list[Event]:
     return got
 
 
-def test_a_file_that_has_got_the_number_of_the_pipe_is_left_alone(tmp_path: Path) -> None:
+def test_reused_descriptors_are_left_alone(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     sender = EventSender(writing)
     with (tmp_path / "file").open("wb", buffering=0) as file:
@@ -102,7 +102,7 @@ def test_forked_processes_send_at_the_same_time(pipe: tuple[EventReceiver, Event
     assert by_sender == {name: list(range(20)) for name in "abcd"}
 
 
-def test_a_sender_that_is_killed_in_the_middle_of_an_event_cuts_no_other(
+def test_a_killed_sender_does_not_damage_other_events(
     pipe: tuple[EventReceiver, EventSender],
 ) -> None:
     receiver, sender = pipe
@@ -148,7 +148,7 @@ LARGE = "x" * 1_000_000
 """More bytes than fit into a pipe."""
 
 
-def test_a_signal_handler_sends_while_the_thread_that_it_interrupts_does(
+def test_signal_handlers_can_send(
     pipe: tuple[EventReceiver, EventSender],
 ) -> None:
     receiver, sender = pipe
@@ -177,7 +177,7 @@ def test_raising_signal_handler_loses_only_one_event(
 
 
 @given(st.lists(st.text(max_size=50), max_size=6), st.lists(st.integers(1, 300), min_size=1))
-def test_however_the_bytes_are_cut(texts: list[str], cuts: list[int]) -> None:
+def test_events_may_arrive_in_any_parts(texts: list[str], cuts: list[int]) -> None:
     reading, writing = os.pipe()
     sender = EventSender(writing)
     for text in texts:
@@ -238,7 +238,7 @@ def test_user_classes_arrive_as_builtin_types(
     assert {type(event.values[name]) for name in ("class", "odd")} == {str}
 
 
-def test_what_can_not_be_sent_is_named(pipe: tuple[EventReceiver, EventSender]) -> None:
+def test_unsendable_values_are_named(pipe: tuple[EventReceiver, EventSender]) -> None:
     receiver, sender = pipe
     endless: dict[str, Any] = OrderedDict()
     endless["self"] = endless
@@ -274,7 +274,7 @@ def test_unreadable_event_is_named_and_loses_no_others(
     os.close(writing)
 
 
-def test_a_launcher_that_is_gone_is_no_error() -> None:
+def test_a_missing_launcher_is_not_an_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     EventSender(writing).send(Note(0, 0.0, "unheard"))

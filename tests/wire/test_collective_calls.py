@@ -23,7 +23,7 @@ def both() -> tuple[CallWriter, CallReader, int]:
     return writer, CallReader(memory), writer.add_group(Group((0, 1, 2, 3), 0, True))
 
 
-def test_a_call_is_read_as_it_was_written() -> None:
+def test_calls_are_read_unchanged() -> None:
     writer, reader, group = both()
     assert reader.read().calls == ()
     writer.put(site_of(group), 1, chain=-5, size=12, shape=(3, 4, 0, 0), value=0.5)
@@ -54,7 +54,7 @@ def test_the_last_calls_are_kept() -> None:
     assert len(numbers) >= NUM_CALLS - 1
 
 
-def test_texts_begin_anew_when_they_are_full() -> None:
+def test_full_text_areas_start_again() -> None:
     writer, reader, group = both()
     for line in range(1, 5000):
         writer.put(site_of(group, line=line), line)

@@ -84,7 +84,7 @@ def test_a_process_killed_inside_does_not_block_others() -> None:
     os.close(fd)
 
 
-def test_blocks_for_one_at_a_time_exclude_each_other_and_no_turn() -> None:
+def test_exclusive_blocks_do_not_block_turns() -> None:
     fd = create_memory_file("locks")
     first = _hold(fd, 0, is_exclusive=True)
     other, same = _hold(fd, 1), _hold(fd, 0)

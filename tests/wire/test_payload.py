@@ -87,7 +87,7 @@ def test_a_tensor_in_two_values_of_a_file_is_written_once(file: int) -> None:
         assert torch.equal(loaded["big"], big)
 
 
-def test_lazily_conjugated_and_negated_views_are_not_taken_for_their_base() -> None:
+def test_lazy_views_are_not_confused_with_their_base() -> None:
     """They differ from it only by a flag of the tensor; memory, shape and strides are the same."""
     base = torch.tensor([1 + 2j, 3 - 4j])
     value = (base, base.conj(), base.imag, base.conj().imag)
@@ -118,7 +118,7 @@ def test_a_failed_value_does_not_harm_the_next(file: int) -> None:
     assert array.sum() == np.arange(5000).sum()
 
 
-def test_temporary_tensors_are_not_taken_for_each_other(file: int) -> None:
+def test_temporary_tensors_are_not_confused(file: int) -> None:
     """Tensors that pickling creates are freed at once, and later ones may get the same memory and id."""
 
     class Lazy:

@@ -38,7 +38,7 @@ def test_few_are_named_of_many_and_depth_ends() -> None:
     assert named(nested) == ["result[0][0][0][0]"]
 
 
-def test_circles_end() -> None:
+def test_cycles_end() -> None:
     circle: dict[str, Any] = {"lock": LOCK}
     circle["self"] = [circle]
     assert "result['lock']" in named(circle)
@@ -93,9 +93,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], str]] = [
 
 
 @pytest.mark.parametrize(("function", "args", "name"), CALLS)
-def test_variables_of_other_things_that_can_be_called(
-    function: Any, args: tuple[Any, ...], name: str
-) -> None:
+def test_variables_of_other_callables(function: Any, args: tuple[Any, ...], name: str) -> None:
     assert [found for found, _ in pickle_errors.unpicklable_variables(function, args)] == [name]
 
 

@@ -49,13 +49,13 @@ def test_dumped_messages_load_unchanged() -> None:
     assert schema.load(Node, schema.dump(NODE)) == NODE
 
 
-def test_a_loss_that_is_no_number_comes_back() -> None:
+def test_nan_losses_survive() -> None:
     sample = schema.load(SlotReading, schema.dump(SlotReading(0, loss=math.nan)))
     assert sample.loss is not None
     assert math.isnan(sample.loss)
 
 
-def test_pickles_do_not_leave() -> None:
+def test_pickles_are_not_sent() -> None:
     with pytest.raises(TypeError, match="bytes has no plain form"):
         schema.dump(Failed(0, 0.0, exception=b"\x80\x05"))
 
@@ -96,7 +96,7 @@ _JSON = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(schema.dump(_HEARTBEAT.summary)))), _JSON)
-def test_a_summary_with_a_strange_part_is_read_or_rejected(name: str, part: Any) -> None:
+def test_altered_summaries_are_read_or_rejected(name: str, part: Any) -> None:
     text = json.dumps({**json.loads(schema.dump(_HEARTBEAT.summary)), name: part}).encode()
     try:
         summary = schema.load(Summary, text)

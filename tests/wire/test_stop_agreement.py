@@ -39,7 +39,7 @@ def test_a_rank_stops_at_the_proposal_and_not_before() -> None:
     assert agreement.is_settled
 
 
-def test_a_rank_that_is_past_the_proposal_gets_a_later_one() -> None:
+def test_ranks_past_the_proposal_get_a_later_one() -> None:
     slots = {0: private_slot(), 1: private_slot()}
     agreement = StopAgreement(slots, 0.0)
     agreement.poll([0, 1], 0.0)
@@ -122,7 +122,7 @@ def test_coupled_ranks_of_any_pace_leave_together(pauses_s: list[float]) -> None
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.sampled_from([0.0005, 0.001, 0.005]), min_size=2, max_size=4))
-def test_ranks_that_never_meet_leave_at_the_same_step_too(pauses_s: list[float]) -> None:
+def test_independent_ranks_leave_at_the_same_step(pauses_s: list[float]) -> None:
     assert len(set(_run_ranks(pauses_s, lambda: None))) == 1
 
 
@@ -146,7 +146,7 @@ print(slot.num_checks)
 
 
 @pytest.mark.parametrize("pauses_s", [(0.0, 0.0, 0.0), (0.001, 0.002, 0.001), (0.02, 0.01, 0.015)])
-def test_real_processes(pauses_s: tuple[float, ...]) -> None:
+def test_real_processes_leave_together(pauses_s: tuple[float, ...]) -> None:
     board = Board.create(3)
     processes = [
         subprocess.Popen(

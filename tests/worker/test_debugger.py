@@ -16,7 +16,7 @@ from nblaunch.worker.debugger import Debugger
 
 
 @pytest.mark.parametrize("lines", [[], ["b {}:{}", "commands"]], ids=["command", "commands"])
-def test_an_open_pdb_is_ended_and_its_lines_are_not_read_by_the_next(lines: list[str]) -> None:
+def test_an_ended_pdb_leaves_no_input_behind(lines: list[str]) -> None:
     """This includes a pdb that waits for the commands of a breakpoint, or for the rest of a statement."""
     line = _prompts_of_a_breakpoint_after_an_open_pdb.__code__.co_firstlineno + 2
     try:

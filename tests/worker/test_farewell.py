@@ -118,9 +118,7 @@ def test_kernel_buffers_are_written_once(kernel: Kernel, tmp_path: Path, ending:
 
 
 @pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "SystemExit(3)"])
-def test_a_file_that_can_not_be_written_changes_no_outcome(
-    kernel: Kernel, tmp_path: Path, error: str
-) -> None:
+def test_unwritable_files_do_not_change_the_outcome(kernel: Kernel, tmp_path: Path, error: str) -> None:
     kernel.run(OPENING)
     broken = f"""
 import io
@@ -163,9 +161,7 @@ def do(ending):
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
-    kernel: Kernel, tmp_path: Path, start_method: str
-) -> None:
+def test_worker_log_handlers_and_finalizers_run(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
     kernel.run(KEEPING)
     launch = f"notebook_launcher(keep, ({str(tmp_path / 'log')!r},), 1, start_method={start_method!r})"
     folder = kernel.run(launch).value
@@ -173,9 +169,7 @@ def test_log_handlers_and_finalizers_of_the_worker_do_their_last(
     assert not Path(folder).exists()
 
 
-def test_a_shutdown_of_logging_in_the_function_is_for_the_workers_handlers(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_logging_shutdown_affects_only_worker_handlers(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(KEEPING)
     assert (
         kernel.run(f"notebook_launcher(keep_until_shutdown, ({str(tmp_path / 'log')!r},), 1)").value
@@ -228,7 +222,7 @@ def close():
 
 
 @pytest.mark.parametrize("stream", ["Logger", "FlushedLogger"])
-def test_output_may_be_replaced_by_an_object_that_is_not_a_file(kernel: Kernel, stream: str) -> None:
+def test_output_can_be_replaced_by_any_object(kernel: Kernel, stream: str) -> None:
     kernel.run(REPLACING)
     cell = kernel.run(f"notebook_launcher(talk, ({stream},), 1)")
     assert cell.value == 5

@@ -62,12 +62,12 @@ def test_an_interrupt_after_the_function_is_only_counted(interrupts: Interrupts,
     assert slot.read(0).interrupts == 1
 
 
-def test_an_interrupt_of_the_function_is_raised_where_it_is(interrupts: Interrupts) -> None:
+def test_self_sent_interrupts_are_raised_in_place(interrupts: Interrupts) -> None:
     with interrupts, pytest.raises(KeyboardInterrupt):
         interrupt()
 
 
-def test_an_interrupt_just_behind_the_function_costs_no_value(interrupts: Interrupts, slot: Slot) -> None:
+def test_an_interrupt_right_after_the_function_keeps_the_value(interrupts: Interrupts, slot: Slot) -> None:
     assert value_of(interrupts, lambda: 7, after=interrupt) == 7
     assert slot.read(0).interrupts == 1
 
@@ -109,7 +109,7 @@ def child_handler() -> Iterator[ChildHandler]:
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_handler_of_the_function_is_in_place_in_its_block_alone(child_handler: ChildHandler) -> None:
+def test_the_functions_handler_is_active_only_in_its_block(child_handler: ChildHandler) -> None:
     end_child()
     for _ in range(2):
         with child_handler, pytest.raises(Death):
@@ -117,7 +117,7 @@ def test_the_handler_of_the_function_is_in_place_in_its_block_alone(child_handle
         end_child()
 
 
-def test_the_function_may_take_its_handler_out(child_handler: ChildHandler) -> None:
+def test_the_function_may_remove_its_handler(child_handler: ChildHandler) -> None:
     with child_handler:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with child_handler:

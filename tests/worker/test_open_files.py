@@ -53,7 +53,7 @@ def in_child(function: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_forked_process_reads_on_and_moves_no_other(path: Path, opened: Callable[..., int]) -> None:
+def test_forked_reads_do_not_move_other_positions(path: Path, opened: Callable[..., int]) -> None:
     fd = opened(path)
     os.read(fd, 4)
     files = files_of(fd)
@@ -61,7 +61,7 @@ def test_a_forked_process_reads_on_and_moves_no_other(path: Path, opened: Callab
     assert os.lseek(fd, 0, os.SEEK_CUR) == 4
 
 
-def test_flags_stay(path: Path, opened: Callable[..., int]) -> None:
+def test_file_flags_are_kept(path: Path, opened: Callable[..., int]) -> None:
     fd = opened(path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW)
     os.set_inheritable(fd, True)
     files = files_of(fd)
@@ -74,7 +74,7 @@ def test_flags_stay(path: Path, opened: Callable[..., int]) -> None:
     assert in_child(is_as_before)
 
 
-def test_descriptors_that_share_a_position_still_do(path: Path, opened: Callable[..., int]) -> None:
+def test_shared_positions_stay_shared(path: Path, opened: Callable[..., int]) -> None:
     first, other = opened(path), opened(path)
     second = os.dup(first)
     try:
@@ -149,9 +149,7 @@ def test_files_that_cannot_be_reopened_are_returned(
     assert files[0].name == str(moved)
 
 
-def test_files_that_a_thread_opens_and_closes_meanwhile_are_no_obstacle(
-    path: Path, opened: Callable[..., int]
-) -> None:
+def test_concurrently_opened_files_are_tolerated(path: Path, opened: Callable[..., int]) -> None:
     fd = opened(path, os.O_RDWR)
     is_over = threading.Event()
 
@@ -174,7 +172,7 @@ def test_files_that_a_thread_opens_and_closes_meanwhile_are_no_obstacle(
             thread.join()
 
 
-def test_descriptors_closed_between_two_looks_at_them_are_left_out(
+def test_concurrently_closed_descriptors_are_left_out(
     path: Path, opened: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fds = [opened(path, os.O_RDWR), opened(path, os.O_RDWR)]

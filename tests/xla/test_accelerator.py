@@ -27,7 +27,7 @@ def run(kernel: Kernel, body: str, num_processes: int = 2) -> list[object]:
     return found
 
 
-def test_a_function_may_return_as_soon_as_it_has_joined(shared: Kernel) -> None:
+def test_a_function_may_return_right_after_joining(shared: Kernel) -> None:
     """A rank that leaves must not disturb ranks that still join; with eight ranks, one launch in four once failed."""
     for _ in range(5):
         assert run(shared, "return rank", 8) == list(range(8))
@@ -168,7 +168,7 @@ return branches.always.item(), branches.sometimes.item(), branches.never.item(),
     assert found == [(-1.0, -1.0, 1.0, True)] * 2
 
 
-def test_a_checkpoint_is_of_the_cpu_and_can_be_gone_on_from(shared: Kernel, tmp_path: Path) -> None:
+def test_checkpoints_are_on_the_cpu_and_resumable(shared: Kernel, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     found = run(
         shared,
@@ -232,7 +232,7 @@ print(accelerator.device, first == torch.rand(3, device=accelerator.device).toli
 """
 
 
-def test_seeds_reach_the_device_of_a_script_that_nothing_launched() -> None:
+def test_unlaunched_scripts_seed_their_device() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

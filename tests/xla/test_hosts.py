@@ -195,7 +195,7 @@ def test_with_a_metadata_server_the_environment_equals_torch_xlas(host: Host) ->
 
 
 @pytest.mark.parametrize("host", [name for name in HOSTS if name not in RUN], indirect=True)
-def test_the_others_are_rejected_with_the_reason(host: Host) -> None:
+def test_unsupported_hosts_are_rejected_with_a_reason(host: Host) -> None:
     assert host.rejected in (BACKEND.launch_problem() or BACKEND.count_problem(host.num_chips) or "")
 
 

@@ -12,7 +12,7 @@ from tests.xla import memory
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.usefixtures("compile_quickly")]
 
 
-def test_a_model_that_is_passed_is_held_once() -> None:
+def test_passed_models_are_in_memory_once() -> None:
     passed = memory.measure("passed")
     print(passed)
     assert passed.num_samples >= 5

@@ -58,7 +58,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("used", WORLDS)
-def test_the_worlds_that_workers_see_work(shared: Kernel, used: str) -> None:
+def test_world_variables_work(shared: Kernel, used: str) -> None:
     """On the CPU, torch_xla has no collectives across processes, so each worker is a world of one process."""
     shared.run(f"def work():{IMPORTS}    {WORLDS[used].strip()}\n")
     cell = shared.run("notebook_launcher(work, (), 2, dashboard='text')", timeout_s=100)
@@ -82,7 +82,7 @@ def work():{IMPORTS}
 
 
 @pytest.mark.parametrize("end", ["", "; dist.destroy_process_group()"])
-def test_tensors_that_a_group_of_gloo_leaves_as_they_are_are_reported(shared: Kernel, end: str) -> None:
+def test_gloo_calls_on_xla_tensors_are_reported(shared: Kernel, end: str) -> None:
     """torch silently reduces copies of them on the host."""
     collective = "dist.init_process_group(); total = ones(); dist.all_reduce(total)"
     shared.run(f"def work():{IMPORTS}    {collective}{end}; return total.tolist()\n")

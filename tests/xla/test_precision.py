@@ -74,7 +74,7 @@ def test_the_launchers_precision_is_the_default(probing: Kernel) -> None:
     assert cell.value[:4] == TABLE["'bf16'"]
 
 
-def test_settings_that_come_too_late_are_noticed(probing: Kernel) -> None:
+def test_late_settings_are_reported(probing: Kernel) -> None:
     cell = probing.run(
         "notebook_launcher(lambda: probe('bf16', False, True), num_processes=1, dashboard='text')",
         timeout_s=40,

@@ -80,7 +80,7 @@ def kernel(compile_quickly: None, tmp_path_factory: pytest.TempPathFactory) -> I
         yield kernel
 
 
-def test_it_learns_what_one_device_learns_and_holds_an_eighth(kernel: Kernel) -> None:
+def test_sharded_training_matches_one_device(kernel: Kernel) -> None:
     cell = kernel.run(
         """
 def train(model, is_sharded):
@@ -170,7 +170,7 @@ notebook_launcher(parts, (build(),), strategy="spmd", threads_per_process=4)
     assert cell.value == (1.0, 0.125, 0.125)
 
 
-def test_it_is_rejected_with_a_process_per_device(kernel: Kernel) -> None:
+def test_spmd_rejects_a_process_per_device(kernel: Kernel) -> None:
     cell = kernel.run(
         "notebook_launcher(lambda: Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()), num_processes=2)",
         raises="ValueError",

@@ -74,7 +74,7 @@ def test_inline_kernel_drives_all_devices(start_xla: StartKernel) -> None:
     assert kernel.run(call, timeout_s=70).value == (1, ["{devices=[2,1]0,1}"])
 
 
-def test_it_is_rejected_where_it_can_not_be(training: Kernel) -> None:
+def test_unsupported_spmd_launches_are_rejected(training: Kernel) -> None:
     for arguments, text in (
         ("backend='cpu', strategy='spmd'", "strategy='spmd' needs XLA devices"),
         ("strategy='spmd', num_processes=2", "one process drives all devices"),

@@ -78,7 +78,7 @@ print(json.dumps([answers, torch_xla._XLAC._xla_runtime_is_initialized()]))
 """
 
 
-def test_what_initialises_the_runtime_and_what_does_not() -> None:
+def test_initialising_calls_are_known() -> None:
     """Each call runs in a separate fork. The backend searches the history for the calls that initialise the runtime."""
     calls = [*INITIALISES, *LEAVES_ALONE]
     run = subprocess.run(

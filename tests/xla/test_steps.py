@@ -121,7 +121,7 @@ notebook_launcher(count, (nn.Linear(8, 4),), 1)
     assert cell.value == ([(32, 8)] * 3, 70)
 
 
-def test_something_that_changes_in_the_loop_is_named(stepping: Kernel) -> None:
+def test_changes_in_the_loop_are_named(stepping: Kernel) -> None:
     cell = stepping.run(
         """
 def grow(model):

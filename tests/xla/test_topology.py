@@ -81,7 +81,7 @@ def test_leftover_variables_are_overridden(kind: str, left_over: str) -> None:
     assert configured(kind, num_chips - 1) == expected
 
 
-def test_the_traps_are_there() -> None:
+def test_leftover_variables_still_exist() -> None:
     """Without nblaunch's clearing, torch_xla 2.9 keeps existing variables. If this test fails, the clearing can be
     removed.
     """
@@ -93,7 +93,7 @@ def test_the_traps_are_there() -> None:
     assert (found["TPU_PROCESS_BOUNDS"], found["TPU_PROCESS_ADDRESSES"]) == ("1,1,1", "local")
 
 
-def test_the_chips_that_torch_xla_knows_are_known() -> None:
+def test_all_torch_xla_chips_are_known() -> None:
     newer = set() if torch_xla.__version__ >= "2.9" else {"0x0076"}  # torch_xla 2.8 does not know v7x
     assert set(tpu_host._CHIPS) - newer == set(tpu._TPU_PCI_DEVICE_IDS)
     assert tpu._GOOGLE_PCI_VENDOR_ID == tpu_host._GOOGLE

@@ -87,7 +87,7 @@ def trained(digits: Kernel) -> Kernel:
     return digits
 
 
-def test_eight_workers_learn_what_one_process_learns(trained: Kernel) -> None:
+def test_eight_workers_match_one_process(trained: Kernel) -> None:
     cell = trained.run(
         """
 weights = [result[4] for result in results]
@@ -125,7 +125,7 @@ difference(plain, model.state_dict()), difference(plain, untrained)
     assert distance > 50 * error
 
 
-def test_twice_in_a_row_gives_the_same(digits: Kernel) -> None:
+def test_repeated_training_is_reproducible(digits: Kernel) -> None:
     cell = digits.run(
         """
 runs = [notebook_launcher(train, (build(), 1), num_processes=2) for _ in range(2)]
@@ -142,7 +142,7 @@ COMPUTES = (
 )
 
 
-def test_after_an_error(digits: Kernel) -> None:
+def test_training_works_after_an_error(digits: Kernel) -> None:
     cell = digits.run(
         """
 def fail(model):
@@ -158,7 +158,7 @@ notebook_launcher(fail, (build(),), num_processes=2)
     assert digits.run(COMPUTES, timeout_s=60).value == 2.0
 
 
-def test_after_an_interrupt(digits: Kernel, tmp_path: Path) -> None:
+def test_training_works_after_an_interrupt(digits: Kernel, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     cell = digits.submit(
         f"""
@@ -180,7 +180,7 @@ notebook_launcher(endless, (build(),), num_processes=2)
     assert digits.run(COMPUTES, timeout_s=60).value == 2.0
 
 
-def test_loaders_with_processes_of_their_own(digits: Kernel) -> None:
+def test_loaders_with_worker_processes(digits: Kernel) -> None:
     """They are forked from a worker whose runtime is running: they read and collate, and never touch the device."""
     cell = digits.run(
         """
@@ -214,7 +214,7 @@ def test_workers_share_a_start_method_without_fork(digits: Kernel) -> None:
     assert cell.value == ("xla:0", 2, 360)
 
 
-def test_a_model_that_is_only_evaluated_is_prepared_by_one_rank_alone(digits: Kernel) -> None:
+def test_one_rank_can_prepare_a_model_for_evaluation(digits: Kernel) -> None:
     digits.run("""
 def evaluate_on_one(model):
     accelerator = Accelerator()

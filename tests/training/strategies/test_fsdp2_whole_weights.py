@@ -87,7 +87,7 @@ def _train(low: torch.dtype, settings: dict[str, Any] | None, folder: str) -> di
 
 
 @pytest.mark.parametrize("low", [torch.float64, torch.float32])
-def test_weights_that_can_not_be_sharded_are_trained_alike(tmp_path: Path, low: torch.dtype) -> None:
+def test_weights_that_cannot_be_sharded_are_trained_alike(tmp_path: Path, low: torch.dtype) -> None:
     (expected,) = ranks.run(_train, 1, low, None, str(tmp_path / "alone"))
     settings = {"transformer_cls_names_to_wrap": ["Scaled", "Inner"]}
     precision = 1e-9 if low == torch.float64 else 1e-4

@@ -102,7 +102,7 @@ def test_enum_members_from_python_3_11_2_are_read(tmp_path: Path) -> None:
             shard_files.read_metadata(tmp_path / "shards")
 
 
-def test_metadata_can_not_change_a_class(tmp_path: Path) -> None:
+def test_metadata_cannot_change_a_class(tmp_path: Path) -> None:
     shard_files.write(_state(0.5), tmp_path / "shards", is_alone=True)
     changes = (
         pickle.dumps(metadata.MetadataIndex)[:-1] + pickle.dumps((None, {"__module__": "evil"}))[2:-1] + b"b."
