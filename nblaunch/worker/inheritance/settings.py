@@ -9,6 +9,7 @@ them. The table has a row for each setting; ``message_settings.py`` has warnings
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 import warnings
@@ -253,11 +254,9 @@ def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
 
 def _take_over_run(wandb: Any, run: Any) -> None:
     """Attach this process to a run of the kernel; both reach it through the service that the kernel started."""
-    wandb.sdk.lib.module.set_global(
-        run=run, config=run.config, log=run.log, summary=run.summary, save=run.save,
-        log_artifact=run.log_artifact, use_artifact=run.use_artifact, define_metric=run.define_metric,
-        alert=run.alert,
-    )  # fmt: skip
+    set_global = wandb.sdk.lib.module.set_global
+    names = inspect.signature(set_global).parameters  # each release adds some
+    set_global(**{name: getattr(run, name) for name in names if hasattr(run, name)} | {"run": run})
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

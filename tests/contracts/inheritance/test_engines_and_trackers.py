@@ -30,16 +30,17 @@ from types import SimpleNamespace
 run = None
 
 class Run:
-    config = summary = save = log_artifact = use_artifact = define_metric = alert = None
-
     def __init__(self, id): self.id = id
     def log(self, values): return self.id, values
+    def watch(self, model): return self.id, model
 
-def log(values): raise RuntimeError("You must call wandb.init() before wandb.log()")
+def _called_too_early(*args): raise RuntimeError("You must call wandb.init() before")
 
-def init(id): set_global(run=Run(id), log=Run(id).log)
+log = watch = _called_too_early
 
-def set_global(**values): globals().update(values)
+def init(id): set_global(run=Run(id), log=Run(id).log, watch=Run(id).watch)
+
+def set_global(run=None, config=None, log=None, watch=None): globals().update(run=run, log=log, watch=watch)
 
 sdk = SimpleNamespace(lib=SimpleNamespace(module=SimpleNamespace(set_global=set_global)))
 """
@@ -95,9 +96,12 @@ def test_a_connected_process_is_not_forked(shared: Kernel, start_method: str) ->
 
 @contract("experiment tracker runs")
 def test_workers_log_to_the_kernels_run(shared: Kernel, start_method: str) -> None:
-    shared.run("import wandb\nwandb.init('r1')\ndef log(): return wandb.log({'loss': 1})")
+    shared.run(
+        "import wandb\nwandb.init('r1')\ndef log(): return wandb.log({'loss': 1}), wandb.watch('model')"
+    )
     try:
-        assert shared.run(f"launch(log, {start_method!r})").value == [("r1", {"loss": 1})] * 2
+        cell = shared.run(f"launch(log, {start_method!r})")
+        assert cell.value == [(("r1", {"loss": 1}), ("r1", "model"))] * 2
     finally:
         shared.run("wandb.run = None")
 
