@@ -175,7 +175,7 @@ def test_swapped_folder_is_not_read(own_folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["launch", "events"])
-def test_a_job_without_a_file_is_refused(name: str) -> None:
+def test_a_job_without_a_file_is_rejected(name: str) -> None:
     (_ended(JobOutcome("done", values={0: 7})).path / name).unlink()
     with pytest.raises(LookupError, match=name):
         nblaunch.attach(dashboard="none")
@@ -737,12 +737,12 @@ def test_events_are_restored_once_the_disk_has_room(monkeypatch: pytest.MonkeyPa
         recorder.on_event(Fact(-1, 0.0, "first", "x"))
         (folder.path / "events").unlink()
 
-        def refuse(fd: int, data: bytes) -> int:
+        def reject(fd: int, data: bytes) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
-            patch.setattr("nblaunch.detached.recorder.os.write", refuse)
+            patch.setattr("nblaunch.detached.recorder.os.write", reject)
             assert all(recorder.restore() for _ in range(3))
         assert len(os.listdir("/proc/self/fd")) == before
         assert recorder.restore() == ""

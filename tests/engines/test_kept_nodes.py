@@ -194,7 +194,7 @@ def test_nodes_end_if_they_are_closed_at_any_line_of_the_end_of_their_launch() -
     assert number > 3, "few lines have run"
 
 
-def test_nodes_are_refused_in_a_forked_process() -> None:
+def test_nodes_are_rejected_in_a_forked_process() -> None:
     engine = KeptEngine(_Engine())
     child = os.fork()
     if not child:
