@@ -71,6 +71,8 @@ class TrainModeEvaluation(Check):
 
     def before_loop(self, prepared: Prepared) -> None:
         self._versions.clear()
+        if torch.is_grad_enabled():
+            return  # a training loop
         for model in map(bare_module, prepared.models):
             self._versions.update((layer, _version(layer)) for layer in model.modules())
 
