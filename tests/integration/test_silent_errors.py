@@ -742,7 +742,7 @@ RIGHT = {
     with open(PATH + "-lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write(PATH + "-locked")
-    with Reader().open(PATH + "-turn") as file:
+    with Reader().open(f"{PATH}-{accelerator.process_index}") as file:
         assert file.read() == "line"
     assert io.open is builtins.open is copy.deepcopy(io.open) is pickle.loads(pickle.dumps(io.open))""",
     "a share of the parameters for each rank, with its own rate": """
