@@ -70,6 +70,7 @@ RAISED = {
 """Cell of 04_when_things_go_wrong -> the type of its error, and a word in its message."""
 
 SMALL = {
+    "02_text_classification": "epochs = 2",
     "06_big_models": "num_processes, width, num_layers, num_steps, batch_size = 2, 64, 2, 20, 8\nlearning_rate = 3e-3",
 }
 """Name -> parameters for the tests, if the notebook's own take too long."""

@@ -35,7 +35,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def executed(
-    path: Path, parameters: str, last_cell: str, python: str = sys.executable, timeout_s: int = 250
+    path: Path, parameters: str, last_cell: str, python: str = sys.executable, timeout_s: int = 500
 ) -> Any:
     """Return the executed notebook, with ``parameters`` set after its own and one more cell at the end."""
     notebook = nbformat.read(path, as_version=4)
@@ -48,7 +48,7 @@ def executed(
     return notebook
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("profile", "path"),
     [
@@ -94,7 +94,7 @@ def raised(cell: Any) -> str:
     return f"{errors[0].ename}: {errors[0].evalue}" if errors else ""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_quickstart_result_is_independent_of_processes(tmp_path: Path) -> None:
     """The global batches are the same, so training is the same up to rounding.
 
