@@ -151,6 +151,9 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
         raise UsageError(
             f"{name} is a file; write its module and a name in it, such as {Path(name).stem}:build_model"
         )
+    if not Path(name).exists():
+        # Without a network, transformers tries for a minute.
+        print(f"looking for {name} in transformers' cache and on the Hugging Face hub", file=sys.stderr)
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     trusts = bool(arguments["trust_remote_code"])
     named = (getattr(config, "auto_map", None) or {}) if trusts else {}

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nblaunch.host import proc
+from nblaunch.host import descriptors, proc
 
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
+_PATIENCE_S = 10.0
 _CLOCK_SLACK_S = 60.0
 """Largest difference in seconds between the clocks of two machines that share a disk."""
 
@@ -98,10 +99,24 @@ def this_machine() -> Machine:
 
 @cache
 def _lasting_ids(pid: int) -> tuple[str, str, str]:
-    """Return the ids of :class:`Machine` that stay the same while this process, ``pid``, runs."""
-    installed = next(filter(None, map(proc.read, _MACHINE_IDS)), "")
+    """Return the ids of :class:`Machine` that stay the same while this process, ``pid``, runs.
+
+    Raises:
+        OSError: this process had no free descriptor for ten seconds; without ids, its jobs would seem to run elsewhere.
+    """
+    installed = next(filter(None, map(_read, _MACHINE_IDS)), "")
     try:
         namespace = str(_PID_NAMESPACE.stat().st_ino)
     except OSError:  # no /proc
         namespace = ""
-    return installed, proc.read(_BOOT_ID), namespace
+    return installed, _read(_BOOT_ID), namespace
+
+
+def _read(path: Path) -> str:
+    """Return a file's text without its line end; empty if the system has no such file."""
+    try:
+        return descriptors.when_free(path.read_text, _PATIENCE_S).strip()
+    except OSError as error:
+        if descriptors.have_run_out(error):
+            raise
+        return ""

@@ -132,6 +132,21 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, capfd: pytest.Captu
     assert model["root"] == bert.num_parameters() - embeddings - layers
 
 
+def test_a_search_on_the_hub_is_announced(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def found(name: str, **_: object) -> object:
+        assert f"looking for {name}" in capfd.readouterr().err
+        return transformers.BertConfig(
+            vocab_size=500, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", found)
+    assert estimated(capfd, "someone/model")["model"]["parameters"] > 500 * 32
+
+
 OWN_CODE = """
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
