@@ -8,22 +8,15 @@ that exist only for a moment, :func:`forks_held_back` makes forks wait.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import select
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _HIGH = 960
 """Below the usual limit, 1024. Higher numbers cost memory, because the system's table reaches up to the highest."""
-
-_RETRY_S = 0.1
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -72,23 +65,6 @@ def occupy_standard_ones() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
-
-
-def have_run_out(error: OSError) -> bool:
-    """Return whether ``error`` means that this process, or the system, has no descriptor left."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def when_free(call: Callable[[], T], patience_s: float) -> T:
-    """Return ``call()``; wait up to ``patience_s`` seconds while it raises because there is no descriptor left."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if not have_run_out(error) or time.monotonic() >= until_s:
-                raise
-            time.sleep(_RETRY_S)
 
 
 def check_room(count: int) -> None:
