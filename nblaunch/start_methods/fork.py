@@ -54,68 +54,76 @@ def fork_workers(
     load_call: Callable[[], FunctionCall], assignments: Sequence[Assignment], board: Board
 ) -> dict[int, int]:
     """Fork one worker per assignment; return rank -> process id. Only the parent returns."""
-    pids: dict[int, int] = {}
+    with _other_threads_finishing() as let_them_run:
+        assignments = _prepare(assignments)
+        load_call = _with_random_state(load_call)
+        with _originals_opened(assignments) as originals:
+            files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
+
+            def run(assignment: Assignment) -> None:
+                let_them_run()
+                _run_worker(assignment, assignments, load_call, board, originals, files)
+
+            with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
+                # A thread that works takes the interpreter, and this thread waits for it.
+                time.sleep(_PAUSE_S)
+                files.flush()  # the thread may have written meanwhile
+                return _fork_all(assignments, run)
+
+
+def _prepare(assignments: Sequence[Assignment]) -> list[Assignment]:
+    """Prepare this process for the forks, and return the assignments for its children.
+
+    Before the forks, because every page that a worker writes to is copied.
+    """
     output.flush_before_fork()
-    _prepare(backends.find(assignments[0].backend))
+    _prepare_backend(backends.find(assignments[0].backend))
     early_imports.finish()
     is_paused = pause_pools()
     kernel_threads.remember()
     child_processes.remember()
     parent_pid = os.getpid()
-    load_call = _with_random_state(load_call)
-    # Before the forks, because every page that a worker writes to is copied.
-    assignments = [
-        replace(each, parent_pid=parent_pid, restricts_threads=not is_paused) for each in assignments
-    ]
-    with _originals_opened(assignments) as originals:
-        files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
-        with (
-            heap.frozen(),
-            process_control.signals_blocked(),
-            attached_debugger.kept_out(),
-            _other_threads_waiting() as let_them_run,
-        ):
-            files.flush()  # a thread may have written meanwhile
-            for assignment in assignments:
-                try:
-                    pid = _fork()
-                except OSError as error:
-                    kill_and_reap(pids.values())  # the workers started before this one failed to start
-                    raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
-                if pid == 0:
-                    let_them_run()
-                    _run_worker(assignment, assignments, load_call, board, originals, files)
-                pids[assignment.rank] = pid
+    return [replace(each, parent_pid=parent_pid, restricts_threads=not is_paused) for each in assignments]
+
+
+def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], None]) -> dict[int, int]:
+    pids: dict[int, int] = {}
+    for assignment in assignments:
+        try:
+            pid = _fork()
+        except OSError as error:
+            kill_and_reap(pids.values())  # the workers started before this one failed to start
+            raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
+        if pid == 0:
+            run(assignment)
+        pids[assignment.rank] = pid
     return pids
 
 
-_PATIENCE_S = 0.05
-"""How long another thread may work before this one forks anyway. A thread that computes forever may hold no lock."""
+_PATIENCE_S = 0.4
+"""How long a thread may work while another one waits for the interpreter: longer than work under a lock takes, and
+longer than the forks take, also on a busy machine. A thread that computes forever delays the forks by this time.
+"""
 
 _PAUSE_S = 1e-4
 """How long this thread sleeps, so that a thread with work can take the interpreter."""
 
-_LONGER_THAN_FORKS_S = 1.0
-"""Switch interval during the forks, which take milliseconds."""
-
 
 @contextmanager
-def _other_threads_waiting() -> Iterator[Callable[[], None]]:
-    """Let this process's other Python threads run until they wait, and then keep them waiting.
+def _other_threads_finishing() -> Iterator[Callable[[], None]]:
+    """Let each Python thread work undisturbed until it waits, instead of for 5 ms, Python's switch interval.
 
     A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
-    draws a progress bar ten times a second holds a lock while it draws. Python would interrupt it after 5 ms, in the
-    middle of its work, so that this thread can fork.
+    draws a progress bar ten times a second holds a lock while it draws, and Python would interrupt it so that this
+    thread can fork. The block must run for a few milliseconds before it forks: threads that already wait for the
+    interpreter keep to the former interval.
 
     Yields:
-        A function that lets the threads of the calling process run again.
+        A function that restores the interval in a forked process.
     """
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(_PATIENCE_S)
     try:
-        # A thread that has work takes the interpreter, and this thread waits for it.
-        time.sleep(_PAUSE_S)
-        sys.setswitchinterval(_LONGER_THAN_FORKS_S)
         yield partial(sys.setswitchinterval, interval_s)
     finally:
         sys.setswitchinterval(interval_s)
@@ -131,7 +139,7 @@ def _fork() -> int:
         return attached_debugger.fork()
 
 
-def _prepare(backend: Backend) -> None:
+def _prepare_backend(backend: Backend) -> None:
     try:
         backend.prepare_launcher()
     except RuntimeError as error:

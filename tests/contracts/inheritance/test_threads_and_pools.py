@@ -175,7 +175,7 @@ def test_briefly_held_locks_are_free_in_workers(kernel: Kernel) -> None:
         "def draw():\n"
         "    while not stop.wait(0.001):\n"
         "        with lock:\n"
-        "            for _ in range(500_000): pass\n"  # longer than Python lets a thread run if another wants to
+        "            for _ in range(200_000): pass\n"  # longer than Python lets a thread run if another wants to
         "threading.Thread(target=draw).start()\n"
         "def train(): return lock.acquire(timeout=1)"
     )
