@@ -144,7 +144,7 @@ def test_a_search_on_the_hub_is_announced(
         )
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", found)
-    assert estimated(capfd, "someone/model")["model"]["parameters"] > 500 * 32
+    assert estimated(capfd, "team/model")["model"]["parameters"] > 500 * 32
 
 
 OWN_CODE = """
