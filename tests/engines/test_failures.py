@@ -8,6 +8,7 @@ import pytest
 
 from tests.engines.conftest import FAILING, comparable
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -26,21 +27,14 @@ def error_of(what, who, **settings):
 """
 )
 
-CASES = [
-    ("error", 1),
-    ("error", 3),
-    ("SIGKILL", 1),
-    ("SIGSEGV", 3),
-    ("exit 0", 3),
-    ("return", 1),
-    ("unpicklable result", -1),
-    ("hang", 3),
-]
+CASES = [("error", 3), ("SIGKILL", 1), ("unpicklable result", -1)]
+MORE_CASES = [("error", 1), ("SIGSEGV", 3), ("exit 0", 3), ("return", 1), ("hang", 3)]
 
 
-def test_failures_match_one_machine(notebook: Kernel) -> None:
+@pytest.mark.parametrize("cases", [CASES, thorough(MORE_CASES)], ids=["some", "more"])
+def test_failures_match_one_machine(notebook: Kernel, cases: list[tuple[str, int]]) -> None:
     notebook.run(CELL)
-    for what, who in CASES:
+    for what, who in cases:
         local = notebook.run(f"error_of({what!r}, {who}, engine='local', num_nodes=1)").value
         there = notebook.run(f"error_of({what!r}, {who})").value
         assert local[0] != "nothing", (what, who)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,7 +96,8 @@ def _load_slowly(notebook: Kernel, folder: Path) -> Cell:
     return cell
 
 
-def test_interrupt_ends_all_nodes_at_one_optimizer_step(notebook: Kernel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, thorough(3)])
+def test_interrupt_ends_all_nodes_at_one_optimizer_step(notebook: Kernel, tmp_path: Path, times: int) -> None:
     notebook.run(f"""
 def train(number):
     dist.init_process_group("gloo")
@@ -127,7 +129,7 @@ def checkpoints(number):
     return ({{one["steps"] for one in saved}},
             all(torch.equal(one["weights"]["weight"], saved[0]["weights"]["weight"]) for one in saved))
 """)
-    for number in range(3):
+    for number in range(times):
         cell = notebook.submit(f"train_with_time({number})")
         for rank in range(4):
             cell.wait_for_text(f"rank {rank} is under way")

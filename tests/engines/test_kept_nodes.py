@@ -126,6 +126,7 @@ def test_a_kept_node_lost_while_loading_restarts_all_nodes(ready: Kernel) -> Non
     ready.wait_for_no_processes()
 
 
+@pytest.mark.thorough
 def test_nodes_that_end_again_while_loading_are_named(ready: Kernel) -> None:
     ready.run(f"times = 3\n{ENDING}")
     call = "launch(lambda ending: rank(), Ending(), engine=nodes)"

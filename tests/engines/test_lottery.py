@@ -19,6 +19,7 @@ def lottery(monkeypatch: pytest.MonkeyPatch, nothing_left_behind: None) -> Lotte
     return Lottery("processes", seed=secrets.randbits(32), left_s=BUSY_LEFT_S)
 
 
+@pytest.mark.thorough
 def test_kills_at_random_moments_are_named_and_leave_nothing(lottery: Lottery) -> None:
     with lottery.kernel() as kernel:
         draws = [lottery.kill(kernel, victim, SPAN_S) for victim in ("rank", "node", "job process")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,7 +25,7 @@ def train(is_prepared, path):
 """
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", [thorough(1), 2])
 def test_ranks_are_compared_across_nodes(notebook: Kernel, per_node: int, tmp_path: object) -> None:
     notebook.run(TRAINING)
     ranks = 2 * per_node

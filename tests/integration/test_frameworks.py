@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 METHODS = ("fork", "forkserver")
 
@@ -120,9 +121,11 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 @pytest.mark.timeout(240)
-def test_lightning_fabric(fresh: Kernel) -> None:
+@pytest.mark.parametrize("methods", [("fork",), thorough(("forkserver",))])
+def test_lightning_fabric(fresh: Kernel, methods: tuple[str, ...]) -> None:
     """It does so whether the function or the kernel imports it first."""
     fresh.run(
+        f"methods = {methods!r}\n"
         """
 def train():
     from lightning_fabric import Fabric
@@ -134,10 +137,10 @@ def train():
     optimizer.step()
     return fabric.world_size, fabric.global_rank, fabric.all_reduce(torch.tensor(1.0), reduce_op="sum").item()
 def launched():
-    return [notebook_launcher(train, (), 2, return_all=True, start_method=method) for method in ("fork", "forkserver")]
+    return [notebook_launcher(train, (), 2, return_all=True, start_method=method) for method in methods]
 """
     )
-    ranks = [[(2, 0, 2.0), (2, 1, 2.0)]] * 2
+    ranks = [[(2, 0, 2.0), (2, 1, 2.0)]]
     cell = fresh.run("launched(), 'lightning_fabric' in sys.modules", timeout_s=110)
     assert cell.value == (ranks, False)
     assert fresh.run("import lightning_fabric; launched()", timeout_s=110).value == ranks
