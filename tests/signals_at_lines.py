@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,7 +21,8 @@ def with_signal_at_line(
 ) -> tuple[str, BaseException | None]:
     """Call ``call``, and send this process a signal before the ``number``-th executed line, counted from 1.
 
-    Each line of the main thread counts once, except lines of ``__del__``, whose exceptions Python does not raise.
+    Each line of the main thread counts once, except lines of ``__del__`` and of callbacks of the garbage collector,
+    whose exceptions Python does not raise.
 
     Args:
         folder: count only lines of files below it; empty = all lines.
@@ -30,11 +32,14 @@ def with_signal_at_line(
     seen: set[tuple[CodeType, int]] = set()
     place = ""
     pid = os.getpid()
+    of_collector = {getattr(callback, "__code__", None) for callback in gc.callbacks}
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal place
         code = frame.f_code
-        if place or not code.co_filename.startswith(folder) or code.co_name == "__del__":
+        if place or not code.co_filename.startswith(folder):
+            return None
+        if code.co_name == "__del__" or code in of_collector:
             return None
         if event == "line" and os.getpid() == pid:
             seen.add((code, frame.f_lineno))

@@ -37,8 +37,14 @@ def launch(function, *args, **settings):
     return notebook_launcher(function, args, **{**usual, **settings})
 
 def node_programs():
-    me = psutil.Process()
-    return [p.pid for p in me.children(recursive=True) if "nblaunch.engines.node" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "nblaunch.engines.node" in " ".join(process.cmdline()):
+                found.append(process.pid)
+        except psutil.NoSuchProcess:  # it has ended
+            continue
+    return found
 """
 
 FAILING = """
