@@ -117,7 +117,7 @@ test:  ## lint, then run all tests, including XLA; the last lines list failed pa
 	echo "make test: lint, test-xla and test-main passed"
 else
 test: setup browser colab-env
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(THOROUGH) $(ARGS)
 endif
 
 # Run a whole suite. $(1): interpreter, $(2): test paths, $(3): options. A retry runs whole files, because browser tests
@@ -157,7 +157,7 @@ test-xla: xla-env  ## run the XLA tests with the real torch_xla on the CPU, in a
 	$(call whole_suite,PJRT_DEVICE=CPU $(XLA_VENV)/bin/python,$(XLA_TESTS),$(THOROUGH) --override-ini cache_dir=.pytest_cache/xla)
 else
 test-xla: xla-env
-	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(ARGS)
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest $(XLA_TESTS) $(THOROUGH) $(ARGS)
 endif
 
 # Releases differ in how they find a host's chips and assign them to workers, so test the previous one, too.

@@ -264,7 +264,7 @@ class RemoteRequests:
     def _request(self, request: str) -> None:
         if self._endpoint.ask(request) != TAKEN and self._endpoint.is_served():
             warn(
-                f"the process of {self._endpoint.folder.name} did not answer the request ({request}) within "
+                f"the process of {self._endpoint.folder.name} did not reply to the request ({request}) within "
                 f"{_PATIENCE_S:g} s, because it is busy or stopped. It may carry it out later; `nblaunch jobs` shows "
                 "its status"
             )

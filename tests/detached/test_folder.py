@@ -519,7 +519,7 @@ def test_requests_are_served_after_descriptors_have_run_out(
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", reject)
         # the server already waits for this descriptor
-        with pytest.warns(UserWarning, match="did not answer"):
+        with pytest.warns(UserWarning, match="did not reply"):
             requests.RemoteRequests(Endpoint(own_folder)).interrupt()
         assert rejected.wait(10)
     requests.RemoteRequests(Endpoint(own_folder)).stop()

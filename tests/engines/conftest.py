@@ -37,14 +37,14 @@ def launch(function, *args, **settings):
     return notebook_launcher(function, args, **{**usual, **settings})
 
 def node_programs():
-    found = []
+    pids = []
     for process in psutil.Process().children(recursive=True):
         try:
             if "nblaunch.engines.node" in " ".join(process.cmdline()):
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.NoSuchProcess:  # it has ended
             continue
-    return found
+    return pids
 """
 
 FAILING = """
