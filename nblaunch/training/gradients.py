@@ -6,7 +6,6 @@ gradients are synchronised, the strategy decides how, and the precision sets the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from time import monotonic
@@ -36,7 +35,7 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
     if not shared.has_checked_models:
         shared.check_models()
     if shared.process.slot.words[UPDATES] >= shared.watch.due_at:
-        shared.watch.before_backward(preparer, loss)
+        shared.watch.before_backward(preparer, loss, options)
     is_shown, busy_time = shared.is_shown, shared.busy_time
     busy_time.is_in_backward = is_shown
     began_s = monotonic()
@@ -151,23 +150,22 @@ def unscale(preparer: Preparer, optimizer: Any) -> None:
 
 def clip_grad_norm(preparer: Preparer, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip gradients by their total norm; see ``Accelerator.clip_grad_norm_``."""
-    listed, owners = _bring_to_true_size(preparer, parameters)
-    if max_norm != math.inf:  # an infinite norm only measures
-        preparer.shared.watch.before_clip(owners)
+    listed = _bring_to_true_size(preparer, parameters)
+    preparer.shared.watch.before_clip(listed, max_norm)
     return preparer.strategy.clip_grad_norm(listed, max_norm, norm_type)
 
 
 def clip_grad_value(preparer: Preparer, parameters: Any, clip_value: float) -> None:
     """Clip gradients elementwise; see ``Accelerator.clip_grad_value_``."""
-    listed, owners = _bring_to_true_size(preparer, parameters)
-    preparer.shared.watch.before_clip(owners)
+    listed = _bring_to_true_size(preparer, parameters)
+    preparer.shared.watch.before_clip(listed, None)
     preparer.strategy.clip_grad_value(listed, clip_value)
 
 
 def _bring_to_true_size(
     preparer: Preparer, parameters: torch.Tensor | Iterable[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[AcceleratedOptimizer]]:
-    """Average and unscale gradients of ``parameters``; return the parameters as a list, and their optimizers.
+) -> list[torch.Tensor]:
+    """Average and unscale gradients of ``parameters``; return the parameters as a list.
 
     Gradients are averaged over ranks unless backward has done so. Optimizers without any of the parameters are not
     touched, because they may have no gradients yet. If no prepared optimizer has any of them, all are unscaled.
@@ -179,4 +177,4 @@ def _bring_to_true_size(
         if optimizer.is_due:
             optimizer.reduce_gradients()
     unscale(preparer, owners or None)
-    return listed, owners
+    return listed

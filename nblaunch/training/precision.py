@@ -84,6 +84,10 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of ``optimizer``, before they are clipped or read."""
 
+    def has_scaled_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the gradients of ``optimizer`` still contain a loss scale."""
+        return False
+
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the gradients of ``optimizer`` were cleared."""
 
@@ -157,6 +161,9 @@ class Fp16Precision(Precision):
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
         self._done: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = (
+            weakref.WeakSet()
+        )  # since the last backward pass
 
     def __getstate__(self) -> dict[str, Any]:
         # Copying a model copies this object with its forward, but not the optimizers.
@@ -188,6 +195,7 @@ class Fp16Precision(Precision):
         if self._done and self._unscaled - self._done:
             raise RuntimeError(_MIXED.format("has not stepped since"))
         self._end_round()
+        self._stepped.clear()
         before = {optimizer: _versions(optimizer) for optimizer in self._unscaled}
         self._scaler.scale(loss).backward(**options)
         if any(_versions(optimizer) != versions for optimizer, versions in before.items()):
@@ -213,9 +221,16 @@ class Fp16Precision(Precision):
             else:
                 self._scaler.step(optimizer, closure)
         self._done.add(optimizer)
+        self._stepped.add(optimizer)
         if not self._waiting():
             self._end_round()
         return self._was_skipped
+
+    def has_scaled_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer in self._unscaled or optimizer in self._stepped:
+            return False
+        state = getattr(self._scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+        return getattr(state.get("stage"), "name", "READY") == "READY"  # users may call the scaler themselves
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._unscaled:

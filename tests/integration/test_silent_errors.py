@@ -84,6 +84,23 @@ WRONG = {
         optimizer.step()
         accelerator.clip_grad_norm_(model.parameters(), 1.0)  # here
         optimizer.zero_grad()""",
+    "clipping_after_step=torch": """
+    from torch.nn.utils import clip_grad_norm_
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        clip_grad_norm_(model.parameters(), 1.0)  # here
+        optimizer.zero_grad()""",
+    "clipping_after_step=value": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)  # here
+        optimizer.zero_grad()""",
     "zero_learning_rate": """
     accelerator = Accelerator()
     model, optimizer, loader = parts()
@@ -545,6 +562,16 @@ RIGHT = {
                 optimizer.step()
                 optimizer.zero_grad()
         scheduler.step()""",
+    "clipping with torch before the step, measuring after it": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        optimizer.zero_grad()""",
     "half precision": """
     accelerator = Accelerator(mixed_precision="fp16")
     model, optimizer, loader = accelerator.prepare(*parts())

@@ -572,6 +572,7 @@ nn.init.constant_(second.weight, 1.0)
     kernel.run("session.close()")
 
 
+@pytest.mark.alarms("hang")
 def test_incomplete_collectives_are_reported_and_left(kernel: Kernel) -> None:
     kernel.run("import os\nfrom nblaunch import Session\nsession = Session(3, hang_timeout_s=1.0)")
     kernel.run("session.execute('import torch; torch.distributed.barrier()')")

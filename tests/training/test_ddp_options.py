@@ -108,6 +108,7 @@ def test_exact_options_train_as_one_process(
     _compare(ranks.run(_train, 2, options, accumulation), alone[accumulation])
 
 
+@pytest.mark.alarms("parameters_without_gradients")
 def test_unused_parameters_can_be_found() -> None:
     expected = ranks.run(_train, 1, {}, 1, False)[0]
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):

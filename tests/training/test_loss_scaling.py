@@ -278,3 +278,42 @@ def test_a_collapsing_scale_is_reported() -> None:
     with pytest.warns(UserWarning, match="loss_scale_collapsed") as caught:
         _overflow()
     assert len(caught) == 1
+
+
+def _clipped_with_torch(unscale: Callable[[Accelerator, Any], object], overflows: bool = False) -> None:
+    accelerator = _accelerator("fp16")
+    module = _layer(1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+    for batch in _batches():
+        accelerator.backward(model(batch).square().mean() * (float("inf") if overflows else 1.0))
+        unscale(accelerator, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)  # only measures
+        optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_clipping_of_scaled_gradients_by_torch_is_reported() -> None:
+    with pytest.warns(UserWarning, match="clipping_scaled_gradients") as caught:
+        _clipped_with_torch(lambda accelerator, optimizer: None)
+    assert [one.filename for one in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize(
+    "unscale",
+    [
+        lambda accelerator, optimizer: accelerator.unscale_gradients(),
+        lambda accelerator, optimizer: accelerator.scaler.unscale_(optimizer.optimizer),
+        lambda accelerator, optimizer: accelerator.clip_grad_norm_(optimizer.param_groups[0]["params"], 9.0),
+    ],
+    ids=["by the Accelerator", "by the scaler", "by clipping"],
+)
+def test_unscaled_gradients_may_be_clipped_by_torch(
+    unscale: Callable[[Accelerator, Any], object], overflows: bool
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _clipped_with_torch(unscale, overflows)

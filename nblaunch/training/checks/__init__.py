@@ -2,11 +2,12 @@
 
     watch.py       runs the checks in the first steps, and in a few later ones
     check.py       the interface of a check
-    gradients.py   gradients that are never cleared, never computed, or clipped too late
+    gradients.py   gradients that are never cleared or never computed
+    clipping.py    gradients that are clipped too late, or with fp16's scale
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
-    noise.py      loaders whose processes draw equal random numbers
+    noise.py       loaders whose processes draw equal random numbers
     hints.py       possible mistakes that may be intended, shown on request
     scaling.py     a gradient scaler that has collapsed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -44,14 +44,14 @@ class Check(ABC):
     def begin_window(self) -> None:
         """Forget the steps that were examined before, because other steps have passed since."""
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        """Check before a backward pass from ``loss``."""
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Check before a backward pass from ``loss``, with the ``options`` of ``accelerator.backward``."""
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         """Check before a step of a torch optimizer, prepared or not."""
 
-    def before_clip(self, prepared: Prepared, optimizers: Sequence[Any]) -> None:
-        """Check before gradients of prepared ``optimizers`` are clipped."""
+    def before_clip(self, prepared: Prepared, gradients: Sequence[torch.Tensor], by_torch: bool) -> None:
+        """Check before ``gradients`` are clipped, by a function of torch or by the Accelerator."""
 
     def before_loop(self, prepared: Prepared) -> None:
         """Check before a loop over a prepared loader."""

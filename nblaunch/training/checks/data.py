@@ -48,7 +48,7 @@ class SameSamples(Check):
         self._digests: deque[int] = deque(maxlen=_NUM_COMPARED)
         self._losses: deque[str] = deque(maxlen=_NUM_COMPARED)
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
         if not isinstance(sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
@@ -140,7 +140,7 @@ class FixedOrder(Check):
         for seen in self._seen.values():
             seen.is_cut_short = False  # the rest of its loop was not examined
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         iterator = _unprepared_iterator(prepared)
         sampler = _sampler_of(iterator)
         if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:

@@ -1,9 +1,9 @@
-"""Checks for gradients that are never cleared, never computed, or clipped after the step."""
+"""Checks for gradients that are never cleared or never computed."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -69,7 +69,7 @@ class UnclearedGradients(Check):
         self._last: weakref.WeakKeyDictionary[Any, _LastStep] = weakref.WeakKeyDictionary()
         self._streaks = Streaks()
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         for last in self._last.values():
             last.look()
 
@@ -166,29 +166,3 @@ class ForeignParameters(Check):
         # A layer that takes another's place has the same kinds of parameters, weights and biases.
         is_alike = sorted(map(torch.Tensor.dim, strays)) == sorted(map(torch.Tensor.dim, left_out.values()))
         return list(left_out) if is_alike else []
-
-
-class LateClipping(Check):
-    """Gradients are clipped after the step that used them, and before the next backward pass."""
-
-    name = "clipping_after_step"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
-
-    def begin_window(self) -> None:
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        self._stepped.clear()
-
-    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped.add(optimizer)
-
-    def before_clip(self, prepared: Prepared, optimizers: Sequence[Any]) -> None:
-        if optimizers and all(wrapper.optimizer in self._stepped for wrapper in optimizers):
-            self.report(
-                "gradients are clipped after optimizer.step() has used them, which has no effect",
-                "Clip between accelerator.backward(loss) and optimizer.step()",
-            )

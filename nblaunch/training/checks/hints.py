@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class LossDividedTwice(Check):
         super().__init__(report)
         self._count = 0
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        num_steps = prepared.accumulation.num_steps
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        num_steps = prepared.accumulation.num_steps if options.get("scale_wrt_gas", True) else 1
         made_by: Any = loss.grad_fn
         divisor = getattr(made_by, "_saved_other", None) if made_by is not None else None
         is_number = isinstance(divisor, torch.Tensor) and divisor.ndim == 0 and divisor.device.type == "cpu"
@@ -211,7 +212,7 @@ class DifferentOrders(Check):
     name = "loaders_in_different_orders"
     is_hint = True
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         active = prepared.accumulation.active_loader
         for other in prepared.accumulation.loaders_in_turns:
             first, second = (getattr(loader, "shuffled_by", ()) for loader in (active, other))
@@ -244,7 +245,7 @@ class NeverStepped(Check):
             self.report("", "", judged_by="finally", step=0)
         self._has_stepped = True
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         # A gradient scaler leaves out steps, at first many.
         is_unseen = prepared.strategy.steps_by_engine or prepared.precision.scaler is not None
         is_over = self._has_stepped or self._num_cleared >= 3 * _NUM_STEPS

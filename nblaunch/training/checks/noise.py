@@ -15,7 +15,7 @@ import mmap
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class EqualNoise(Check):
         super().__init__(report)
         self._table = _table()
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         for source in self._table.find_equal():
             self.report(
                 f"processes of a DataLoader draw the same random numbers from {source}, so samples get equal noise",

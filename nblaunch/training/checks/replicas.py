@@ -6,7 +6,8 @@ Each rank sends a few elements, and the launcher compares them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ class StepsOnSomeRanks(Check):
         super().__init__(report)
         self._seen: weakref.WeakKeyDictionary[torch.nn.Module, Changes] = weakref.WeakKeyDictionary()
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         if prepared.strategy.steps_by_engine:
             return
         for model in _replicated(prepared):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from nblaunch.training.checks.check import Check, Prepared, Report
@@ -22,7 +25,7 @@ class CollapsedScale(Check):
         self._scale = 0.0
         self._num_overflows = 0
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         scaler = prepared.precision.scaler
         if scaler is None:
             return

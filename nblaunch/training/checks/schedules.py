@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -52,7 +54,7 @@ class ScheduledMicroSteps(Check):
         self._num_windows = 0
         self._is_counted = True
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         if prepared.accumulation.num_steps == 1:
             return
         owned = {

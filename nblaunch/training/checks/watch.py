@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from nblaunch.context import ProcessContext
 from nblaunch.errors import user_frame, warn
 from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
+from nblaunch.training.checks.clipping import LateClipping, ScaledClipping, measures_only, observe_torch
 from nblaunch.training.checks.data import FixedOrder, SameSamples
-from nblaunch.training.checks.gradients import ForeignParameters, LateClipping, UnclearedGradients
+from nblaunch.training.checks.gradients import ForeignParameters, UnclearedGradients
 from nblaunch.training.checks.hints import (
     DifferentOrders,
     EvalModeTraining,
@@ -37,8 +38,8 @@ from nblaunch.training.checks.scaling import CollapsedScale
 from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
 
 CHECKS: tuple[type[Check], ...] = (
-    UnclearedGradients, ForeignParameters, LateClipping, ZeroLearningRate, ScheduledMicroSteps, DifferentReplicas,
-    DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
+    UnclearedGradients, ForeignParameters, LateClipping, ScaledClipping, ZeroLearningRate, ScheduledMicroSteps,
+    DifferentReplicas, DifferentStatistics, StepsOnSomeRanks, CollapsedScale,
     SameSamples, FixedOrder, EqualNoise, LossDividedTwice, TrainModeEvaluation, EvalModeTraining,
     UntrainedParameters, NeverStepped, MetricOfOneShare, DifferentOrders,
 )  # fmt: skip
@@ -84,7 +85,7 @@ class Watch:
         """Whether checks run in the current step."""
         return self._remove_hook is not None
 
-    def before_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Run checks before a backward pass from ``loss``; called after ``due_at`` steps of optimizers or more."""
         # Without a launcher, nothing counts steps outside of windows, so there is only the first window.
         num_steps = max(self._slot.num_updates, self._num_looked_at)
@@ -93,14 +94,15 @@ class Watch:
             return
         self._prepared = prepared
         if self._remove_hook is None:
-            self._remove_hook = _add_hook(self)
+            self._remove_hook = _add_hooks(self)
             self._call("begin_window")
-        self._call("before_backward", prepared, loss)
+        self._call("before_backward", prepared, loss, options)
 
-    def before_clip(self, optimizers: Sequence[Any]) -> None:
-        """Run checks before gradients of prepared ``optimizers`` are clipped."""
-        if self.is_looking:
-            self._call("before_clip", self._prepared, optimizers)
+    def before_clip(self, parameters: Sequence[torch.Tensor], max_norm: float | None) -> None:
+        """Run checks before the Accelerator clips gradients of ``parameters``, by value if ``max_norm`` is None."""
+        if self.is_looking and not measures_only(max_norm):
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self._call("before_clip", self._prepared, gradients, False)
 
     def before_loop(self) -> int | None:
         """Run checks before a loop over a prepared loader; return the number of collectives so far."""
@@ -183,6 +185,9 @@ class Watch:
             if self._prepared is not None and not self._prepared.strategy.steps_by_engine:
                 self._call("before_step", self._prepared, optimizer)
 
+    def _before_torch_clips(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._call("before_clip", self._prepared, gradients, True)
+
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of all checks. Drop a check that fails, because it must not end training."""
         for check in list(self._checks):
@@ -198,18 +203,28 @@ _ended: list[Callable[[], None]] = []
 """Functions that remove the hooks of watches that are gone. A hook can't remove itself while torch calls hooks."""
 
 
-def _add_hook(watch: Watch) -> Callable[[], None]:
-    """Make torch call a watch before steps of optimizers; return a function that removes the hook."""
+def _add_hooks(watch: Watch) -> Callable[[], None]:
+    """Make torch call a watch before steps of optimizers and before it clips; return a function that ends this."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)
+
+    def note_clipping(gradients: Sequence[torch.Tensor]) -> None:
+        living = reference()
+        if living is not None:
+            living._before_torch_clips(gradients)
 
     def call_watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         living = reference()
         if living is not None:
             living._before_step(optimizer)
-        elif handle.remove not in _ended:
-            _ended.append(handle.remove)
+        elif remove not in _ended:
+            _ended.append(remove)
+
+    def remove() -> None:
+        handle.remove()
+        end_observation()
 
     handle = register_optimizer_step_pre_hook(call_watch)
-    return handle.remove
+    end_observation = observe_torch(note_clipping)
+    return remove

@@ -310,6 +310,7 @@ def test_a_schedule_of_torch_follows_the_steps() -> None:
                 accelerator.backward((model(x) - y).square().mean() * 1e-3)
                 optimizer.step()
                 scheduler.step()
+                optimizer.zero_grad()
             rates.append(optimizer.param_groups[0]["lr"])
         return rates
 
