@@ -167,6 +167,7 @@ def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.wait_until(lambda: len(bars(page, RELOADED)) == 0, "the bars to go")
 
 
+@pytest.mark.thorough
 def test_a_reload_shows_the_table_of_a_finished_cell(server: Lab | Classic, page: Page) -> None:
     page.run(BLOCKED)
     page.wait_until(lambda: len(bars(page, BLOCKED)) == 2, "two bars")
@@ -178,6 +179,7 @@ def test_a_reload_shows_the_table_of_a_finished_cell(server: Lab | Classic, page
     page.screenshot(picture(server, "reloaded"))
 
 
+@pytest.mark.thorough
 def test_a_hang_is_shown_in_its_cell(server: Lab | Classic, page: Page) -> None:
     page.run(HANGING_SETUP)
     page.wait_until_idle(HANGING_SETUP)
@@ -188,6 +190,7 @@ def test_a_hang_is_shown_in_its_cell(server: Lab | Classic, page: Page) -> None:
     kill(page, HANGING)
 
 
+@pytest.mark.thorough
 def test_a_restarted_kernel_leaves_a_table_without_errors(server: Lab | Classic, page: Page) -> None:
     (server.folder / "enough").unlink()
     page.run(0)

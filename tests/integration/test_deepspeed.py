@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 TRAIN = """
 from nblaunch import Accelerator, DeepSpeedPlugin
@@ -32,7 +33,7 @@ torch.manual_seed(0)
 STAGES = {"fork": ((2, "no"), (3, "no"), (3, "bf16")), "forkserver": ((3, "no"),)}
 
 
-@pytest.mark.parametrize("method", STAGES)
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_weights_of_every_stage_come_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

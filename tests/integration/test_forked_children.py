@@ -6,6 +6,7 @@ import pytest
 
 from tests.integration.test_output import lines_of
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 CHILDREN = """
 import multiprocessing, signal, threading
@@ -26,7 +27,7 @@ def in_child(work):
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_displays_of_data_loaders_and_their_rank_arrive_whole(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 SETUP = """
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
@@ -72,7 +73,7 @@ def sharding(shared: Kernel) -> Kernel:
     return shared
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_trained_weights_come_back_whole(sharding: Kernel, method: str) -> None:
     cell = sharding.run(
         f"""

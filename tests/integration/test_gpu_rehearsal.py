@@ -129,6 +129,7 @@ def test_fresh_processes_check_hazards_and_forks() -> None:
     assert "AssertionError" in failure or "RuntimeError" in failure
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(500)  # Accelerate's forks sometimes hang until a timeout, which its row reports
 def test_the_benchmark_runs_to_its_end() -> None:

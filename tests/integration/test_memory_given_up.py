@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 PREPARED = """
 import gc, threading, weakref
@@ -34,7 +35,7 @@ GONE = [False, False, False]
 
 @pytest.mark.parametrize(
     ("method", "dashboard"),
-    [("fork", "auto"), ("fork", "widgets"), ("forkserver", "auto"), ("spawn", "auto")],
+    [("fork", "auto"), ("fork", "widgets"), ("forkserver", "auto"), thorough("spawn", "auto")],
 )
 def test_blocking_jobs_free_memory(shared: Kernel, method: str, dashboard: str) -> None:
     shared.run(PREPARED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 TRAIN = """
 def train():
@@ -17,7 +18,7 @@ def train():
 
 
 @pytest.mark.parametrize(
-    "how", ["num_processes=2", "num_processes=2, start_method='forkserver'", "engine='inline'"]
+    "how", ["num_processes=2", thorough("num_processes=2, start_method='forkserver'"), "engine='inline'"]
 )
 def test_logged_metrics_reach_the_job(shared: Kernel, how: str) -> None:
     cell = shared.run(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.file_zoo import NUM_RECORDS, RECORD_BYTES
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -68,7 +69,7 @@ def test_forked_ranks_read_from_the_kernels_position(kernel: Kernel, tmp_path: P
         assert kernel.run(READ_ALL.format(num_ranks=num_ranks)).value == [{}] * num_ranks
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["forkserver", thorough("spawn")])
 def test_fresh_processes_get_every_byte_or_an_error(
     kernel: Kernel, tmp_path: Path, start_method: str
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin, notebook_launcher
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.usefixtures("first_store")
 
@@ -73,7 +74,7 @@ def test_a_second_launch_continues_the_first(start_method: str) -> None:
 
 # torch warns about each unpickled scheduler, because its optimizer lacks the mark of a scheduler.
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("start_method", ["fork", thorough("forkserver")])
 def test_schedulers_continue_with_their_optimizers(start_method: str) -> None:
     model, optimizer = _built()
     held = {"main": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)}

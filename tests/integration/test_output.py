@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 OUTPUT_KINDS = ("stream", "display_data", "update_display_data")
 
@@ -161,7 +162,7 @@ nblaunch.last_job().logs(0).splitlines()
         assert cell.value == ["line 0", "line 1", "line 2", "from Python", *rest], (method, end)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_bars_of_every_kind_are_status_lines(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -282,7 +283,7 @@ notebook_launcher(train, num_processes=2)
     assert shown[0]["text/plain"].startswith("IntText(")
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_displays_and_figures_appear_in_the_cell(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 PARTLY = """
 import threading
@@ -51,7 +52,7 @@ learner = Learner()
     "launch",
     [
         "notebook_launcher(train, (learner,), 2, start_method='forkserver', sync_optimizers=True)",
-        "notebook_launcher(train, (learner,), 2, start_method='spawn')",
+        thorough("notebook_launcher(train, (learner,), 2, start_method='spawn')"),
         "session.run(train, (learner,))",
     ],
 )
@@ -86,7 +87,7 @@ notebook_launcher(train, num_processes=3, return_all=True)
     assert ("called sys.exit" in shown) == (leaving == "one")
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_every_kind_of_tensor_arrives_unchanged(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -217,7 +218,7 @@ with_job, with_tensors, with_one, held()
     assert cell.result == "(True, True, True, False)"
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_the_rest_of_an_unpicklable_result_is_kept(shared: Kernel, method: str) -> None:
     shared.run(PARTLY)
     cell = shared.run(
@@ -329,7 +330,7 @@ all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in kept.items
     assert "weights" not in cell.stdout
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_weights_inside_containers_are_loaded_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""
@@ -471,7 +472,7 @@ torch.equal(before, model.weight)
     assert cell.result == "True"
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_weights_that_did_not_change_are_not_sent_and_averages_are(shared: Kernel, method: str) -> None:
     """Frozen weights may also change: by an optimizer, by averaging, through ``.data``."""
     cell = shared.run(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 CELL = """
 import os
@@ -48,7 +49,7 @@ def test_foreign_objects_are_rejected(shared: Kernel, tmp_path: Path) -> None:
         assert not witness.exists()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_nothing_listens_beyond_the_loopback_interface(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

@@ -28,6 +28,7 @@ from nblaunch import Accelerator, Session, notebook_launcher
 from nblaunch.dashboard.table import tabulate
 from nblaunch.dashboard.view import JobView, RankView
 from tests.progress.jobs import Views, run_job
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.usefixtures("first_store")]
 
@@ -377,7 +378,7 @@ KNOWN: dict[str, tuple[Callable[[], Steps], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [thorough(name) if name == "Trainer by steps" else name for name in KNOWN])
 def test_displayed_progress_is_true(name: str) -> None:
     function, num_ranks = KNOWN[name]
     if name == "fastai" and not FASTAI.exists():

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Accelerator, AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs, context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.parallelism import ParallelismConfig
+from tests.thorough import thorough
 from tests.training import ranks
 
 NUM_ROWS = 20
@@ -98,7 +99,7 @@ def _train(strategy: str, precision: str, clipping: str, num_steps: int) -> Foun
     return found
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("num_steps", [thorough(1), 2])
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp"])
 def test_norms_and_clipped_gradients_are_those_of_one_process(

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from nblaunch import Accelerator
 from nblaunch.data_loader import skip_first_batches
 from nblaunch.training.options import DataLoaderConfiguration
+from tests.thorough import thorough
 from tests.training import ranks
 
 ROWS = 24
@@ -111,8 +112,14 @@ def _seen(
     return seen, read
 
 
-@pytest.mark.parametrize("kind", ["plain", "shuffled", "indexed"])
-@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dispatch"),
+    [
+        *((kind, False) for kind in ("plain", "shuffled", "indexed")),
+        ("plain", True),
+        *(thorough(kind, True) for kind in ("shuffled", "indexed")),
+    ],
+)
 def test_each_row_is_seen_once_however_often_a_loader_is_resumed(
     kind: str, dispatch: bool, tmp_path: Path
 ) -> None:

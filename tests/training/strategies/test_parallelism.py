@@ -33,6 +33,7 @@ from nblaunch.training.parallelism import (
 )
 from nblaunch.utils import patch_environment
 from nblaunch.weights.sharded import is_sharded
+from tests.thorough import thorough
 from tests.training import ranks
 from tests.training.strategies.test_fsdp2 import GLOBAL_BATCH, data, epoch
 
@@ -122,7 +123,7 @@ def _resume(sizes: dict[str, int] | None, folder: str, **settings: Any) -> list[
     return epoch(accelerator, *rest)
 
 
-CASES = [(2, TENSOR), (4, BOTH), (4, HYBRID)]
+CASES = [(2, TENSOR), (4, BOTH), thorough(4, HYBRID)]
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), CASES)
