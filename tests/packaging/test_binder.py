@@ -6,6 +6,7 @@ start wraps each command.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.architecture.source import ROOT
 
@@ -60,21 +63,41 @@ def make_environment(folder: Path) -> dict[str, str]:
     pip compiles no bytecode there; postBuild and the notebook compile what they import.
     """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
-    lend_torch(folder)
+    lend(folder)
     variables = {name: value for name, value in os.environ.items() if name not in TEST_VARIABLES}
     path = f"{folder / 'bin'}{os.pathsep}{variables['PATH']}"
     return variables | {"PATH": path, "PIP_NO_INPUT": "1", "PIP_COMPILE": "0"}
 
 
-def lend_torch(folder: Path) -> None:
-    """Link this environment's torch into another one, where pip finds the release that the constraints require.
+def lend(folder: Path) -> None:
+    """Link torch and what the other requirements depend on into an environment, where pip finds them.
 
-    torch has a gigabyte, and unpacking it would take as long as all other packages together.
+    Unpacking and compiling them would take most of the test's time. The requirements themselves, and nblaunch's own
+    dependencies, are installed.
     """
     source = Path(torch.__file__).parents[1]
     (target,) = folder.glob("lib/python*/site-packages")
-    for name in ("torch", "torchgen", "functorch", f"torch-{torch.__version__}.dist-info"):
-        (target / name).symlink_to(source / name)
+    text = (ROOT / "binder" / "requirements.txt").read_text()
+    required = {Requirement(line).name for line in text.splitlines() if re.match(r"\w", line)}
+    names = {name for one in required for name in dependencies_of(one)} - required
+    linked = {"torch", "torchgen", "functorch", f"torch-{torch.__version__}.dist-info"}
+    for name in names:
+        linked |= {file.parts[0] for file in importlib.metadata.files(name) or () if file.parts[0] != ".."}
+    for entry in linked - {"__pycache__"}:
+        if (source / entry).exists() and not (target / entry).exists():
+            (target / entry).symlink_to(source / entry)
+
+
+def dependencies_of(name: str, found: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Return the names of the packages that are installed with a package, its own included."""
+    found |= {name}
+    for text in importlib.metadata.requires(name) or ():
+        one = Requirement(text)
+        is_used = one.marker is None or one.marker.evaluate({"extra": ""})
+        other = canonicalize_name(one.name)
+        if is_used and other not in found:
+            found = dependencies_of(other, found)
+    return found
 
 
 def run(folder: Path, environment: dict[str, str], *command: str) -> str:
