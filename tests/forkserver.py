@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,28 @@ from typing import Any
 TOKEN_VARIABLE = "NBLAUNCH_TEST_KERNEL"
 TOKEN_LENGTH = 16
 
-# The first optimizer imports torch._dynamo, which takes a second in each rank if the kernel has not imported it.
+# The first optimizer imports torch._dynamo, which takes a second in each rank if the kernel has not imported it. A
+# kernel imports the modules of the first two lines at its start or in its first cells.
 _IMPORTS = (
-    "ipykernel.kernelapp", "ipykernel.debugger", "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed",
-    "torch._dynamo",
+    "ipykernel.kernelapp", "ipykernel.debugger", "IPython.core.completerlib", "IPython.core.debugger",
+    "IPython.core.oinspect", "IPython.extensions.storemagic", "IPython.core.logger", "tornado.platform.asyncio",
+    "ipywidgets", "cloudpickle", "psutil", "torch", "torch.distributed", "torch._dynamo",
 )  # fmt: skip
 # torch_xla's imports, which take ten times as long as its own code; torch_xla itself may be under test.
 _IMPORTS_FOR_XLA = ("torch._inductor.fx_passes.post_grad", "requests")
 # No import reads these variables (except OpenMP, in tests that know it), so they may differ between kernels. Importing
 # the compiler sets its variable in the test process itself.
 _FREE_VARIABLES = (
-    "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES", "IPYTHONDIR", "JPY_PARENT_PID", "MPLBACKEND", "NBLAUNCH_",
-    "OMP_NUM_THREADS", "PJRT_DEVICE", "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR",
-    "XLA_FLAGS",
+    "ACCELERATE_USE_CPU", "CPU_NUM_DEVICES", "HF_HUB_OFFLINE", "IPYTHONDIR", "JPY_", "JUPYTER_PATH", "MPLBACKEND",
+    "NBLAUNCH_", "OMP_NUM_THREADS", "PJRT_DEVICE", "PYDEVD_DISABLE_FILE_VALIDATION", "PYTEST_",
+    "TORCHINDUCTOR_CACHE_DIR", "XLA_FLAGS",
 )  # fmt: skip
 # No frame of these test files is below the frames of the executed module, as if the user had started it.
 _PROGRAM = f"""
 import runpy, sys
 sys.path[0] = {str(Path(__file__).parents[1])!r}
 from tests.forkserver import end, serve
-runpy.run_module(serve(int(sys.argv[1])), run_name="__main__", alter_sys=True)
+runpy.run_module(serve(int(sys.argv[1]), sys.argv[2:]), run_name="__main__", alter_sys=True)
 end()
 """
 _MAX_BYTES = 1 << 18
@@ -65,9 +67,18 @@ _IMPORTS_LIMIT_S = (
 class ForkedProcess:
     """A running child that ``subprocess`` did not start, with the methods of ``Popen`` that kernels need."""
 
+    stdin = stdout = stderr = None
+
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; return its exit code, negative for a signal.
@@ -86,21 +97,33 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
-    def kill(self) -> None:
-        """Send SIGKILL, unless it is known to have ended."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it is known to have ended."""
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
 
 class Forkserver:
-    """A process of an interpreter, ready to fork."""
+    """A process of an interpreter, ready to fork.
 
-    def __init__(self, python: str, env: Mapping[str, str]) -> None:
+    Args:
+        python: the interpreter.
+        env: its environment.
+        left_out: modules that it does not import.
+    """
+
+    def __init__(self, python: str, env: Mapping[str, str], left_out: tuple[str, ...] = ()) -> None:
         # a socket that keeps message boundaries
         self.channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             self._process = subprocess.Popen(
-                [python, "-c", _PROGRAM, str(its.fileno())],
+                [python, "-c", _PROGRAM, str(its.fileno()), *left_out],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
                 env={**env, TOKEN_VARIABLE: "0" * TOKEN_LENGTH},
@@ -178,13 +201,14 @@ def _fork_for_requests(channel: socket.socket) -> tuple[dict[str, Any], int]:
         reading, writing = os.pipe()
         if (middle := os.fork()) == 0:
             middle = os.getpid()
-            if (pid := os.fork()) == 0:
+            if os.fork() == 0:
+                os.setsid()  # before the answer: the test may send a signal to its process group at once
+                os.write(writing, str(os.getpid()).encode())
                 for fd in (reading, writing):
                     os.close(fd)
                 channel.close()
                 _wait_for_end(middle)  # from now on, the test process is the parent
                 return request, descriptors[0]
-            os.write(writing, str(pid).encode())
             os._exit(0)
         os.close(writing)
         os.waitpid(middle, 0)
@@ -205,7 +229,6 @@ def _wait_for_end(pid: int) -> None:
 
 def _begin(request: dict[str, Any], output: int) -> None:
     """Make this process look like a new interpreter that was started for the request."""
-    os.setsid()
     for fd in (1, 2):
         os.dup2(output, fd)
     os.close(output)
@@ -235,11 +258,13 @@ def _show_token(token: str) -> None:
     ctypes.memmove(start + offset, token.encode(), TOKEN_LENGTH)
 
 
-def serve(fd: int) -> str:
+def serve(fd: int, left_out: Sequence[str]) -> str:
     """Import, then fork for each request; return only in the new processes, with the module to run."""
     has_xla = importlib.util.find_spec("torch_xla") is not None
     gc.disable()
     for name in (*_IMPORTS, *(_IMPORTS_FOR_XLA if has_xla else ())):
+        if name in left_out:
+            continue
         with contextlib.suppress(ModuleNotFoundError):  # Colab's kernel has fewer packages
             importlib.import_module(name)
     gc.enable()

@@ -558,7 +558,7 @@ class Kernel:
             **env,
             TOKEN_VARIABLE: self._token,
         }
-        forkserver = None if is_new else _forkserver_for(python, env)
+        forkserver = None if is_new else forkserver_for(python, env)
         if forkserver is not None:
             self._popen = forkserver.run_module(
                 "ipykernel_launcher", args, env, cwd or os.getcwd(), self._log.fileno()
@@ -694,7 +694,7 @@ def remember_environment() -> None:
     _environment = imported_with(os.environ)
 
 
-def _forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
+def forkserver_for(python: str, env: Mapping[str, str]) -> Forkserver | None:
     """Return the fork server of an interpreter; None if this environment might change the imports."""
     if sys.platform != "linux" or imported_with(env) != _environment:
         return None

@@ -95,11 +95,12 @@ def test_a_launch_waits_for_a_thread_that_imports_the_compiler(kernel: Kernel) -
     assert found == [False, False]
 
 
-def test_import_errors_are_left_to_the_user(kernel: Kernel) -> None:
-    (name,) = kernel.run(
-        f"{IMPORT}\nfrom nblaunch import early_imports\nearly_imports.plan('nblaunch_has_no_such_module')\n"
-        "[notebook_launcher(lambda: __name__, num_processes=2, dashboard='none')]"
-    ).value
+def test_import_errors_are_left_to_the_user() -> None:
+    with Kernel.start() as kernel:
+        (name,) = kernel.run(
+            f"{IMPORT}\nfrom nblaunch import early_imports\nearly_imports.plan('nblaunch_has_no_such_module')\n"
+            "[notebook_launcher(lambda: __name__, num_processes=2, dashboard='none')]"
+        ).value
     assert name == "__main__"
 
 

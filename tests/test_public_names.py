@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from tests.programs import output_of
+
 SHOWN = """
 import json, nblaunch
 before = dir(nblaunch)
@@ -15,7 +17,7 @@ print(json.dumps([before, dir(nblaunch), nblaunch.__all__]))
 
 
 def test_completion_offers_public_names_and_nothing_else() -> None:
-    before, after, public = json.loads(_run(SHOWN))
+    before, after, public = json.loads(output_of(SHOWN))
     offered = [name for name in before if not name.startswith("_")]
     assert before == after
     assert {name for name in public if not name.startswith("_")} <= set(offered)
@@ -39,7 +41,7 @@ for name in sys.argv[1:]:
 
 
 def test_accelerate_submodules_need_no_import() -> None:
-    _run(
+    output_of(
         LOOK_UP,
         "utils.set_seed",
         "state.PartialState",
@@ -53,7 +55,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert _run(code) == "module 'nblaunch' has no attribute 'notebook_luncher'"
 
 
-def _run(code: str, *args: str) -> str:
+def _run(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=110
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=110
     ).stdout.strip()

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     assert notebook_launcher(train, (model,), 2, return_all=True) == [2.0, 2.0]
     assert last_job().plan.start_method == "spawn"
     assert not torch.equal(model.weight, before)
-    notebook_launcher(wait, (), 2)
+    notebook_launcher(wait, (), 1)
 """
 
 
@@ -55,10 +55,10 @@ def test_a_launch_needs_nothing_that_macos_lacks(tmp_path: Path) -> None:
         env={**os.environ, **AS_ON_MAC, "NBLAUNCH_LOG_DIR": str(tmp_path / "logs")},
     )  # fmt: skip
     with launcher, pipe.open() as workers:
-        up = [workers.readline(), workers.readline()]  # empty if the program has ended
+        up = workers.readline()  # empty if the program has ended
         launcher.kill()
         output = launcher.communicate()[0]
-        assert up == ["up\n"] * 2, output
+        assert up == "up\n", output
         assert workers.read() == ""  # returns once no worker has the pipe open
 
 

@@ -15,6 +15,7 @@ import nblaunch
 import nblaunch.utils
 from nblaunch.compat.names import DELEGATED, HOMES, INSTEAD
 from tests.hf_surface.surface import snapshot
+from tests.programs import output_of
 from tests.tools import stubs
 
 LINES = """
@@ -41,7 +42,7 @@ print("all found")
 
 
 def test_accelerate_imports_work() -> None:
-    assert _run(LINES) == "all found"
+    assert output_of(LINES) == "all found"
 
 
 def test_foreign_finder_is_not_mistaken_for_ours() -> None:
@@ -52,11 +53,12 @@ class _Finder:
         return None
 sys.meta_path.insert(0, _Finder())
 """
-    assert _run(other + LINES) == "all found"
+    assert output_of(other + LINES) == "all found"
 
 
 def test_submodules_need_no_separate_import() -> None:
-    assert _run("import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)") == "True"
+    code = "import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)"
+    assert output_of(code) == "True"
 
 
 @pytest.mark.parametrize("module", sorted(HOMES))
@@ -81,9 +83,8 @@ def test_importing_a_module_of_the_table_loads_no_home() -> None:
 
 
 def test_a_star_import_has_every_name() -> None:
-    assert _run("from nblaunch.state import *; print(PartialState.__name__, is_initialized())") == (
-        "PartialState False"
-    )
+    code = "from nblaunch.state import *; print(PartialState.__name__, is_initialized())"
+    assert output_of(code) == "PartialState False"
 
 
 def test_modules_are_pickled_by_name() -> None:
@@ -98,7 +99,7 @@ import nblaunch.utils
 print(nblaunch.utils.set_seed.__module__)
 """
     (tmp_path / "utils" / "__pycache__").mkdir(parents=True)
-    assert _run(code) == "nblaunch.training.collectives.rng"
+    assert output_of(code) == "nblaunch.training.collectives.rng"
 
 
 def test_every_name_is_found_where_the_reference_has_it() -> None:
