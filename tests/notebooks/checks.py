@@ -71,6 +71,8 @@ RAISED = {
 
 SMALL = {
     "02_text_classification": "epochs = 2",
+    "03_tpu": "epochs = 4",
     "06_big_models": "num_processes, width, num_layers, num_steps, batch_size = 2, 64, 2, 20, 8\nlearning_rate = 3e-3",
+    "07_several_machines": "processes_per_machine = 1",
 }
 """Name -> parameters for the tests, if the notebook's own take too long."""

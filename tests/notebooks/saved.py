@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from traitlets.config import Config
+
+from tests import forked_kernels
+from tests.kernels import forkserver_for
 
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -65,7 +69,12 @@ def executed(
 
 
 def execute(
-    notebook: Any, folder: Path, timeout_s: int, client: type[NotebookClient] = _Typing, **options: Any
+    notebook: Any,
+    folder: Path,
+    timeout_s: int,
+    client: type[NotebookClient] = _Typing,
+    is_new: bool = False,
+    **options: Any,
 ) -> None:
     """Run all cells in a fresh kernel; the outputs are then in the notebook, even if a cell raised.
 
@@ -74,9 +83,11 @@ def execute(
         folder: working folder.
         timeout_s: timeout of each cell.
         client: class that executes it.
+        is_new: start a new interpreter instead of forking one that has imported torch.
         options: further options of ``client``, such as ``kernel_name``.
     """
-    with tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
+    kernels = nullcontext() if is_new else forked_kernels.launching(forkserver_for)
+    with kernels, tempfile.TemporaryDirectory(prefix="nbk-") as sockets:
         # Use Unix sockets rather than TCP, because new kernels warn about unencrypted TCP.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
         client(

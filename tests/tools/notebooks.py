@@ -50,6 +50,7 @@ def main(names: Sequence[str]) -> int:
                 notebook,
                 path.parent,
                 timeout_s=600,
+                is_new=True,
                 kernel_name=name,
                 record_timing=False,
                 store_widget_state=False,

@@ -29,7 +29,7 @@ def test_the_tpu_notebook_runs(monkeypatch: pytest.MonkeyPatch, num_devices: int
     notebook = nbformat.read(path, as_version=4)
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     parameters.source += "\nepochs = 2"
-    execute(notebook, path.parent, timeout_s=250)
+    execute(notebook, path.parent, timeout_s=250, is_new=True)
     text = texts(notebook)
     assert "backend: xla" in text
     assert re.search(rf"train: done in .* on {num_devices} process(es)? \(xla, fork", text)
