@@ -16,6 +16,7 @@ from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.wire.worker_commands import Prompted
 from tests.kernels import Kernel
 from tests.profiles import PROFILES, python_of
+from tests.thorough import thorough
 
 PREAMBLE = """
 import torch, nblaunch
@@ -161,7 +162,7 @@ def test_fresh_interpreters_show_the_lines_of_the_cell(shared: Kernel) -> None:
     assert "for step in range(3):" in cell.stdout, cell.describe()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", thorough("spawn")])
 def test_pdb_shows_only_frames_below_the_function(shared: Kernel, method: str) -> None:
     shared.run("""
 class Stops(torch.optim.SGD):

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import Kernel
-from tests.profiles import PROFILES, python_of
+from tests.profiles import python_of
+from tests.thorough import thorough
 
 PREAMBLE = """
 import torch, nblaunch
@@ -27,7 +28,7 @@ def train(bad_rank=1, bad_step=3):
 LAUNCH = "notebook_launcher(train, num_processes={}, post_mortem=True)"
 
 
-@pytest.fixture(scope="module", params=PROFILES)
+@pytest.fixture(scope="module", params=["newest", thorough("colab")])
 def of_a_profile(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Start a kernel of each kind, in which several tests run failing jobs one after the other."""
     with Kernel.start(python=python_of(request.param)) as kernel:
@@ -279,7 +280,7 @@ def waits():
     shared.wait_for_no_processes()
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", ["newest", thorough("colab")])
 def test_nothing_outlives_a_killed_kernel(profile: str) -> None:
     with Kernel.start(python=python_of(profile)) as kernel:
         kernel.run(PREAMBLE)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import Kernel
-from tests.profiles import PROFILES, python_of
+from tests.profiles import python_of
+from tests.thorough import thorough
 
 PREAMBLE = """
 import os, torch, nblaunch
@@ -29,7 +30,7 @@ for number in range(2, 4):
 """
 
 
-@pytest.fixture(scope="module", params=PROFILES)
+@pytest.fixture(scope="module", params=["newest", thorough("colab")])
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Start a kernel with a session of three ranks for the magics."""
     with Kernel.start(python=python_of(request.param)) as kernel:

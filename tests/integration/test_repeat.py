@@ -7,6 +7,7 @@ import pytest
 from tests.benchmarks import memory, repeat
 from tests.benchmarks.bench import call
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 
 @pytest.mark.slow
@@ -18,7 +19,7 @@ def test_launches_do_not_grow_the_kernel(fresh: Kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "copies"), [("fork", 1), ("forkserver", 2)])
+@pytest.mark.parametrize(("method", "copies"), [("fork", 1), thorough("forkserver", 2)])
 def test_a_model_is_in_memory_once(fresh: Kernel, method: str, copies: int) -> None:
     """8 workers share 400 MB: they exist once in the kernel, and once more for all workers of a forkserver."""
     without, with_model = (memory.total_mb(fresh, method, size) for size in (0, memory.MODEL_MB))

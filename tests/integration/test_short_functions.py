@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 CELL = """
 import torch
@@ -39,7 +40,7 @@ def launch(function, times):
 """
 
 
-@pytest.mark.parametrize("function", ["join", "build", "group_all"])
+@pytest.mark.parametrize("function", ["join", thorough("build"), "group_all"])
 def test_a_function_may_return_right_after_joining(shared: Kernel, function: str) -> None:
     shared.run(CELL)
     assert shared.run(f"launch({function}, 12)").value == {"[0, 1, 2, 3]"}

@@ -21,6 +21,7 @@ from nblaunch.training.collectives import dtensor
 from nblaunch.training.options import TorchDynamoPlugin
 from nblaunch.training.utilities.local_sgd import LocalSGD
 from nblaunch.weights.sharded import is_sharded
+from tests.thorough import thorough
 from tests.training import ranks
 from tests.training.quantised_model import Adapted, Params4bit, train_one_step
 
@@ -239,7 +240,7 @@ def _train_compiled(is_regional: bool) -> tuple[list[float], dict[str, torch.Ten
     return _train({}, dynamo_plugin=plugin)
 
 
-@pytest.mark.parametrize("is_regional", [False, True])
+@pytest.mark.parametrize("is_regional", [thorough(False), True])
 def test_a_compiled_model_trains_alike(is_regional: bool) -> None:
     same(ranks.run(_train_compiled, 2, is_regional))
 
