@@ -16,6 +16,7 @@ import pytest
 
 from tests.kernels import Kernel
 from tests.profiles import missing
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,6 +28,13 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
     "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
 }  # fmt: skip
+
+# The kernels set these variables themselves, before the imports that read them, so that they can be forked.
+SETTINGS = f"""
+import os, warnings
+os.environ.update({ENVIRONMENT!r})
+warnings.simplefilter("ignore")
+"""
 
 IN_PLACE = "from tests.tools import resolving; resolving.install()"
 
@@ -211,6 +219,9 @@ PROGRAMS = {
     "diffusers": DIFFUSERS,
 }
 
+VARIATIONS = ("Trainer by length", "Trainer with FSDP2 in bf16", "SFT")
+"""Programs that differ from another one in a setting."""
+
 LIGHTNING = """
 import logging, tempfile
 import torch
@@ -274,15 +285,15 @@ class Sides(NamedTuple):
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
-    environment = ENVIRONMENT | {"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
-    with Kernel.start(env=environment) as theirs, Kernel.start(env=environment) as ours:
-        importing = [theirs.submit(IMPORTS), ours.submit(f"{IN_PLACE}\n{IMPORTS}")]
+    logs = {"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}
+    with Kernel.start(env=logs, cwd=ROOT) as theirs, Kernel.start(env=logs, cwd=ROOT) as ours:
+        importing = [theirs.submit(SETTINGS + IMPORTS), ours.submit(f"{SETTINGS}{IN_PLACE}\n{IMPORTS}")]
         for cell in importing:
             assert cell.wait(PATIENCE_S).status == "ok", cell.describe()
         yield Sides(theirs, ours)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [thorough(name) if name in VARIATIONS else name for name in PROGRAMS])
 def test_losses_match_accelerate(sides: Sides, name: str) -> None:
     launch = f"{PROGRAMS[name]}\nnotebook_launcher(train, num_processes=2, backend='cpu', return_all=True)"
     results: list[list[Any]] = []
@@ -312,6 +323,7 @@ assert train() == ("nblaunch", 2, [(True, True)] * 6)
 """
 
 
+@pytest.mark.thorough
 def test_launched_scripts_predict_every_row_once(tmp_path: Path) -> None:
     script = tmp_path / "predict.py"
     script.write_text(ROWS_IN_A_SCRIPT)
@@ -336,10 +348,14 @@ def test_lightning_trainers_work(sides: Sides) -> None:
 def test_fastai_learners_work(tmp_path: Path) -> None:
     if not FASTAI.exists():
         missing(f"{FASTAI} is missing: `make setup` makes it")
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{FASTAI}", "NBLAUNCH_LOG_DIR": str(tmp_path)}
+    found = f"import sys\nsys.path.append({str(FASTAI)!r})\n"
+    logs = {"NBLAUNCH_LOG_DIR": str(tmp_path)}
     results: list[list[Any]] = []
-    with Kernel.start(env=environment) as theirs, Kernel.start(env=environment) as ours:
-        cells = [theirs.submit(FASTAI_LEARNER), ours.submit(f"{IN_PLACE}\n{FASTAI_LEARNER}")]
+    with Kernel.start(env=logs, cwd=ROOT) as theirs, Kernel.start(env=logs, cwd=ROOT) as ours:
+        cells = [
+            theirs.submit(f"{found}{FASTAI_LEARNER}"),
+            ours.submit(f"{found}{IN_PLACE}\n{FASTAI_LEARNER}"),
+        ]
         for maker, cell in zip(Sides._fields, cells, strict=True):
             ranks = cell.wait(2 * PATIENCE_S).value
             assert [rank[:2] for rank in ranks] == [(maker, 2)] * 2

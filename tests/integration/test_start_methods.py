@@ -8,6 +8,7 @@ import pytest
 
 from tests.integration.conftest import START_METHODS
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 # Two threads, even on a machine with few cores, because the tests need a pool.
 USED_OPENMP = """
@@ -316,15 +317,16 @@ def kill_the_server():
     shared.wait_for_no_processes(10.0)
 
 
-def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel) -> None:
+@pytest.mark.parametrize("methods", [("fork", "forkserver"), thorough(("spawn",))])
+def test_random_numbers_do_not_depend_on_the_start_method(shared: Kernel, methods: tuple[str, ...]) -> None:
     cell = shared.run(
-        DRAWS
-        + """
+        f"{DRAWS}\nmethods = {methods}"
+        """
 def seed():
     random.seed(3); np.random.seed(4); torch.manual_seed(5)
 
 drawn = {}
-for method in ("fork", "forkserver", "spawn"):
+for method in methods:
     seed()
     drawn[method] = notebook_launcher(draw, num_processes=2, start_method=method, return_all=True)
 seed()
@@ -332,10 +334,13 @@ drawn, draw()
 """
     )
     drawn, own = cell.value
-    assert drawn == {method: [own, own] for method in START_METHODS}
+    assert drawn == {method: [own, own] for method in methods}
 
 
-def test_workers_pickle_definitions_of_cells_by_name(shared: Kernel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [("fork", "forkserver"), thorough(("spawn",))])
+def test_workers_pickle_definitions_of_cells_by_name(
+    shared: Kernel, tmp_path: Path, methods: tuple[str, ...]
+) -> None:
     """This covers checkpoints with a class of the notebook, gathered objects, and tasks of a process pool."""
     shared.run(
         """
@@ -368,14 +373,14 @@ def train(config, folder):
     return *is_same, doubled, pickle.loads(pickle.dumps(train)) is train
 """
     )
-    for method in START_METHODS:
+    for method in methods:
         arguments = f"(Config(3), {str(tmp_path / method)!r})"
         cell = shared.run(
             f"notebook_launcher(train, {arguments}, num_processes=2, backend='cpu', start_method={method!r})"
         )
         assert cell.value == (True, True, [6], True), method
     own = shared.run(
-        "type(notebook_launcher(Config, (4,), num_processes=1, backend='cpu', start_method='spawn')) is Config"
+        f"type(notebook_launcher(Config, (4,), num_processes=1, backend='cpu', start_method={methods[-1]!r})) is Config"
     )
     assert own.value is True
 
@@ -384,7 +389,7 @@ def train(config, folder):
 # already have them, in every rank.
 @pytest.mark.parametrize(
     ("of_the_loader", "methods"),
-    [("fork", ("spawn",)), ("forkserver", ("fork", "forkserver")), ("spawn", START_METHODS)],
+    [("fork", ("spawn",)), ("forkserver", ("fork", "forkserver")), thorough("spawn", START_METHODS)],
     ids=["fork", "forkserver", "spawn"],
 )
 def test_a_dataset_of_a_cell_is_read_by_processes_of_a_loader(

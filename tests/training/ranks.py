@@ -40,13 +40,14 @@ _IMPORTED = (
     "tests.training.ranks",
     "hypothesis",
 )
-# Modules that some tests import, which takes up to two seconds in each rank. Import none if the ranks use a device,
+# Modules that some tests import, which takes up to four seconds in each rank. Import none if the ranks use a device,
 # because Accelerate may search for one.
 _IMPORTED_BY_SOME = (
     "accelerate",
     "nblaunch.notebook",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
+    "transformers.models.bert.modeling_bert",
 )
 _preloaded: tuple[str, ...] | None = None
 
@@ -74,7 +75,10 @@ def start_server(*preload: str) -> None:
         stop_server()
     server = multiprocessing.forkserver
     server.set_forkserver_preload([*_IMPORTED, *preload, "tests.training.frozen_heap"])
-    server.ensure_running()
+    with env.patched(
+        {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    ):  # read when transformers is imported
+        server.ensure_running()
     # The time for imports does not count for the first rank.
     first = multiprocessing.get_context("forkserver").Process(target=int)
     first.start()

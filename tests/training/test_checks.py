@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -168,11 +167,7 @@ def calls_of_checks(num_steps: int) -> list[int]:
 
 def test_unchecked_steps_run_no_check() -> None:
     """This runs in a fresh process, where no other test's Accelerator still watches all optimizers."""
-    program = "from tests.training.test_checks import calls_of_checks; print(*calls_of_checks(16))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=True
-    )
-    calls = list(map(int, done.stdout.split()))
+    (calls,) = ranks.run(calls_of_checks, 1, 16)
     assert all(calls[1:10])
     assert not any(calls[11:16])
 

@@ -22,7 +22,7 @@ MAX_PAGES = 1450
 
 MAX_KERNEL_PAGES = 10_000
 """Pages that a kernel may copy during a launch. About 2,500 were counted, and 59,000 with a search of 2 million
-objects.
+objects, twice as many as here.
 """
 
 SCRIPT = """
@@ -63,11 +63,11 @@ def test_a_launch_in_its_own_cell_does_not_search_the_heap(kernel: Kernel) -> No
         "import resource, nblaunch\n"
         "def nothing(): pass\n"
         # A search writes to every object, and so to pages that the kernel has shared with workers.
-        "objects = [[number] for number in range(2_000_000)]\n"
+        "objects = [[number] for number in range(1_000_000)]\n"
         "def copied():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    nblaunch.notebook_launcher(nothing, num_processes=1, backend='cpu', dashboard='none')\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
         "copied()"
     )
-    assert max(kernel.run("copied()").value for _ in range(6)) < MAX_KERNEL_PAGES
+    assert max(kernel.run("copied()").value for _ in range(3)) < MAX_KERNEL_PAGES

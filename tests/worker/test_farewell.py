@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import gzip
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Kernel]:
+    """Start a kernel for tests whose function leaves the kernel unchanged."""
+    with Kernel.start() as kernel:
+        yield kernel
+
 
 CELL = """
 import atexit, threading
@@ -28,13 +38,22 @@ job = notebook_launcher(function, num_processes=2, background={background}, star
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("background", "start_method"),
+    [
+        (True, "fork"),
+        (False, "fork"),
+        (True, "forkserver"),
+        (False, "spawn"),
+        thorough(False, "forkserver"),
+        thorough(True, "spawn"),
+    ],
+)
 def test_threads_are_joined_and_exit_handlers_run(
-    kernel: Kernel, background: bool, start_method: str
+    shared: Kernel, background: bool, start_method: str
 ) -> None:
-    kernel.run(CELL.format(background=background, start_method=start_method))
-    cell = kernel.run(
+    shared.run(CELL.format(background=background, start_method=start_method))
+    cell = shared.run(
         "import nblaunch; nblaunch.last_job().result()\n"
         "print([nblaunch.last_job().logs(rank).split() for rank in range(2)])"
     )
@@ -60,12 +79,12 @@ def function(path, how):
     [("return", None, True), ("raise", "AssertionError", False), ("exit", "WorkerDied", False)],
 )
 def test_only_a_rank_that_succeeded_destroys_its_group(
-    kernel: Kernel, tmp_path: Path, how: str, error: str | None, leaves: bool
+    shared: Kernel, tmp_path: Path, how: str, error: str | None, leaves: bool
 ) -> None:
     """Destroying an NCCL group waits for operations with other ranks, which may also wait, until all are killed."""
     left = tmp_path / "left"
-    kernel.run(LEAVING)
-    kernel.run(f"notebook_launcher(function, ({str(left)!r}, {how!r}), 1)", raises=error)
+    shared.run(LEAVING)
+    shared.run(f"notebook_launcher(function, ({str(left)!r}, {how!r}), 1)", raises=error)
     assert left.exists() == leaves
 
 
@@ -91,9 +110,9 @@ def opening(path, ending):
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_files_that_are_left_open_are_written(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
-    kernel.run(OPENING)
-    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, ''), 1, start_method={start_method!r})")
+def test_files_that_are_left_open_are_written(shared: Kernel, tmp_path: Path, start_method: str) -> None:
+    shared.run(OPENING)
+    shared.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, ''), 1, start_method={start_method!r})")
     assert (tmp_path / "text").read_text() == "of the worker\n"
     assert (tmp_path / "binary").read_bytes() == (tmp_path / "both").read_bytes() == b"of the worker"
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"of the worker"
@@ -101,9 +120,9 @@ def test_files_that_are_left_open_are_written(kernel: Kernel, tmp_path: Path, st
 
 
 @pytest.mark.parametrize(("ending", "error"), [("sys.exit(3)", "WorkerDied"), ("1 / 0", "ZeroDivisionError")])
-def test_files_are_flushed_after_a_failure(kernel: Kernel, tmp_path: Path, ending: str, error: str) -> None:
-    kernel.run(OPENING)
-    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 1)", raises=error)
+def test_files_are_flushed_after_a_failure(shared: Kernel, tmp_path: Path, ending: str, error: str) -> None:
+    shared.run(OPENING)
+    shared.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {ending!r}), 1)", raises=error)
     assert (tmp_path / "text").read_text() == "of the worker\n"
 
 
@@ -118,8 +137,8 @@ def test_kernel_buffers_are_written_once(kernel: Kernel, tmp_path: Path, ending:
 
 
 @pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "SystemExit(3)"])
-def test_unwritable_files_do_not_change_the_outcome(kernel: Kernel, tmp_path: Path, error: str) -> None:
-    kernel.run(OPENING)
+def test_unwritable_files_do_not_change_the_outcome(shared: Kernel, tmp_path: Path, error: str) -> None:
+    shared.run(OPENING)
     broken = f"""
 import io
 class Broken(io.TextIOWrapper):
@@ -131,8 +150,8 @@ class Broken(io.TextIOWrapper):
 kept.insert(0, Broken(open("/dev/null", "wb")))
 kept[0].is_broken = True
 """
-    kernel.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {broken!r}), 1)")
-    assert kernel.run("nblaunch.last_job().status").value == "done"
+    shared.run(f"notebook_launcher(opening, ({str(tmp_path)!r}, {broken!r}), 1)")
+    assert shared.run("nblaunch.last_job().status").value == "done"
     assert (tmp_path / "text").read_text() == "of the worker\n"
 
 
@@ -161,18 +180,18 @@ def do(ending):
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_worker_log_handlers_and_finalizers_run(kernel: Kernel, tmp_path: Path, start_method: str) -> None:
-    kernel.run(KEEPING)
+def test_worker_log_handlers_and_finalizers_run(shared: Kernel, tmp_path: Path, start_method: str) -> None:
+    shared.run(KEEPING)
     launch = f"notebook_launcher(keep, ({str(tmp_path / 'log')!r},), 1, start_method={start_method!r})"
-    folder = kernel.run(launch).value
+    folder = shared.run(launch).value
     assert (tmp_path / "log").read_text() == "logged\n"
     assert not Path(folder).exists()
 
 
-def test_logging_shutdown_affects_only_worker_handlers(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run(KEEPING)
+def test_logging_shutdown_affects_only_worker_handlers(shared: Kernel, tmp_path: Path) -> None:
+    shared.run(KEEPING)
     assert (
-        kernel.run(f"notebook_launcher(keep_until_shutdown, ({str(tmp_path / 'log')!r},), 1)").value
+        shared.run(f"notebook_launcher(keep_until_shutdown, ({str(tmp_path / 'log')!r},), 1)").value
         == "logged\n"
     )
 
@@ -222,15 +241,15 @@ def close():
 
 
 @pytest.mark.parametrize("stream", ["Logger", "FlushedLogger"])
-def test_output_can_be_replaced_by_any_object(kernel: Kernel, stream: str) -> None:
-    kernel.run(REPLACING)
-    cell = kernel.run(f"notebook_launcher(talk, ({stream},), 1)")
+def test_output_can_be_replaced_by_any_object(shared: Kernel, stream: str) -> None:
+    shared.run(REPLACING)
+    cell = shared.run(f"notebook_launcher(talk, ({stream},), 1)")
     assert cell.value == 5
     assert "failed" not in str([display.data for display in cell.displays])
-    assert kernel.run("nblaunch.last_job().logs(0)").value == "seen"
+    assert shared.run("nblaunch.last_job().logs(0)").value == "seen"
 
 
-def test_output_may_be_closed(kernel: Kernel) -> None:
-    kernel.run(REPLACING)
-    cell = kernel.run("notebook_launcher(close, (), 1)")
+def test_output_may_be_closed(shared: Kernel) -> None:
+    shared.run(REPLACING)
+    cell = shared.run("notebook_launcher(close, (), 1)")
     assert "failed" not in str([display.data for display in cell.displays])
