@@ -80,6 +80,7 @@ def test_loader_processes(kernel: Kernel) -> None:
     kernel.wait_for_no_processes()
 
 
+@pytest.mark.alarms("hang")
 def test_spinning_ranks_are_detected(kernel: Kernel) -> None:
     kernel.run(test_cuda_kernel.SPIN)
     test_cuda_kernel.assert_spinning_is_a_hang(kernel, "cpu")

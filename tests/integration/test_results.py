@@ -567,6 +567,7 @@ job = nblaunch.last_job()
     assert "warning" in cell.displays[0].data["text/plain"]
 
 
+@pytest.mark.alarms("hang")
 def test_missing_weights_are_reported_as_a_hang(shared: Kernel) -> None:
     cell = shared.run(
         """
