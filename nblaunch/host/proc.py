@@ -66,7 +66,7 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
     """Return the processor time of each POSIX session, by its leader. Reads one file per process."""
     seconds = dict.fromkeys(pids, 0.0)
-    for pid in _all_pids():
+    for pid in all_pids():
         fields = _stat_fields(pid)
         if len(fields) > _POSIX_SESSION and (leader := int(fields[_POSIX_SESSION])) in seconds:
             seconds[leader] += _cpu_seconds(fields) or 0.0
@@ -80,7 +80,7 @@ def _cpu_seconds(fields: list[str]) -> float | None:
 def descendants(pid: int) -> set[int]:
     """Return the children of a process, their children, and so on. Source: proc_pid_stat(5), ppid."""
     children: dict[int, list[int]] = {}
-    for other in _all_pids():
+    for other in all_pids():
         fields = _stat_fields(other)
         if len(fields) > _PARENT:
             children.setdefault(int(fields[_PARENT]), []).append(other)
@@ -93,7 +93,8 @@ def descendants(pid: int) -> set[int]:
     return seen
 
 
-def _all_pids() -> list[int]:
+def all_pids() -> list[int]:
+    """Return the processes of the machine that this process may see."""
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:  # no /proc

@@ -6,6 +6,9 @@ thread of the same process can wake it, or a signal handler. If all threads of a
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
 
+Other threads may also wait to read from pipes that no other process has, such as a pipe by which threads of a pool
+wake each other. Some threads only serve others. They can end no wait while they are idle.
+
 The main thread may also wait for an object that the calling process has as well, such as a pipe or a semaphore between
 processes. Only other processes can then end the wait.
 
@@ -17,7 +20,9 @@ from __future__ import annotations
 import os
 import platform
 import signal
+import struct
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +30,31 @@ from pathlib import Path
 from nblaunch.host import proc
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+_READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine(), -1)
 _WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
+_POLL = {"x86_64": 7}.get(platform.machine(), -1)
+_PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine(), -1)
 """Numbers of the system calls. Source: syscall tables of Linux, ``asm/unistd.h``."""
 
 _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and the mask that removes flags
+_NO_TIMEOUT = 0xFFFFFFFF  # -1 as a 32-bit int
+_POLLFD = struct.Struct("ihh")  # fd, events, revents; source: poll(2)
 
-BARS_THREAD = "tqdm_monitor"
-"""Name of the thread that refreshes tqdm's bars at intervals."""
+_CLOCK = "clock-"
+_CLOCKS = (_CLOCK, "jemalloc_bg_thd")
+"""Beginnings of the names of threads that refresh a display, flush a file or return memory at intervals. While such a
+thread waits for a condition with a deadline, it is idle: what it does after the deadline ends no other thread's wait.
+"""
 
-_SERVERS = ("gloo_tcp_loop", "pt_tcpstore", BARS_THREAD)
-"""Threads that serve other threads, such as torch's message threads. They can't end a wait while the
-others are idle."""
+_SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
+"""Torch's message threads. They are idle while the other threads are."""
 
 
-def name_this_thread(name: str) -> None:
-    """Name the calling thread for the system, which keeps 15 characters; do nothing if the system shows no threads."""
-    with suppress(OSError):
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+def name_as_clock(library: str) -> None:
+    """Name the calling thread as one that serves a library at intervals; do nothing if the system shows no threads."""
+    with suppress(OSError):  # the system keeps 15 characters
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_CLOCK + library)
 
 
 Wait = tuple[int, str, str]
@@ -80,14 +92,68 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
         others = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
     except OSError:  # it has ended
         return None
-    waits = []
+    waits: list[Wait] = []
+    pipes: set[str] = set()
     for thread in others:
-        wait = _endless_wait(pid, thread)
-        if wait is not None:
+        if (wait := _endless_wait(pid, thread)) is not None:
             waits.append(wait)
-        elif not proc.read(f"/proc/{pid}/task/{thread}/comm").startswith(_SERVERS):
+        elif awaited := _pipes_awaited_by(pid, thread):
+            waits.append((thread, " ".join(awaited), _num_sleeps(f"/proc/{pid}/task/{thread}")))
+            pipes.update(awaited)
+        elif not _is_idle_server(pid, thread):
             return None
-    return tuple(waits)
+    # last, because it reads the descriptors of all processes
+    return tuple(waits) if not pipes or _is_alone_with(pid, pipes) else None
+
+
+def _is_idle_server(pid: int, thread: int) -> bool:
+    name = proc.read(f"/proc/{pid}/task/{thread}/comm")
+    if name.startswith(_CLOCKS):
+        return _private_wait(pid, thread, has_deadline=True) is not None
+    return name.startswith(_SERVERS)
+
+
+def _pipes_awaited_by(pid: int, thread: int) -> list[str]:
+    """Return the names of the pipes of which a thread waits to read one; empty if it also waits for something else."""
+    fields = _system_call(f"/proc/{pid}/task/{thread}")
+    if not fields:
+        return []
+    call, first, second, third = fields[0], *(int(field, 16) for field in fields[1:4])
+    if call == str(_READ):
+        fds: Sequence[int] = [first]
+    elif (call == str(_POLL) and third == _NO_TIMEOUT) or (call == str(_PPOLL) and not third):
+        fds = _polled(pid, first, second)
+    else:
+        return []
+    try:
+        targets = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in fds]
+    except OSError:  # the thread or the process has continued
+        return []
+    return targets if all(target.startswith("pipe:") for target in targets) else []
+
+
+def _polled(pid: int, address: int, number: int) -> Sequence[int]:
+    """Return the descriptors in an array of ``struct pollfd``; none if other processes' memory can't be read."""
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(address)
+            return [fd for fd, _, _ in _POLLFD.iter_unpack(memory.read(_POLLFD.size * number))]
+    except OSError:
+        return []
+
+
+def _is_alone_with(pid: int, pipes: set[str]) -> bool:
+    """Return whether no other process has one of these pipes. A read from a pipe without a writer ends."""
+    descendants = proc.descendants(pid)
+    for other in proc.all_pids():
+        if other == pid:
+            continue
+        folder = Path(f"/proc/{other}/fd")
+        if other in descendants and not os.access(folder, os.R_OK):  # it runs as another user, or has ended
+            return False
+        if not pipes.isdisjoint(proc.open_files(folder)):
+            return False
+    return True
 
 
 def wait_for_others(pid: int) -> Wait | None:
@@ -140,12 +206,17 @@ def _is_shared_futex(fields: list[str]) -> bool:
 
 
 def _endless_wait(pid: int, thread: int) -> Wait | None:
+    return _private_wait(pid, thread, has_deadline=False)
+
+
+def _private_wait(pid: int, thread: int, has_deadline: bool) -> Wait | None:
+    """Return a thread's wait for memory of its own process."""
     folder = f"/proc/{pid}/task/{thread}"
     fields = _system_call(folder)
     if not fields or fields[0] != str(_FUTEX):
         return None
     address, operation, deadline = fields[1], int(fields[2], 16), int(fields[4], 16)
-    if operation & _COMMAND not in _WAITS or not operation & _PRIVATE or deadline:
+    if operation & _COMMAND not in _WAITS or not operation & _PRIVATE or bool(deadline) is not has_deadline:
         return None
     return thread, address, _num_sleeps(folder)
 

@@ -78,6 +78,7 @@ def show_plain_text() -> None:
     packages.observe_when_imported("tqdm.std", _keep_to_one_line)
     packages.observe_when_imported("tqdm.notebook", _undo_widgets)
     packages.observe_when_imported("rich.console", _be_a_printer)
+    packages.observe_when_imported("rich.live", lambda live: _name_clock(live._RefreshThread, "rich"))
 
 
 def _keep_to_one_line(std: Any) -> None:
@@ -86,14 +87,19 @@ def _keep_to_one_line(std: Any) -> None:
     std.tqdm._instances.clear()
     _replaced.append(std.tqdm.moveto)
     std.tqdm.moveto = _stay
-    run = std.TMonitor.run
+    _name_clock(std.TMonitor, "tqdm")
+
+
+def _name_clock(cls: Any, library: str) -> None:
+    """Name the threads of a class, which work at intervals, so that the launcher sees when they are idle."""
+    run = cls.run
 
     @packages.replacement_of(run)
     def run_named(self: Any) -> None:
-        waits.name_this_thread(waits.BARS_THREAD)
+        waits.name_as_clock(library)
         run(self)
 
-    std.TMonitor.run = run_named
+    cls.run = run_named
 
 
 def _renew_lock(std: Any) -> None:
@@ -187,6 +193,7 @@ def _watch_event_files(module: Any, worker: str) -> None:
         atexit.register(file.close)  # the cell that created the writer closes only the kernel's file
 
     module.EventFileWriter._async_writer = _Renewed("_async_writer", worker, renew, ("_async_writer",))
+    _name_clock(module._AsyncWriterThread, "tensorboard")
 
 
 class _Renewed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
@@ -51,6 +53,28 @@ def test_an_uncertain_wait_is_only_named(kernel: Kernel, before: str) -> None:
     cell.wait_for(lambda cell: named in cell.shown, 30, "the report")
     kernel.interrupt()
     assert cell.wait().raised.name == "KeyboardInterrupt"
+    kernel.run("kernels_event.set(); pool.shutdown()")
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "import torch.utils.tensorboard as board; board.SummaryWriter(folder).add_scalar('a', 1)",
+        "import rich.progress; rich.progress.Progress().start()",
+        "from multiprocessing.pool import ThreadPool; ThreadPool(2).map(abs, [1])",
+        "import pyarrow.csv; pyarrow.csv.read_csv(folder + '/a.csv')",
+    ],
+    ids=["TensorBoard", "rich", "ThreadPool", "pyarrow"],
+)
+def test_idle_threads_of_libraries_hide_no_hang(kernel: Kernel, tmp_path: Path, library: str) -> None:
+    """Threads that the worker has started itself wait for their own process, or for a clock to flush or refresh."""
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    kernel.run(PREPARED)
+    kernel.run(f"folder = {str(tmp_path)!r}\ndef train():\n    {library}\n    queue.get()")
+    cell = kernel.run(
+        "notebook_launcher(train, num_processes=2, on_hang='stop')", raises="JobHung", timeout_s=90
+    )
+    assert "could end the wait" in cell.raised.value
     kernel.run("kernels_event.set(); pool.shutdown()")
 
 

@@ -28,6 +28,11 @@ ENDLESS = {
     "a lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
     "a thread that waits": "t = threading.Thread(target=threading.Event().wait); t.start(); t.join()",
     "a task": "concurrent.futures.Future().result()",
+    "beside a pipe of its own": "in_thread(os.read, os.pipe()[0], 1); threading.Event().wait()",
+    "beside a pool": (
+        "import multiprocessing.pool; multiprocessing.pool.ThreadPool(2).apply(threading.Event().wait)"
+    ),
+    "beside an idle thread that serves": "in_thread(serve); threading.Event().wait()",
 }
 ENDED_BY_OTHERS = {
     "an event with a deadline": "threading.Event().wait(1000)",
@@ -36,15 +41,32 @@ ENDED_BY_OTHERS = {
     "a lock between processes": "multiprocessing.Semaphore(0).acquire()",
     "an event between processes": "multiprocessing.Event().wait()",
     "a queue between processes": "multiprocessing.Queue().get()",
-    "a socket": "socket.socketpair()[0].recv(1)",
+    "a socket": "pair = socket.socketpair(); pair[0].recv(1)",
     "a process": "os.waitpid(subprocess.Popen('cat', stdin=subprocess.PIPE).pid, 0)",
     "a selector": "import selectors; selectors.DefaultSelector().select()",
     "a signal": "signal.signal(signal.SIGALRM, print); threading.Event().wait()",
     "an event loop": "asyncio.run(asyncio.sleep(1000))",
 }
 ELSEWHERE = {
-    "a thread that sleeps": "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
-    "a thread that reads": "threading.Thread(target=os.read, args=(os.pipe()[0], 1), daemon=True).start()",
+    "a thread that sleeps": "in_thread(time.sleep, 1000)",
+    "a thread with a deadline": "in_thread(threading.Event().wait, 1000)",
+    "a thread that reads a child's pipe": (
+        "in_thread(subprocess.Popen('cat', stdin=subprocess.PIPE, stdout=subprocess.PIPE).stdout.read)"
+    ),
+    "a thread that reads a pipe that a child has as well": (
+        "pipe = os.pipe(); child = subprocess.Popen('cat', stdin=subprocess.PIPE, pass_fds=pipe); "
+        "in_thread(os.read, pipe[0], 1)"
+    ),
+    "a process pool": "pool = multiprocessing.Pool(1)",
+    "a thread that polls pipes and a socket": (
+        "pair = socket.socketpair(); poll = select.poll(); poll.register(os.pipe()[0]); "
+        "poll.register(pair[0], select.POLLIN); in_thread(poll.poll)"
+    ),
+    "a thread that polls a pipe with a deadline": (
+        "poll = select.poll(); poll.register(os.pipe()[0]); in_thread(poll.poll, 10**6)"
+    ),
+    "a thread that reads a socket": "pair = socket.socketpair(); in_thread(pair[0].recv, 1)",
+    "a thread that serves": "in_thread(serve, time.sleep)",
 }
 """Another thread can continue, and may then end the main thread's wait."""
 
@@ -53,7 +75,14 @@ ELSEWHERE = {
 def process(body: str) -> Iterator[int]:
     """Run a program that is about to wait; yield its process id."""
     code = (
-        "import asyncio, concurrent.futures, multiprocessing, os, queue, signal, socket, subprocess, threading, time\n"
+        "import asyncio, concurrent.futures, multiprocessing, os, queue, select, signal, socket, subprocess\n"
+        "import threading, time\n"
+        "from nblaunch.host import waits\n"
+        "def in_thread(function, *args, **kwargs):\n"
+        "    threading.Thread(target=function, args=args, kwargs=kwargs, daemon=True).start()\n"
+        "def serve(wait=threading.Event().wait):\n"
+        "    waits.name_as_clock('tensorboard')\n"
+        "    wait(1000)\n"
         "def wait():\n"
         "    print('ready', flush=True)\n"
         f"    {body}\n"
@@ -68,8 +97,8 @@ def process(body: str) -> Iterator[int]:
             started.kill()
 
 
-def sleeps(pid: int) -> str:
-    return waits._num_sleeps(f"/proc/{pid}/task/{pid}")
+def sleeps(pid: int, thread: int | None = None) -> str:
+    return waits._num_sleeps(f"/proc/{pid}/task/{thread or pid}")
 
 
 @pytest.mark.parametrize("body", ENDLESS.values(), ids=ENDLESS.keys())
@@ -93,11 +122,16 @@ def test_waits_for_other_processes_are_not_endless(body: str) -> None:
 @pytest.mark.parametrize("body", ELSEWHERE.values(), ids=ELSEWHERE.keys())
 def test_waits_with_a_running_thread_are_not_endless(body: str) -> None:
     with process(f"{body}; threading.Event().wait()") as pid:
-        while (found := waits.endless_waits(pid)) is None:
-            time.sleep(0.01)
-        while found is None or found.others is not None:  # wait until that thread has begun its own wait
+        seen: list[list[str]] = []
+        while len(seen) < 20 or any(
+            names != seen[-1] for names in seen[-10:]
+        ):  # until all threads keep sleeping
+            seen.append([sleeps(pid, int(name)) for name in os.listdir(f"/proc/{pid}/task")])
             found = waits.endless_waits(pid)
-        assert not found.are_endless
+            assert found is None or not found.are_endless
+            time.sleep(0.01)
+        assert len(seen[-1]) > 1
+        assert found is not None
 
 
 def test_ended_processes_have_no_waits() -> None:
