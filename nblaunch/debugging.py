@@ -55,7 +55,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
             else the last job.
 
     Raises:
-        RuntimeError: no worker waits for a debugger, or no user can type here.
+        RuntimeError: no worker waits for a debugger, or there is no interactive input.
         ValueError: the rank does not exist, or has not failed.
     """
     __tracebackhide__ = True
@@ -121,7 +121,7 @@ def can_type() -> bool:
 
 
 def takes_breakpoints(background: bool) -> bool:
-    """Return whether ``breakpoint()`` in a worker can open pdb: a user can type, and the main thread can ask.
+    """Return whether ``breakpoint()`` in a worker can open pdb: the main thread can ask for interactive input.
 
     A cell that waits for its job asks the user; for a background job, :func:`debug` asks.
     """

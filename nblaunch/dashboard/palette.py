@@ -77,7 +77,9 @@ _CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34,
 
 
 def paint(text: str, style: str) -> str:
-    """Return ``text`` in the colour ``style``, with escape sequences that all terminals have; unchanged without one.
+    """Return ``text`` in the colour ``style``, with escape sequences that all terminals support.
+
+    If ``style`` is empty, the text is unchanged.
 
     Source: ECMA-48, SGR.
     """

@@ -18,7 +18,7 @@ from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.stop_agreement import BOUNDARY_S, Ballot, StopAgreement
 
 _AHEAD_S = {"check": 0.5, "step": 0.1}
-"""Seconds by which a proposal is ahead of the foremost rank: the time for a message to all nodes and for the replies.
+"""Seconds by which a proposal is ahead of the leading rank: the time for a message to all nodes and for the replies.
 """
 
 _PATIENCE_S = {"check": 1.0, "step": 0.5}

@@ -10,7 +10,7 @@
 
 Logs of ended jobs stay, so that you can read them after a crash; the oldest jobs are pruned. Only folders with our
 stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs stay. A
-running job locks its folder, so that cleaners of temporary files skip it.
+running job locks its folder, so that tools that clean up temporary files skip it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sessions: workers that stay between cells and execute commands one after the other.
+"""Sessions: workers that persist between cells and execute commands one after the other.
 
     Session ── command ──> CommandConnection of each rank ──> serve: run it in ``__main__`` ── Reply ──> Session
        └── JobRunner: starts and supervises the workers, as a job whose function is ``serve``

@@ -154,7 +154,7 @@ class _Server:
             send_reply(self._connection, replace(reply, failed=failed, shown={}), outbox_fd)
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
-        if os.getpid() == self._pid:  # no user can type in a process that the code forked
+        if os.getpid() == self._pid:  # a process that the code forked has no input
             self._debugger.stop_at(sys._getframe(1))
 
     def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:

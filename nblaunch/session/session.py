@@ -1,4 +1,4 @@
-"""Session: workers that stay between cells, with the variables of the notebook and their own."""
+"""Session: workers that persist between cells, with the variables of the notebook and their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ merged."""
 
 
 class Session(RankCommands):
-    """Workers, one per device, that stay between cells and execute code and functions.
+    """Workers, one per device, that persist between cells and execute code and functions.
 
     They are forked from the kernel, so every rank has the variables of the notebook at that time. Each rank keeps its
     own variables from cell to cell.

@@ -409,10 +409,10 @@ class Accelerator(AcceleratorProperties):
         """Allow unequal numbers of batches in the block. Ranks that run out of data join the steps of the others.
 
         Gradients are divided by the number of all ranks, as in Accelerate: ranks without data count as zeros. With
-        gradient accumulation, the end of an uneven loader closes no window: all ranks synchronise in the same steps,
-        and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data get
-        the state of optimizers, schedules and windows from the others. Ranks without data can't join other collectives
-        in the loop, such as ``gather``, or a second forward of a model before the next batch.
+        gradient accumulation, the end of an uneven loader does not close a window: all ranks synchronise in the same
+        steps, and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data
+        get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
+        collectives in the loop, such as ``gather``, or a second forward of a model before the next batch.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) of the loop.

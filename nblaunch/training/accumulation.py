@@ -1,7 +1,7 @@
 """Gradient accumulation: :class:`AccumulationState` decides when gradients are synchronised and optimizers step.
 
-Every Accelerator has its own. It counts micro-steps, and knows the loader being read from the process's stack of
-loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` applies its decisions
+Every Accelerator has its own. It counts micro-steps, and looks up the loader that is being read in the process's stack
+of loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` applies its decisions
 (the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as divisor of losses), and so do prepared
 optimizers.
 
@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
     Args:
         command: the command that began to read it.
         loader: a weak reference to it.
-        num_read: how many batches of the enclosing loaders had been read then, by the ids of these loaders.
+        num_read: id of each enclosing loader -> how many of its batches had been read at that time.
     """
 
     command: tuple[int, int]
@@ -60,7 +60,7 @@ class LoaderStack:
     def __init__(self) -> None:
         # The references are weak: a loader that the user drops in the middle of an epoch must be freed with its data.
         self.entries: list[_Entry] = []
-        """The loaders; for code that runs at every step."""
+        """The loaders, as a plain attribute for code that runs at every step."""
 
     def enter(self, loader: Any) -> None:
         """Make ``loader`` the active one. Call it at the start of an epoch."""
@@ -92,7 +92,7 @@ class LoaderStack:
         return None
 
     def ending(self) -> Any:
-        """Return a loader whose last batch is in use: the active one, or one that is read in turns with it.
+        """Return a loader whose last batch is in use: the active one, or one that is read alternately with it.
 
         None if there is no such loader. A loop around the loop over the active loader does not count.
         """
@@ -105,7 +105,7 @@ class LoaderStack:
         )
 
     def in_turns(self) -> list[Any]:
-        """Return the loaders that are read in turns with the active one, as ``zip`` does, without that one."""
+        """Return the other loaders that are read alternately with the active one, as ``zip`` does."""
         return [loader for loader in self.entered() if self._is_in_turns(loader)]
 
     def _is_in_turns(self, loader: Any) -> bool:
@@ -312,8 +312,8 @@ class AccumulationState:
     def syncs_each_batch(self) -> bool:
         """Whether ranks average gradients in every micro-step.
 
-        False in ``join_uneven_inputs``: a rank without data contributes zeros, and averages of earlier micro-steps
-        would be averaged with these gradients.
+        False in ``join_uneven_inputs``: a rank without data contributes zeros, so gradients that were already averaged
+        in earlier micro-steps would be averaged with zeros.
         """
         return self.plugin.sync_each_batch and not self._is_joining
 
@@ -339,7 +339,7 @@ class AccumulationState:
     def joining(self) -> Iterator[None]:
         """Make all ranks reduce in the same micro-steps in the block, although their loaders end at different times.
 
-        The end of a loader closes no window in the block if ranks have unequal numbers of batches.
+        If ranks have unequal numbers of batches, the end of a loader does not close a window in the block.
         """
         before, self._is_joining = self._is_joining, True
         try:
@@ -367,7 +367,7 @@ class AccumulationState:
 
     @property
     def loaders_in_turns(self) -> list[Any]:
-        """The loaders that are read in turns with the active one, as ``zip`` does, without that one."""
+        """The other loaders that are read alternately with the active one, as ``zip`` does."""
         return self._stack.in_turns()
 
     @property

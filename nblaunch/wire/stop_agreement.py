@@ -4,7 +4,7 @@ If one rank left a step earlier than another, the other would wait in a collecti
 proposes a step a little ahead, which is valid only if every rank receives it in time:
 
     launcher                                     each rank, at each check of ``should_stop``
-    proposal: "stop at your check number P" ──>  before P: reply P (a promise not to pass P undecided)
+    proposal: "stop at your check number P" ──>  before P: reply P (a promise to wait at P for the decision)
                                                  already past P: reply -P
     all replied P:  decision P              ──>  at P: stop
     one rejected, or waits too long at P:
@@ -34,7 +34,7 @@ BOUNDARY_S = 1.0
 
 
 def should_stop(slot: Ballot) -> bool:
-    """Return, in a worker, whether every rank stops at this check. Every rank must call it at the same steps."""
+    """Return whether every rank stops at this check. Every rank must call it in its worker, at the same steps."""
     count, proposal = slot.begin_check()
     return proposal != 0 and holds(slot, count, proposal)
 
@@ -101,7 +101,7 @@ class StopAgreement:
     Args:
         slots: rank -> slot of the ranks that are still running.
         now_s: ``time.monotonic()``.
-        ahead_s: seconds by which a proposal is ahead of the foremost rank, so that it reaches all ranks in time.
+        ahead_s: seconds by which a proposal is ahead of the leading rank, so that it reaches all ranks in time.
         patience_s: seconds that a rank may wait at the proposed check.
         margin: minimum number of checks by which the first proposal is ahead.
         after: number of an earlier check that another launcher proposed; 0 = none. New proposals are later.
@@ -160,7 +160,7 @@ class StopAgreement:
             self.is_settled = self.is_withdrawn = True
 
     def _propose(self, now_s: float) -> None:
-        """Propose a check ``ahead_s`` ahead of the foremost rank, at its current pace."""
+        """Propose a check that the leading rank will reach in ``ahead_s`` at its current pace."""
         checks = {rank: slot.num_checks for rank, slot in self._slots.items()}
         seconds = max(now_s - self._began_s, 1e-3)
         pace = max((checks[rank] - self._first_checks[rank]) / seconds for rank in checks)

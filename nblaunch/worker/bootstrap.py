@@ -290,18 +290,18 @@ class _Worker:
         return debugger
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
-        """Open pdb at ``breakpoint()``, except in a process that the function forked: no user can type there."""
+        """Open pdb at ``breakpoint()``, except in a process that the function forked: it has no input."""
         if not self._is_subprocess:
             self._debugger = self._debugger or self._start_debugger()
             self._debugger.stop_at(sys._getframe(1))
 
     def _pass_breakpoint(self, *args: object, **kwargs: object) -> None:
-        """Skip ``breakpoint()`` with a note, because no user can type."""
+        """Skip ``breakpoint()`` with a note, because there is no interactive input."""
         frame = sys._getframe(1)
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)
-            text = f"breakpoint() in {place} is skipped, because no user can type here"
+            text = f"breakpoint() in {place} is skipped, because there is no interactive input"
             self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
 
     def _become_subprocess(self) -> None:

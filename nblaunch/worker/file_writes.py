@@ -130,7 +130,7 @@ class _Opener:
 
 
 def _holds_lock(pid: int) -> bool:
-    """Return whether a process has locked a file, so that ranks that write another one may do so in turns."""
+    """Return whether a process has locked a file, so that ranks that write another file may take turns."""
     try:
         with _io.open("/proc/locks") as file:
             locks = map(str.split, file)

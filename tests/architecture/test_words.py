@@ -84,11 +84,13 @@ def _without_allowed(path: Path, line: str) -> str:
 
 
 # Turns that a native technical writer avoids: name the thing instead of "that of", and write "is not a file" instead of
-# "is no file". A docstring is a sentence or names the thing; it does not begin with "Of".
+# "is no file", "alternately" instead of "in turns", and "weight files" instead of "files of weights". A docstring is a
+# sentence or names the thing; it does not begin with "Of".
 TURNS = re.compile(
     r"(?<!sure )\b(?:that|those) of\b"
     r"|(?<!there )(?<!There )\bis no (?!longer\b)"
     r"|\b[Tt]ake it that\b"
+    r"|\bin turns\b|\bfiles? of weights\b|\bforemost\b"
     r'|"""Of (?!course)'
 )
 

@@ -176,4 +176,4 @@ def test_an_interrupt_at_the_prompt_ends_the_command(shared: Kernel) -> None:
 def test_breakpoints_do_not_wait_without_a_user(failed: Kernel) -> None:
     assert failed.run("nblaunch.debug()", raises="RuntimeError").error is not None
     cell = failed.run("_ = session.ranks(0).execute('breakpoint()')")
-    assert "no user can type here" in cell.stdout
+    assert "there is no interactive input" in cell.stdout

@@ -6,7 +6,7 @@ snapshot.py          the objects to save, their states, and copies of these to w
 registered.py        states of registered objects: gathers shards, and saves each rank's state if they differ
 save_round.py        the protocol by which ranks meet to save together
 files.py             file names in a checkpoint folder, and the manifest; files of single states
-model_files.py       files of weights: safetensors or torch's format, whole or in shards
+model_files.py       weight files: safetensors or torch's format, whole or in shards
 load_weights.py      checks whether weights from such files fit a module, and loads them
 fsdp_states.py       saves models and optimizers of FSDP one by one, as trainers do; merges shards
 safe_save.py         atomic writes of files and folders

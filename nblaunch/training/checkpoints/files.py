@@ -114,7 +114,7 @@ class Manifest:
 
     Args:
         world_size: number of ranks in the job that wrote it.
-        models: number of files of weights; 0 if a hook saved the models.
+        models: number of weight files; 0 if a hook saved the models.
         optimizers, schedulers, loaders, custom: number of each; ``custom`` counts registered objects.
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty for full states.
         files: size of every file in bytes, by its path in the folder.

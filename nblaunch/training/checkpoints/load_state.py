@@ -194,7 +194,7 @@ class _Checkpoint:
             yield _in_own_order(optimizer, state, self.live.preparer.models, path)
 
     def _check_weights(self, models: Sequence[torch.nn.Module], strict: bool) -> None:
-        """Raise CheckpointError if a file of weights is missing or does not fit its model."""
+        """Raise CheckpointError if a weight file is missing or does not fit its model."""
         if self.is_sharded or (self.manifest is None and self.live.strategy.holds_shards):
             return  # the strategy checks its shards itself
         for index, model in enumerate(models):

@@ -69,7 +69,7 @@ def load_checkpoint_in_model(
 
     Args:
         model: a module, wrapped or not, filled in place.
-        checkpoint: a file of weights, an index, or a folder with one of them.
+        checkpoint: a weight file, an index, or a folder with one of them.
         device_map: None, or ``{"": device}``, where tensors without memory go. Any other map needs an installed
             Accelerate, which gets all arguments.
         offload_folder: Accelerate's argument for a map with ``"disk"``.
@@ -112,7 +112,7 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: a module, filled in place.
-        checkpoint: a file of weights, an index, or a folder with one of them.
+        checkpoint: a weight file, an index, or a folder with one of them.
         device_map: None: the model stays where it is; ``{"": device}``: the whole model goes there. Any other map, such
             as ``"auto"``, splits the model and needs an installed Accelerate.
         max_memory: Accelerate's argument for ``device_map="auto"``.
@@ -194,7 +194,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
-    """Raise CheckpointError if shapes in a file of weights, or names if ``strict``, differ from the model's.
+    """Raise CheckpointError if shapes in a weight file, or names if ``strict``, differ from the model's.
 
     Modules that override the loading method are not checked.
     """

@@ -1,4 +1,4 @@
-"""Files of weights: one file, or several with an index, in safetensors' or torch's format.
+"""Weight files: one file, or several with an index, in safetensors' or torch's format.
 
 safetensors files hold only tensors: reading one executes no code, and other libraries can read it. Tensors that share
 memory are written once, and the file's header lists their other names. Callers choose the paths; :func:`files_of` knows
@@ -109,7 +109,7 @@ def write_weights(weights: Mapping[str, Any], path: Path, safe_serialization: bo
 
 
 def _separate(weights: Mapping[str, Any], where: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors with separate memory, and a mapping from every other name to the tensor with that memory."""
+    """Return one tensor per piece of memory, and a mapping from every other name to the tensor that it shares."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -178,9 +178,9 @@ def save_sharded(
 
 
 def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Divide ``weights``, in order, into parts of at most ``limit`` bytes, if single tensors are not larger.
+    """Divide ``weights``, in order, into parts of at most ``limit`` bytes, unless a single tensor is larger.
 
-    Names that share memory stay in one part, to write the memory only once.
+    Names that share memory stay in one part, so that the memory is written only once.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
@@ -226,7 +226,8 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 def read_weights(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Return the state dict in a file, including all names of shared tensors.
 
-    On the CPU, tensors are mapped to the file. The system reads a page at its first use, and copies it on a write.
+    On the CPU, tensors are mapped to the file. The system reads a page when it is first used, and copies it when it is
+    written to.
     """
     try:
         if path.suffix == ".safetensors":
@@ -255,7 +256,7 @@ def _read_safetensors(path: Path, device: str | torch.device) -> dict[str, Any]:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """Return the files of weights of a checkpoint: a file, an index, or a folder with one of them."""
+    """Return the weight files of a checkpoint: a file, an index, or a folder with one of them."""
     path = _weights_in(checkpoint)
     if not path.name.endswith(".index.json"):
         return [path]

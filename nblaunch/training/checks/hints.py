@@ -207,7 +207,7 @@ _RANK = re.compile(r"\b(?:rank|process|worker|gpu|device|shard)\b\W{0,3}\d", re.
 
 
 class DifferentOrders(Check):
-    """The loop reads two loaders of equal length in turns, and each shuffles its samples differently."""
+    """The loop reads two loaders of equal length alternately, and each shuffles its samples differently."""
 
     name = "loaders_in_different_orders"
     is_hint = True
@@ -220,7 +220,7 @@ class DifferentOrders(Check):
                 continue
             if len(active.dataset) == len(other.dataset) and first != second:
                 self.report(
-                    f"two loaders of {len(active.dataset):,} samples each, shuffled differently, are read in turns",
+                    f"two loaders of {len(active.dataset):,} samples each, shuffled differently, are read alternately",
                     "If samples of the two belong together, put them into one data set, which one loader shuffles",
                 )
 

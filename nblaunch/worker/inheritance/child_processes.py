@@ -1,7 +1,8 @@
 """Lets a worker see whether programs that the kernel started with ``subprocess`` are still running.
 
-Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with 0:
-in a forked worker, a server of the kernel would always seem to have ended, and ``kill()`` would do nothing. A worker
+Only the parent of a process can wait for it. If a wait fails, ``subprocess`` assumes that the process ended with
+status 0. In a forked worker, a server that the kernel started would then always seem to have ended, and ``kill()``
+would do nothing. A worker
 therefore reads the state of the kernel's programs from the system.
 """
 
@@ -48,7 +49,7 @@ def watch(*, is_forked_here: bool = False) -> None:
     """Have ``subprocess`` report the true state of the kernel's programs in this process.
 
     Args:
-        is_forked_here: whether a worker has forked this process, and may have programs of its own.
+        is_forked_here: whether this process was forked from a worker, which may have started programs itself.
     """
     global _is_watched
     if _is_watched or not (_has_children or is_forked_here):

@@ -3,16 +3,16 @@
 A fork copies the descriptor of a connection. All ranks then write requests into one stream, and each byte of a reply
 reaches only one of them, so a rank may get the reply to another rank's request.
 
-HTTP clients and log handlers keep connections for later. Each rank replaces these with its own, whatever the program at
-the other end, and does not use the kernel's: after a rank had used an encrypted connection, the kernel's next request
-would fail.
+HTTP clients and log handlers keep connections open for later requests. Each rank opens its own instead, whatever
+program is at the other end. If a rank used an encrypted connection of the kernel, the kernel's next request would fail.
 
-The first rank of this machine keeps the kernel's other connections, such as those to databases. The other ranks see
-them closed by the other side. Clients with connection pools then reconnect; others raise, and the error names the
-connection.
+The first rank of this machine keeps the kernel's other connections, such as those to databases. For the other ranks,
+these connections look as if the other side had closed them. Clients with connection pools then reconnect; others raise,
+and the error names the connection.
 
-Connections to the kernel itself and to programs that it has started stay shared, because services to which several
-processes write in turn, such as experiment trackers, run there. So do connections that others opened to the kernel.
+Connections to the kernel itself and to programs that it has started stay shared, because these include services that
+expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the
+kernel also stay shared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def leave_to_first_rank(connections: Sequence[Connection]) -> frozenset[Identity
 
 
 def explain(error: BaseException, connections: Sequence[Connection], rank: int) -> tuple[str, ...]:
-    """Return a sentence that names closed ``connections`` if a failure looks like the use of one of them."""
+    """Return a sentence that names closed ``connections`` if an error seems to come from the use of one of them."""
     if not connections or not _ABOUT_CONNECTIONS.search(f"{type(error).__name__}: {error}"):
         return ()
     places = list(dict.fromkeys(connection.place for connection in connections))
@@ -68,7 +68,7 @@ def renew(channels: Collection[Identity]) -> None:
         channels: the kernel's open channels other than files, and their replacements in this worker.
     """
     for name, renew in _CLIENTS.items():
-        # A client whose module is not imported yet has no connection of the kernel.
+        # A client whose module is not imported yet holds none of the kernel's connections.
         if name in sys.modules:
             renew(sys.modules[name], channels)
 
@@ -110,7 +110,7 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
 
 
 def _renew_in_log_handlers(module: Any, channels: Collection[Identity]) -> None:
-    """Drop the kernel's connection before a record, so that the handler connects again."""
+    """Drop the kernel's connection before sending a record, so that the handler connects again."""
     send = module.SocketHandler.send
 
     @packages.replacement_of(send)

@@ -80,7 +80,7 @@ def _restart_listener(records: Any) -> None:
 
 
 def _empty(records: Any) -> None:
-    """Drop the kernel's records, which its own thread handles, and the state of that thread's wait."""
+    """Drop the kernel's records, which its own thread handles, and locks of the queue that this thread may hold."""
     if isinstance(records, queue.Queue):
         queue.Queue.__init__(records, records.maxsize)
         return
