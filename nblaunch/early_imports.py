@@ -1,12 +1,12 @@
-"""Imports that workers will need. The kernel makes them before it forks, while it is idle or during the launch.
+"""Imports that workers will need. The kernel performs them before it forks, while it is idle or during the launch.
 
     plan("sympy", "torch._dynamo")      as nblaunch.training.prepare does when it is imported
     finish()                            before each fork
 
 torch imports its compiler at the first step of an optimizer, which takes more than a second. Without this module, each
 worker of each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel
-makes them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see
-half a module, and no import lock is taken when the kernel forks.
+performs them between cells, in its main thread, one module at a time. No other thread imports, so other imports never
+see half a module, and no import lock is taken when the kernel forks.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Converter(ABC):
         """Return an argument of a Python call in the form of the setting.
 
         Raises:
-            TypeError: ``value`` has a wrong type. The message ends a sentence.
+            TypeError: ``value`` has the wrong type. The message ends a sentence.
             ValueError: ``value`` is invalid. The message ends a sentence.
         """
         return self.convert(value)

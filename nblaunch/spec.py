@@ -224,7 +224,7 @@ class LaunchSpec:
             ``{"gradient_accumulation_steps": 4}``; a plugin is a mapping of its arguments.
 
     Raises:
-        TypeError: an argument has a wrong type, or ``args`` do not fit the function.
+        TypeError: an argument has the wrong type, or ``args`` do not fit the function.
         ValueError: an argument has an invalid value; the message lists the valid ones.
     """
 

@@ -144,7 +144,7 @@ def _write_timeline(runner: JobRunner, path: Path) -> None:
 def spec_of_script(
     resolved: Resolved, script: str, arguments: Sequence[str], *, is_module: bool
 ) -> LaunchSpec:
-    """Return the launch of a script, by ``spawn`` unless another start method is set.
+    """Return the settings that launch a script, with ``spawn`` unless another start method is set.
 
     Raises:
         UsageError: the settings contradict each other.

@@ -74,7 +74,7 @@ def read(path: Path) -> Layer:
     """Read a configuration file as a layer of settings.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or has an unknown key or a value of a wrong type.
+        ConfigError: the file is missing, is not YAML, or has an unknown key or a value of the wrong type.
     """
     raw = _flattened(path, _load(path))
     try:

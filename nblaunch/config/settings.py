@@ -140,7 +140,12 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
         ("deepspeed_moe_layer_cls_names", Text("CLASS,..."), None, "classes of mixture-of-experts blocks"),
     ),
     "parallelism_config": (
-        ("use_parallelism_config", Switch(), False, "divide processes; implied by any size below"),
+        (
+            "use_parallelism_config",
+            Switch(),
+            False,
+            "combine forms of parallelism; implied by any size below",
+        ),
         (
             "parallelism_config_dp_replicate_size",
             Whole(1),

@@ -292,7 +292,7 @@ def _left_loops(sides: Sides, calls_of: Mapping[int, RankCalls], steps: Mapping[
             if not any(loop.contains(call.site.filename, call.site.line) for call in calls):
                 num_taken = num_batches(ranks, calls_of, steps)
                 after = f" after {formatting.count(num_taken, 'batch')}" if num_taken is not None else ""
-                text = f"{formatting.ranks(ranks)} left the loop of line {loop.first}{after}"
+                text = f"{formatting.ranks(ranks)} left the loop on line {loop.first}{after}"
                 lines.append(f"{text}, in which {formatting.ranks(others)} still wait.")
     return lines
 

@@ -1,8 +1,8 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
-A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a queue with a size holds that many values. When it is full,
-``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another rank, or
-another process or thread of the kernel, might. The hang is therefore not certain, and a note names the line.
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a bounded queue holds as many values as its size. When it is
+full, ``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another
+rank, or another process or thread of the kernel, might. The hang is therefore not certain, and a note names the line.
 
     FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel also has
     is_confirmed       a rank's stack -> whether the rank is putting a value

@@ -96,13 +96,13 @@ class AttemptReport:
         failed: ranks whose function raised, in order of arrival.
         exits: exit status of each process of this node, and when it was seen.
         signalled: rank -> time of the launcher's first signal to it.
-        interrupted: the user interrupted the job before any rank failed and before all ranks had delivered, and not all
-            ranks returned afterwards.
+        interrupted: the user interrupted the job before any rank failed and before all ranks had delivered their
+            values, and not all ranks returned afterwards.
         cancelled: the job was cancelled.
         stopped_early: all ranks left their loops at the same step, on request.
         last_readings: last readings of the board.
         memory: the host's memory during the attempt.
-        epochs: the last ends of epochs of any rank, oldest first.
+        epochs: the most recent ends of epochs on any rank, oldest first.
         host_memory: rank -> last sample with its peak, for ranks of this node.
         kept: ranks that keep running for the debugger.
         unkillable: rank -> a sentence about its process, which did not end after SIGKILL.

@@ -1,4 +1,4 @@
-"""Judges why steps are slow from how ranks spent their time. Nothing here reads a clock, a file or a process.
+"""Determines why steps are slow from how ranks spent their time. Nothing here reads a clock, a file or a process.
 
     spans of a rank ──> step_times ──> StepTimes ┐
     threads, processors, other processes ────────┴──> find_cause ──> Cause, or None
@@ -37,9 +37,9 @@ class StepTimes:
     Args:
         num_steps: number of steps.
         period_s: seconds of all steps.
-        seconds: seconds by kind, without other kinds inside.
+        seconds: seconds by kind, without nested spans of other kinds.
         counts: number of spans by kind; for garbage collections, number of steps with one.
-        evaluated_s: seconds of evaluations, including spans inside.
+        evaluated_s: seconds of evaluations, including nested spans.
         num_workers: worker processes of the last loader.
         elements: mean size of a batch; 0 if it was not measured.
         saved_bytes: total bytes saved.
@@ -144,7 +144,7 @@ class Cause:
         kind: name of the cause.
         ranks: the affected ranks; empty: all.
         text: a sentence without its full stop: what happens, and what to do.
-        is_fixed: whether the cause can't come and go by itself, so that it is soon certain.
+        is_fixed: whether the cause is permanent, so that fewer observations make it certain.
     """
 
     kind: str
@@ -154,7 +154,7 @@ class Cause:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """Key that is the same for a cause with different numbers."""
+        """A key that does not depend on the numbers in the text."""
         return self.kind, self.ranks
 
 
@@ -402,7 +402,7 @@ def _long_batches(times: Times, uses: Uses) -> Cause | None:
     return Cause(
         "batches", tuple(slow),
         f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} against {usual:,.0f} "
-        "elements), so that the others wait: distribute samples by length",
+        "elements), so the others wait: distribute samples by length",
     )  # fmt: skip
 
 
@@ -447,7 +447,7 @@ _LOOKS: tuple[Callable[[Times, Uses], Cause | None], ...] = (
 
 
 def _ranks_with(times: Times, kind: SpanKind, *, share: float, count: int = 1) -> list[int]:
-    """Return the ranks that spend at least a share of their time on a kind of span, and long enough to matter."""
+    """Return the ranks that spend enough time on a kind of span to matter, and at least a given share of their time."""
     return [
         rank
         for rank, spent in times.items()

@@ -151,7 +151,7 @@ def _pending(calls: RankCalls) -> Call | None:
 
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without one, ranks that a condition separates, or busy ones."""
+    """Return the ranks outside the majority; without a majority, ranks that call under a condition, or busy ranks."""
     largest = max(sides, key=lambda side: len(side.ranks))
     if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
         return _ranks_of([side for side in sides if side is not largest])
@@ -214,9 +214,9 @@ def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]
             where = f", in batch {batch if batch > after else batch + 1}"
         is_still = "is still" if len(inside.ranks) == 1 else "are still"
         left, stay = formatting.ranks(leavers), formatting.ranks(inside.ranks)
-        headline = f"{left} left the loop of line {loop.first}{how_far}, {stay} {is_still} in it{where}"
+        headline = f"{left} left the loop on line {loop.first}{how_far}, {stay} {is_still} in it{where}"
         if set(faulty) == set(inside.ranks):
-            headline = f"{stay} {is_still} in the loop of line {loop.first}{where}, {left} left it{how_far}"
+            headline = f"{stay} {is_still} in the loop on line {loop.first}{where}, {left} left it{how_far}"
         return Explanation(f"{headline}: {_states(sides)}", tuple(faulty), (), _UNEVEN)
     return None
 

@@ -151,10 +151,12 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 
 
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
-    """Return a process that uses the chips through libtpu, by its open lock file or device; this process comes first.
+    """Return a process that uses the chips through libtpu: one that has the lock file or a device open.
+
+    If this process is one of them, return this one; if there are none, return None.
 
     The file alone proves nothing: it remains when a process is killed (jax-ml/jax#10192), and nblaunch never deletes
-    it. Processes of other users can't be inspected. None if no process is found.
+    it. Processes of other users can't be inspected.
     """
     wanted = re.compile(rf"{re.escape(str(path))}|/dev/accel\d+|/dev/vfio/\d+")
     for descriptors in sorted(
@@ -166,7 +168,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_problem(is_ours: bool, where: str = "") -> str | None:
-    """Return why the chips can't be used now because a process has taken them, and what to do; None if none has.
+    """If a process has taken the chips, return why they can't be used now and what to do; otherwise None.
 
     Args:
         is_ours: whether this process is known to use them.

@@ -265,7 +265,7 @@ class DebugClient:
 class KeptFailure(ABC):
     """A failure of a job (``runner.py``) or a session command that the debugger can inspect.
 
-    The workers stay until the next launch, ``release()`` or the end of this process, for at most 30 minutes.
+    The workers keep running until the next launch, ``release()`` or the end of this process, for at most 30 minutes.
 
     Args:
         debugger: client of the debugger in the workers.

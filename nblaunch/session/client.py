@@ -46,7 +46,7 @@ client.
 """
 
 _INTERRUPTED_PATIENCE_S = 0.1
-"""The same after an interrupt."""
+"""Like ``_PATIENCE_S``, after an interrupt."""
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
@@ -264,7 +264,7 @@ class SessionClient:
         return self._runner.is_running  # a process that a rank left behind may keep the connection open
 
     def _take_reply(self, rank: int, replies: Replies) -> None:
-        """Receive a reply, the rank's last to this command unless it is preliminary.
+        """Receive a reply. Unless it is preliminary, the rank sends no other reply to this command.
 
         Raises:
             EOFError, OSError: the rank has ended without a reply.

@@ -99,7 +99,7 @@ class RankMagics(Magics):
             ValueError: no session was started, or it was stopped.
         """
         if self.session is None:
-            raise ValueError(f"%ranks {command}: there is no session; %%ranks or %ranks start starts one")
+            raise ValueError(f"%ranks {command}: there is no session; start one with %%ranks or %ranks start")
         return self.session
 
     def _stop(self) -> None:
@@ -108,7 +108,10 @@ class RankMagics(Magics):
         RankMagics.session = None
 
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
-        """Show the ranks' last values, equal ones once: text after the ranks, other displays below them."""
+        """Show the ranks' last values, and equal values once.
+
+        Text follows the list of ranks; other displays come below it.
+        """
         texts = {rank: repr(sorted(bundle.items())) for rank, bundle in bundles.items()}
         for ranks in formatting.ranks_by_text(texts).values():
             bundle, label = bundles[ranks[0]], f"[{formatting.spans(ranks)}]"

@@ -54,7 +54,7 @@ class RankCommands(ABC):
             :class:`nblaunch.wire.pickling.pickle_errors.Unpicklable` replaces values that can't be pickled.
 
         Raises:
-            KeyboardInterrupt: the command was interrupted. Variables of the ranks stay.
+            KeyboardInterrupt: the command was interrupted. Variables of the ranks are kept.
             WorkerDied: a rank has ended, which ends the session.
             BaseException: the exception of the first rank that failed, with its original type.
         """

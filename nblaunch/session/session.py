@@ -364,7 +364,7 @@ class Session(RankCommands):
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the ranks' command, like the notebook's interrupt button. Works in any thread.
 
-        Variables stay. A second interrupt kills the workers. Does nothing while no command runs.
+        Variables are kept. A second interrupt kills the workers. Does nothing while no command runs.
         """
         self._client.interrupt()
 

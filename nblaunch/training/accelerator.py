@@ -5,7 +5,7 @@ never asks which device or strategy is in use. ``nblaunch/training/__init__.py``
 
     process_methods.py   ranks, barriers, work on some ranks, which ``PartialState`` shares
     properties.py        settings and labels; parts such as ``self._preparer``
-    per_process.py       rebuilds the parts of an Accelerator from a notebook cell in each worker, at their first use
+    per_process.py       rebuilds the parts of an Accelerator from a notebook cell in each worker, on first use
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def compiled_like(compiled: Any, module: torch.nn.Module) -> Any:
-    """Return ``module`` compiled with the settings of ``compiled``. Compilation happens at the first call."""
+    """Return ``module`` compiled with the settings of ``compiled``. Compilation happens on the first call."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return compiled if compiled._orig_mod is module else OptimizedModule(module, compiled.dynamo_ctx)

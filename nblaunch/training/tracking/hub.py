@@ -103,7 +103,7 @@ class TrackerHub:
         self._has_warned_of_values = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
-        """Start the trackers that were started in the notebook at their first use in this process.
+        """Start the trackers that were started in the notebook on their first use in this process.
 
         Starting them earlier would create a run even if the function logs nothing, or starts its own trackers.
         """

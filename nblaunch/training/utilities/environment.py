@@ -78,7 +78,7 @@ _PACKAGES: Mapping[str, str | None] = {
 
 
 def __getattr__(name: str) -> Callable[..., bool]:
-    """Create a function of :data:`_PACKAGES` at its first use."""
+    """Create a function of :data:`_PACKAGES` on first use."""
     subject = name.removeprefix("is_").removesuffix("_available")
     if subject not in _PACKAGES or name != f"is_{subject}_available":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

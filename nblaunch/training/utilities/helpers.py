@@ -103,7 +103,7 @@ def dtype_byte_size(dtype: torch.dtype | str) -> float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return device, address and bytes of the storage of ``tensor``: equal for tensors that share memory."""
+    """Return the device, address and size of the storage of ``tensor``: equal for tensors that share memory."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
@@ -128,7 +128,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Return lines ``NAME=value``, except those that a shell would read differently, which a warning names."""
+    """Return lines ``NAME=value``; warn about variables that are left out because a shell would misread them."""
     lines: list[str] = []
     left_out: list[str] = []
     for name, value in current_env.items():

@@ -22,7 +22,7 @@ class Treatment(Enum):
     DROPPED = "dropped"
     """The state belongs to the kernel alone; the worker starts without it."""
     REJECTED = "rejected"
-    """An error before the function starts, or at the first use, says why and what to do."""
+    """An error before the function starts, or on first use, says why and what to do."""
     NOTED = "noted"
     """Missing or unusable; one line says so."""
 
@@ -93,7 +93,9 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "folders",
-        fork=Way(Treatment.RENEWED, "each rank continues by itself a listing that the kernel has started"),
+        fork=Way(
+            Treatment.RENEWED, "a listing that the kernel has started continues on each rank independently"
+        ),
         fresh=Way(Treatment.REJECTED, f"an unfinished listing {_NOT_PICKLED}"),
     ),
     Kind(
@@ -111,14 +113,14 @@ KINDS: tuple[Kind, ...] = (
         "queues between processes",
         fork=Way(
             Treatment.KEPT,
-            "shared with the kernel and all ranks. The kernel keeps values and tensors that ranks have put into a "
-            "`multiprocessing.Queue` and that no process has read before the ranks end. `put()` into a full "
-            "`SimpleQueue`, `Pipe` or queue with a size waits, and a note names it after two seconds. Proxies of a "
+            "shared with the kernel and all ranks. When the ranks end, the kernel keeps values and tensors that they "
+            "have put into a `multiprocessing.Queue` and that no process has read. `put()` into a full "
+            "`SimpleQueue`, `Pipe` or bounded queue waits, and a note names it after two seconds. Proxies of a "
             "`Manager` work",
         ),
         fresh=Way(
             Treatment.REJECTED,
-            f"a queue, lock or value between processes {_NOT_PICKLED}; proxies of a `Manager` work",
+            f"a queue, lock or value that processes share {_NOT_PICKLED}; proxies of a `Manager` work",
         ),
     ),
     Kind(
@@ -290,7 +292,7 @@ KINDS: tuple[Kind, ...] = (
         "thread pools",
         fork=Way(
             Treatment.RENEWED,
-            "`ThreadPoolExecutor`, `ThreadPool` and asyncio's executor start new threads at the first use in a worker; "
+            "`ThreadPoolExecutor`, `ThreadPool` and asyncio's executor start new threads on first use in a worker; "
             "the kernel's tasks stay in the kernel",
         ),
         fresh=Way(
@@ -302,7 +304,7 @@ KINDS: tuple[Kind, ...] = (
         "process pools",
         fork=Way(
             Treatment.RENEWED,
-            "`ProcessPoolExecutor`, `multiprocessing.Pool` and joblib's processes start at the first use in a worker",
+            "`ProcessPoolExecutor`, `multiprocessing.Pool` and joblib's processes start on first use in a worker",
         ),
         fresh=Way(
             Treatment.RENEWED,
@@ -323,7 +325,7 @@ KINDS: tuple[Kind, ...] = (
         "locks",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy. The launcher waits a moment for threads that work under a lock; within seconds, "
+            "each worker gets a copy. The launcher waits a moment for threads that hold a lock; within seconds, "
             "a note names a wait for a lock that a thread of the kernel still holds",
         ),
         fresh=Way(Treatment.REJECTED, "a lock can't be pickled, and an error names the variable"),
@@ -346,7 +348,7 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.NOTED,
             "each rank gets a copy that continues from the kernel's position; a line says that all ranks get the same "
-            "values, also if the iterator is an attribute of an object of yours",
+            "values, even if the iterator is an attribute of one of your objects",
         ),
         fresh=Way(
             Treatment.NOTED,
@@ -356,7 +358,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "log queue listeners",
-        fork=Way(Treatment.RENEWED, "a `QueueListener` starts a thread in each worker at the first record"),
+        fork=Way(Treatment.RENEWED, "a `QueueListener` starts a thread in each worker on the first record"),
         fresh=Way(Treatment.NOTED, "a line names the handler, which can't be sent"),
     ),
     Kind(

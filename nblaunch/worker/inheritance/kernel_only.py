@@ -111,7 +111,7 @@ def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
 
 
 def _leave_interactive_mode() -> None:
-    """Hide that this process was an interactive prompt, because Lightning and others stop in one."""
+    """Hide that this process was an interactive prompt, because Lightning and other libraries refuse to run in one."""
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -146,7 +146,7 @@ def _reject_input() -> None:
 
 
 def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
-    """Redirect log handlers that hold the kernel's streams, where a write takes milliseconds and has no rank."""
+    """Redirect log handlers that hold the kernel's streams, where a write takes milliseconds and shows no rank."""
     for stream in streams:
         # IPython 9 records a cell's output with a method of the stream object. There may be no stream at all.
         getattr(stream, "__dict__", {}).pop("write", None)

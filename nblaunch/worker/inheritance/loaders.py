@@ -33,7 +33,7 @@ _watched: set[str] = set()
 
 
 def renew_at_use() -> None:
-    """Restart inherited loaders at their first use, and reject iterators with the kernel's processes.
+    """Restart inherited loaders on first use, and reject iterators with the kernel's processes.
 
     A process that this one forks inherits loaders again and must call this function, too.
     """

@@ -35,7 +35,7 @@ _watched: set[str] = set()
 
 
 def renew_at_use() -> None:
-    """Recreate every inherited pool at its first use in this process.
+    """Recreate every inherited pool on its first use in this process.
 
     A process that this one forks inherits pools again and must call this function, too.
     """

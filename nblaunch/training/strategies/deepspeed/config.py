@@ -217,7 +217,7 @@ def _complete_optimizer(config: dict[str, Any], prepared: EngineInputs) -> None:
 
 
 def _needs_torch_adam(config: Mapping[str, Any], device_type: str) -> bool:
-    """Return whether to use torch's Adam: DeepSpeed's needs a compiler at its first use, and gains nothing on CPUs."""
+    """Return whether to use torch's Adam: DeepSpeed's needs a compiler on first use, and gains nothing on CPUs."""
     if str(get(config, "optimizer.type", "")).lower() not in _ADAMS:
         return False
     if device_type == "cpu":
