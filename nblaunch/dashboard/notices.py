@@ -108,7 +108,7 @@ def _slow_ranks(view: JobView) -> list[Notice]:
     if not slower:
         return []
     own_s, usual_s = _own_and_usual(step_s, slower)
-    text = f"{_are_slower(slower)} ({rate(1 / own_s)} against {rate(1 / usual_s)} steps/s)"
+    text = f"{_are_slower(slower)} ({rate(1 / own_s)} vs. {rate(1 / usual_s)} steps/s)"
     return [Notice("slow", tuple(slower), text)]
 
 
@@ -122,7 +122,7 @@ def _slow_in_step(view: JobView) -> list[Notice]:
     if (own_s - usual_s) * steps_per_s < _MIN_LOSS:
         return []
     text = (
-        f"{_are_slower(slower)} ({own_s * 1000:,.0f} against {usual_s * 1000:,.0f} ms per step without waits), "
+        f"{_are_slower(slower)} ({own_s * 1000:,.0f} vs. {usual_s * 1000:,.0f} ms per step without waits), "
         "which slows down all ranks"
     )
     return [Notice("slow", tuple(slower), text)]

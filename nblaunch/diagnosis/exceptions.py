@@ -163,7 +163,7 @@ def _put_before(error: BaseException, cause: BaseException, info: ExceptionInfo)
 
 
 def _render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None:
-    """Make IPython show ``error`` by ``rendering`` (its ``_render_traceback_`` protocol, as used by ipyparallel)."""
+    """Make IPython show ``error`` with ``rendering`` (its ``_render_traceback_`` protocol, as used by ipyparallel)."""
     set_attribute(error, "_render_traceback_", rendering)
 
 
@@ -182,7 +182,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 class HiddenLauncherFrames:
-    """Context manager that hides frames of nblaunch from exceptions of its block.
+    """Context manager that hides frames of nblaunch from exceptions raised in its block.
 
     The launcher's errors keep these frames in their traceback, for bug reports, but IPython shows only the line of the
     cell.
@@ -290,7 +290,7 @@ class RemoteRendering:
 
 
 def _render_launchers_own() -> list[str]:
-    """Render the launcher's exception that is being handled, with frames up to the call of the launcher."""
+    """Render the launcher's exception that is being handled, with frames up to the call to the launcher."""
     error, tb = sys.exc_info()[1], sys.exc_info()[2]
     shell = ipython_shell()
     if shell is None or error is None:
@@ -310,7 +310,7 @@ def _fitting(
     lines: list[str] = []
     for context, max_lines in _FITS:
         error = shown(max_lines)
-        # Positional, because the last parameter has different names in versions of IPython.
+        # Positional, because IPython versions differ in the name of the last parameter.
         lines = [*shell.InteractiveTB.structured_traceback(type(error), error, tb, 0, context), *notes]
         if len("\n".join(lines).splitlines()) <= _MAX_LINES:
             break

@@ -401,7 +401,7 @@ def _long_batches(times: Times, uses: Uses) -> Cause | None:
     size, usual = median(sizes[rank] for rank in slow), median(sizes[rank] for rank in others)
     return Cause(
         "batches", tuple(slow),
-        f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} against {usual:,.0f} "
+        f"batches of {formatting.ranks(slow)} are {size / usual:.1f} times longer ({size:,.0f} vs. {usual:,.0f} "
         "elements), so the others wait: distribute samples by length",
     )  # fmt: skip
 

@@ -5,7 +5,7 @@
                                                 <── Replies ──   checks and replies of its ranks, when they change
 
 The steps are checks of ``accelerator.should_stop`` or steps of optimizers (``wire/stop_agreement.py``). Only the
-coordinator proposes and decides, so no rank acts on a proposal that it withdraws because a rank has passed it.
+coordinator proposes and decides. It withdraws a proposal that a rank has already passed, so no rank acts on it.
 """
 
 from __future__ import annotations

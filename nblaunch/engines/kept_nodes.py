@@ -84,7 +84,7 @@ class Nodes:
         """Return the settings of a launch on these nodes.
 
         Args:
-            given: the same settings in the call of the launcher, which must have their defaults or these values.
+            given: the same settings in the call to the launcher, which must have their defaults or these values.
 
         Raises:
             ValueError: one of them has a different value.

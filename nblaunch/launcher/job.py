@@ -1,6 +1,6 @@
 """Job: a launch as a future.
 
-Every call of ``launch``, ``attach``, and ``notebook_launcher`` (without ``session=``) creates a job: a ``JobRunner``
+Every call to ``launch``, ``attach``, and ``notebook_launcher`` (without ``session=``) creates a job: a ``JobRunner``
 (``runner.py``), which runs it in this process, or a ``JobFollower`` (``detached/``), which follows a job of another
 process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
 ``background=True`` it returns the Job while the workers run.
@@ -577,7 +577,7 @@ def jobs_at_breakpoints() -> list[tuple[float, Job]]:
 
 
 def _row_of(metric: Metric, attempt: int) -> dict[str, Any]:
-    """Return a call of ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
+    """Return a call to ``accelerator.log`` as a row: step, wall clock in seconds, rank, attempt, values by name.
 
     A logged value with one of these names replaces the job's value, but not a step that was passed to ``log``.
     """

@@ -11,7 +11,7 @@ class Latch:
     """Like ``threading.Event``, but an interrupt at any line of :meth:`wait` leaves it intact.
 
     An event guards its state with a lock. A KeyboardInterrupt at certain lines of its ``wait`` leaves this lock locked,
-    and then ``set`` never returns. Here each call of :meth:`wait` has its own lock.
+    and then ``set`` never returns. Here each call to :meth:`wait` has its own lock.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Wake all threads that wait; later calls of :meth:`wait` return at once."""
+        """Wake all threads that wait; later calls to :meth:`wait` return at once."""
         self._is_set = True
         with suppress(IndexError):
             while True:

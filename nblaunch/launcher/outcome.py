@@ -38,7 +38,7 @@ class JobOutcome:
         advice: explanation of the failure, and what to do.
         is_early: whether the job was stopped early on request.
         values: rank -> return value of each rank that returned, for a job that is done, interrupted or cancelled.
-        unloaded_weights: argument path -> trained state dict that was loaded into no module, because it does not fit
+        unloaded_weights: argument path -> trained state dict that was not loaded, because it does not fit
             the kernel's module or the job is detached.
         has_lost_weights: whether workers of a successful job ended before they had sent all trained weights.
         is_released: whether values and weights were released.
@@ -58,7 +58,7 @@ class JobOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> JobOutcome:
-        """Return the outcome of a job that ``error`` ended in this process; an interrupt makes it interrupted.
+        """Return the outcome of a job that ``error`` ended in this process; ``interrupted`` for an interrupt.
 
         :func:`conclude_job` returns the outcome of interrupted workers.
         """

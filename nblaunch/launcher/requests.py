@@ -156,7 +156,7 @@ class JobRequests:
         """Cancel once nothing refers to ``owner``.
 
         Python ignores an exception that a signal handler raises in a finalizer, and skips the rest of the finalizer.
-        No handler can interrupt this callback, which is one call of a C function.
+        No handler can interrupt this callback, which is one call to a C function.
         """
         self._owner = weakref.ref(owner, self._lost_owners.append)
 

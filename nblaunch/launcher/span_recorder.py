@@ -3,7 +3,7 @@
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)
 
-A full file replaces ``spans.before``, so the newest spans stay. The job does not need the file: if it can't be
+A full file replaces ``spans.before``, so the newest spans are kept. The job does not need the file: if it can't be
 written, the job continues without a timeline.
 """
 

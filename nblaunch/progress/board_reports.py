@@ -387,7 +387,7 @@ class LossReport:
         if loss.is_cpu:
             latest = loss.item()  # at once, as the caller may change it
             losses.sum += latest
-            is_number = latest == latest  # false for NaN; a call of ``isnan`` would cost more
+            is_number = latest == latest  # false for NaN; a call to ``isnan`` would cost more
         else:
             latest, is_number = losses.add_on_device(loss), False
         losses.count += 1

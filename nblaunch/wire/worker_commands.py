@@ -188,7 +188,7 @@ class RunFunction(SessionCommand):
 
 @dataclass(frozen=True)
 class LeaveGroup(SessionCommand):
-    """Request to leave the process group, because another rank waits for this one in vain."""
+    """Request to leave the process group, because other ranks wait for this one, which will not arrive."""
 
 
 @dataclass(frozen=True)

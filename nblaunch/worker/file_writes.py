@@ -3,8 +3,8 @@
 Each save to a path (``saves.py``), and each ``open`` that empties a file, is an
 :class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
 collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
-out: only libraries that write what the user passes to them may stand between the user's line and the call. So are
-writes of a process that holds a lock.
+out: only libraries that write what the user passes to them may stand between the user's line and the call. Writes
+of a process that holds a lock are left out as well.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OPENERS = frozenset(
 """The same, for packages that open files. Transformers is left out, because it also opens files of its own."""
 
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
-"""Modules with a name for ``open``; cells use IPython's."""
+"""Modules that bind ``open``, and the name; cells use the one in IPython."""
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -77,7 +77,7 @@ class FileWrites:
     def watch_open(self) -> None:
         """Report the files that ``open`` empties, until this process ends."""
         opener = packages.replacement_of(_io.open)(_Opener(self))
-        opener.__module__ = "io"  # by which it is pickled; in Python 3.13, the original's is _io
+        opener.__module__ = "io"  # needed to pickle it; the original has _io in Python 3.13
         for module, name in _OPENS:
             packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
 

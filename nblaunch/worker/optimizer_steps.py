@@ -87,7 +87,7 @@ class OptimizerSteps:
                     slot.note_step(sys._getframe(2), len(args) > 1 or bool(kwargs))
                 return
             loop = slot.counted
-            if loop is not None and get_ident() == main_thread:  # as ``LoopStack.advance``, without a call
+            if loop is not None and get_ident() == main_thread:  # inlines ``LoopStack.advance``
                 loop.step = done = loop.step + 1
                 words[STEP] += 1
                 words[STEPS_DONE] += 1
@@ -104,7 +104,7 @@ class OptimizerSteps:
                 process_group.keep_groups()
             if self._active is optimizer:
                 spans = slot.spans
-                if spans is not None and get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+                if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
                     serial, began_s = next(spans.serials), self._began_s
                     place = serial % NUM_SPANS * SPAN_BYTES
                     spans.pack(spans.memory, place, kind, 0, 0.0, began_s, monotonic(), serial)
@@ -174,7 +174,7 @@ def _raise_interrupt() -> None:
 
 
 def _is_in_step(frame: FrameType | None) -> bool:
-    """Return whether ``frame`` or one of its callers is torch's wrapper of an optimizer step."""
+    """Return whether ``frame`` or one of its callers is torch's wrapper around an optimizer step."""
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
             return True

@@ -52,20 +52,20 @@ def test_a_slow_rank_is_named_with_its_delay() -> None:
     view = at_rates([10, 10, 5.55, 10])
     (notice,) = notices(view)
     assert (notice.kind, notice.ranks) == ("slow", (2,))
-    assert notice.text == "rank 2: 1.8 times slower than the others (5.55 against 10.0 steps/s)"
+    assert notice.text == "rank 2: 1.8 times slower than the others (5.55 vs. 10.0 steps/s)"
     assert notice.text in render_text(view)
 
 
 def test_a_slow_rank_is_named_where_steps_take_many_seconds() -> None:
     """Three steps are compared, however long they take; the first two are warm-up."""
     assert texts(at_rates([0.2, 0.2, 0.1, 0.2], seconds=55)) == [
-        "rank 2: 2.0 times slower than the others (0.100 against 0.200 steps/s)"
+        "rank 2: 2.0 times slower than the others (0.100 vs. 0.200 steps/s)"
     ]
 
 
 def test_a_slow_rank_stays_named_once_the_job_is_over() -> None:
     assert texts(view_of(ended(3), at_rates([10, 10, 5]))) == [
-        "rank 2: 2.0 times slower than the others (5.00 against 10.0 steps/s)"
+        "rank 2: 2.0 times slower than the others (5.00 vs. 10.0 steps/s)"
     ]
 
 
@@ -126,7 +126,7 @@ def test_lockstep_straggler_computes_longest() -> None:
     (notice,) = notices(view)
     assert notice.ranks == (2,)
     assert notice.text == (
-        "rank 2: 1.8 times slower than the others (90 against 50 ms per step without waits), "
+        "rank 2: 1.8 times slower than the others (90 vs. 50 ms per step without waits), "
         "which slows down all ranks"
     )
 
@@ -151,7 +151,7 @@ def test_random_delays_name_no_slow_rank(seed: int) -> None:
 def test_a_slightly_slow_rank_is_named_after_a_whole_window() -> None:
     busy_s = [0.05, 0.05, 0.07]
     assert notices(in_step(busy_s, step_s=0.05)) == ()  # five seconds
-    assert texts(in_step(busy_s))[0].startswith("rank 2: 1.4 times slower than the others (70 against 50 ms")
+    assert texts(in_step(busy_s))[0].startswith("rank 2: 1.4 times slower than the others (70 vs. 50 ms")
 
 
 def test_slowness_without_waits_is_not_reported() -> None:
@@ -290,7 +290,7 @@ def test_after_a_stopped_hang_only_the_culprit_failed() -> None:
 
 
 def test_the_reason_for_slow_steps_replaces_the_comparison() -> None:
-    text = "batches of rank 2 are 1.8 times longer (1,800 against 1,000 elements)"
+    text = "batches of rank 2 are 1.8 times longer (1,800 vs. 1,000 elements)"
     view = fold(at_rates([10, 10, 5.55, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
     (notice,) = notices(view)
     assert (notice.kind, notice.ranks, notice.text) == ("slow", (2,), text)

@@ -80,7 +80,7 @@ class UnclearedGradients(Check):
         if is_prepared and last is not None and last.is_added_to and self._is_uncleared(optimizer, last):
             self.report(
                 f"gradients of the {type(optimizer).__name__} are never cleared: each step uses the sum "
-                "of the gradients of all steps before",
+                "of the gradients of all previous steps",
                 "Call optimizer.zero_grad() after optimizer.step()",
             )
         with_gradients = filter(_has_gradient, parameters_of(optimizer))
@@ -97,7 +97,7 @@ class UnclearedGradients(Check):
 
 
 def _first_elements(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a view of a few elements of a parameter's gradient, which it has."""
+    """Return a view of a few elements of a parameter's gradient, which must exist."""
     assert parameter.grad is not None, "only parameters with gradients are sampled"
     elements: torch.Tensor = dtensor.local(parameter.grad).detach().reshape(-1)[:_NUM_ELEMENTS]
     return elements
@@ -109,7 +109,7 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
 
 
 class ForeignParameters(Check):
-    """An optimizer steps, and its parameters, or a replaced layer's, belong to no model that is trained."""
+    """An optimizer steps parameters that are not part of a trained model, for example a replaced layer's."""
 
     name = "optimizer_without_gradients"
 
@@ -128,7 +128,7 @@ class ForeignParameters(Check):
         without = [parameter for parameter in parameters if parameter.grad is None]
         is_empty = len(without) == len(parameters)
         self._is_any_trained = self._is_any_trained or not is_empty
-        # The layers of one optimizer may be frozen for a while, beside another that trains.
+        # The layers of one optimizer may be frozen for a while, while another one trains.
         is_frozen = self._is_any_trained and not any(parameter.requires_grad for parameter in parameters)
         if self._empty.add(optimizer, is_empty and not is_frozen) == _NUM_EMPTY:
             self.report(
@@ -147,7 +147,7 @@ class ForeignParameters(Check):
     def _left_out(
         self, prepared: Prepared, optimizer: torch.optim.Optimizer, without: Sequence[torch.nn.Parameter]
     ) -> list[str]:
-        """Return the names of parameters that get gradients for nothing, if others are stepped in their place."""
+        """Return the names of parameters whose gradients are never used, if others are stepped in their place."""
         named = {
             id(parameter): (name, parameter)
             for model in map(bare_module, prepared.models)

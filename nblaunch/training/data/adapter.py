@@ -68,7 +68,7 @@ class Epochs:
     """A loader's progress through its epochs. A loader for the rest of an epoch shares it: see ``beginning_at``.
 
     Args:
-        completed: number of epochs read to their end; samplers shuffle by it.
+        completed: number of epochs read to their end; samplers use it to shuffle.
         left: number of epochs that the user left early, for example with ``break``.
         start: states of the generators that decide the order, at the start of the epoch.
         resumed_start: states of these generators from a loaded checkpoint, for the start of the next epoch.

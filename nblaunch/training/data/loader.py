@@ -73,7 +73,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: the first epoch to read.
         num_processes: number of ranks that share the data; None: as in the shard, or 1 without a shard.
 
-    ``iteration`` is the number of completed epochs; samplers shuffle by it. ``epochs`` is the full record of epochs.
+    ``iteration`` is the number of completed epochs; samplers use it to shuffle. ``epochs`` is the full record.
     ``shard`` is the rank's share of an order or a stream; None if the rank reads everything.
     """
 

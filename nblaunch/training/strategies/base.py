@@ -182,7 +182,7 @@ class Strategy(ABC):
         return precision
 
     def on_prepare(self, objects: Sequence[Any]) -> None:
-        """Check and record all arguments of one call of ``prepare`` before it prepares any of them.
+        """Check and record all arguments of one call to ``prepare`` before it prepares any of them.
 
         ``prepare_model`` and similar methods prepare a single object, and do not call this.
         """

@@ -24,7 +24,7 @@ _MAX_NAMES = 3
 
 
 class _Registrations:
-    """Counts assignments of parameters and modules to modules in this process, from the first call of ``watch``."""
+    """Counts assignments of parameters and modules to modules in this process, from the first call to ``watch``."""
 
     count = 0
     is_watching = False

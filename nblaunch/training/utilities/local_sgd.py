@@ -32,7 +32,7 @@ class LocalSGD:
     Args:
         accelerator: the Accelerator that prepared ``model``.
         model: the prepared model.
-        local_sgd_steps: number of calls of :meth:`step` between two averages, at least 1. With gradient accumulation,
+        local_sgd_steps: number of calls to :meth:`step` between two averages, at least 1. With gradient accumulation,
             count batches, not optimizer steps.
         enabled: False: change nothing, and average gradients as usual.
 

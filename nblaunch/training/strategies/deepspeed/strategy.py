@@ -46,7 +46,7 @@ from nblaunch.training.strategies.deepspeed.settings import DeepSpeedSettings
 
 
 class DeepSpeedStrategy(Strategy):
-    """Trains with one engine per Accelerator, built from the model and the optimizer in one call of ``prepare``.
+    """Trains with one engine per Accelerator, built from the model and the optimizer in one call to ``prepare``.
 
     A model without an optimizer is only evaluated: stage 3 shards it, stages 1 and 2 only move it to its device. If
     there are several plugins, the one selected when a model is set up configures its engine.
