@@ -25,6 +25,9 @@ from nblaunch.engines.node_program import NodeProgram, ending_with
 from nblaunch.host import descriptors
 from nblaunch.worker import process_control
 
+_IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
+"""Modules that a job needs, the last one at the first step of an optimizer; each takes a second or more."""
+
 
 def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot | None]) -> None:
     """Run jobs one after another until the coordinator closes the channel, or the process of a job fails.
@@ -36,8 +39,8 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
     """
     first = boot.environment
     with env.patched(first), ending_with(channel):
-        for name in ("torch", "torch.distributed"):
-            with suppress(ImportError):  # jobs report it, if they need it
+        for name in _IMPORTS:
+            with suppress(Exception):  # jobs report it, if they need it
                 importlib.import_module(name)
     next_boot: Boot | None = boot
     while next_boot is not None:
