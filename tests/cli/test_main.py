@@ -92,3 +92,28 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     ):
         shown = subprocess.check_output(["bash", "-c", complete, script, *words], text=True, timeout=60)
         assert offered in shown.split()
+
+
+PROGRAM_WITH_TORCH = """
+import atexit, sys, types
+
+class Large:
+    def __del__(self):
+        print("released")
+
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.large = Large()
+atexit.register(print, "exit handler")
+print("no line end yet", end=" ")
+sys.argv[1:] = ["lunch"]
+from nblaunch.cli import main
+main()
+"""
+
+
+def test_a_program_ends_without_releasing_torch() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM_WITH_TORCH], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (2, "no line end yet exit handler\n"), ended.stderr
+    assert "did you mean 'launch'?" in ended.stderr
