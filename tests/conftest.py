@@ -21,6 +21,7 @@ from tests.kernels import Kernel, close_forkservers, remember_environment
 # Ordered by their time on two idle cores, so that no long group runs last while the other core is idle.
 LONGEST_FIRST = (
     "tests/nodes",
+    "tests/engines",
     "tests/browser",
     "tests/training/strategies/test_fsdp2.py",
     "tests/training/strategies/test_deepspeed.py",
@@ -120,10 +121,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def _group(nodeid: str) -> str:
-    """Return a test's group: its module, whose tests share kernels, with three exceptions."""
+    """Return a test's group: its module, whose tests share kernels, with four exceptions."""
     module = nodeid.partition("::")[0]
     if module.startswith("tests/nodes/"):
         return "tests/nodes"  # without network namespaces, two machines meet at fixed loopback ports
+    if module.startswith("tests/engines/"):
+        return "tests/engines"  # which share a kernel with nodes
     if module.startswith("tests/browser/"):
         return "tests/browser"  # one Chromium and one server at a time
     if module == "tests/notebooks/test_notebooks.py":

@@ -159,6 +159,7 @@ def train(model, large):
     notebook.wait_for_no_processes()
 
 
+@pytest.mark.thorough
 @on_both_kinds
 def test_exceptions_of_notebook_modules_keep_their_class(notebook: Kernel) -> None:
     notebook.run(
@@ -223,7 +224,7 @@ os.kill(int(job.logs(2).split()[-1]), signal.SIGKILL)
 
 @on_both_kinds
 def test_nothing_outlives_a_killed_kernel(notebook: Kernel) -> None:
-    notebook.run("job = go(time.sleep, 3600, background=True)", timeout_s=120)
+    notebook.run("job = go(time.sleep, 3600, num_nodes=1, num_processes=2, background=True)", timeout_s=120)
     pids = notebook.run("sorted(job.pids.values())").value
     assert pids
     notebook.kill()
@@ -241,8 +242,13 @@ def train():
     torch.number_of_calls = number + 1
     return os.getppid(), psutil.Process(os.getppid()).ppid(), number, os.environ.get("WANTED")
 
+import helpers
+
 def fail():
-    raise MyError("a launch that fails", code=3)
+    dist.init_process_group("gloo")
+    if rank() == 3:
+        helpers.fail("rank 3 can't go on")
+    dist.barrier()
 """)
     values = [
         notebook.run(f"{before}; go(train, engine=nodes, return_all=True)", timeout_s=120).value
@@ -254,7 +260,9 @@ def fail():
     assert {number for found in values for _, _, number, _ in found} == {0}, "launches share nothing"
     if subject.settings["engine"] == "processes":
         assert [found[0][3] for found in values] == ["a", None]
-    notebook.run("go(fail, engine=nodes)", timeout_s=120, raises="MyError")
+    error = notebook.run("go(fail, engine=nodes)", timeout_s=120, raises="Odd").raised
+    assert error.value == "rank 3 can't go on"
+    assert " on node 1 (host " in error.text
     assert notebook.run("psutil.Process().children() != []").value is True
     notebook.run(f"os.kill({first[3][1]}, signal.SIGKILL)")
     cell = notebook.run("again = go(train, engine=nodes, return_all=True)", timeout_s=120)
@@ -268,7 +276,7 @@ def fail():
 
 @on_both_kinds
 def test_kept_nodes_end_with_the_kernel(notebook: Kernel, subject: Subject) -> None:
-    notebook.run(f"nodes = nblaunch.Nodes(2, **{subject.settings!r})")
-    notebook.run("go(rank, engine=nodes)", timeout_s=120)
+    notebook.run(f"nodes = nblaunch.Nodes(1, **{subject.settings!r})")
+    notebook.run("go(rank, engine=nodes, num_nodes=1, num_processes=2)", timeout_s=120)
     notebook.kill()
     notebook.wait_for_no_processes()

@@ -1,4 +1,8 @@
-"""Kernels that launch on nodes of this machine, and their functions."""
+"""Kernels that launch on nodes of this machine, and their functions.
+
+The fixture ``kept`` gives tests the same kernel with kept nodes, so that only one launch waits for two programs to
+import torch. ``notebook`` gives a test a kernel whose launches start node programs, as a user's first launch does.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,10 @@ class MyError(Exception):
 def _made(text, code):
     return MyError(text, code=code)
 
+engine = "processes"
+
 def launch(function, *args, **settings):
-    usual = {"num_processes": 4, "num_nodes": 2, "engine": "processes", "interrupt_grace_s": 1.0}
+    usual = {"num_processes": 4, "num_nodes": 2, "engine": engine, "interrupt_grace_s": 1.0}
     return notebook_launcher(function, args, **{**usual, **settings})
 
 def node_programs():
@@ -45,6 +51,18 @@ def node_programs():
         except psutil.NoSuchProcess:  # it has ended
             continue
     return pids
+
+def are_only_programs_left():
+    deadline = time.monotonic() + 10
+    while node_programs() != programs and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return node_programs() == programs
+"""
+
+NEW_PROGRAMS = """
+programs = []
+while len(programs) != 2:  # a process of the last launch may not have ended yet
+    programs = node_programs()
 """
 
 FAILING = """
@@ -79,6 +97,24 @@ def notebook(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
         kernel.run(PREAMBLE)
         yield kernel
+
+
+@pytest.fixture(scope="package")
+def kernel_with_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """Start a kernel for all these modules, whose launches use the same two nodes."""
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}) as kernel:
+        kernel.run(PREAMBLE)
+        kernel.run("engine = nblaunch.Nodes(2, engine='processes'); launch(rank)", timeout_s=120)
+        kernel.run(NEW_PROGRAMS)
+        yield kernel
+        kernel.run("engine.close()")
+
+
+@pytest.fixture
+def kept(kernel_with_nodes: Kernel, nothing_left_behind: None) -> Iterator[Kernel]:
+    """Return the kernel with nodes; after the test, of all its processes only the nodes' two programs must be left."""
+    yield kernel_with_nodes
+    assert kernel_with_nodes.run("are_only_programs_left()").value is True
 
 
 def comparable(text: str) -> str:

@@ -32,11 +32,11 @@ MORE_CASES = [("error", 1), ("SIGSEGV", 3), ("exit 0", 3), ("return", 1), ("hang
 
 
 @pytest.mark.parametrize("cases", [CASES, thorough(MORE_CASES)], ids=["some", "more"])
-def test_failures_match_one_machine(notebook: Kernel, cases: list[tuple[str, int]]) -> None:
-    notebook.run(CELL)
+def test_failures_match_one_machine(kept: Kernel, cases: list[tuple[str, int]]) -> None:
+    kept.run(CELL)
     for what, who in cases:
-        local = notebook.run(f"error_of({what!r}, {who}, engine='local', num_nodes=1)").value
-        there = notebook.run(f"error_of({what!r}, {who})").value
+        local = kept.run(f"error_of({what!r}, {who}, engine='local', num_nodes=1)").value
+        there = kept.run(f"error_of({what!r}, {who})").value
         assert local[0] != "nothing", (what, who)
         assert [comparable(str(part)) for part in there] == [comparable(str(part)) for part in local], (
             what,
@@ -44,12 +44,12 @@ def test_failures_match_one_machine(notebook: Kernel, cases: list[tuple[str, int
         )
         label = f"node {who // 2} (host "
         assert label in there[1] + there[2] or what in ("hang", "unpicklable result"), there
-        assert notebook.run("node_programs()").value == []
+        assert kept.run("are_only_programs_left()").value is True
 
 
-def test_the_cell_shows_the_users_line(notebook: Kernel) -> None:
-    notebook.run(CELL)
-    cell = notebook.run("launch(train, 'error', 3)", raises="MyError")
+def test_the_cell_shows_the_users_line(kept: Kernel) -> None:
+    kept.run(CELL)
+    cell = kept.run("launch(train, 'error', 3)", raises="MyError")
     assert 'raise MyError("the loss is nan", code=7)' in cell.raised.text
     assert "nblaunch/" not in cell.raised.text
 

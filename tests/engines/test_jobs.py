@@ -9,8 +9,8 @@ from tests.kernels import Kernel
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_results_weights_logs_and_metrics_of_all_ranks(notebook: Kernel) -> None:
-    notebook.run("""
+def test_results_weights_logs_and_metrics_of_all_ranks(kept: Kernel) -> None:
+    kept.run("""
 torch.manual_seed(0)
 model = nn.Linear(4, 2)
 before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -30,34 +30,34 @@ def train(model):
             "place": [os.environ[n] for n in ("LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
             "seed": torch.initial_seed(), "gathered": gathered, "parent": os.getppid()}
 """)
-    cell = notebook.run("values = launch(train, model, return_all=True); job = nblaunch.last_job()")
-    assert notebook.run("[value['rank'] for value in values]").value == [0, 1, 2, 3]
-    assert notebook.run("[value['place'] for value in values]").value == [
+    cell = kept.run("values = launch(train, model, return_all=True); job = nblaunch.last_job()")
+    assert kept.run("[value['rank'] for value in values]").value == [0, 1, 2, 3]
+    assert kept.run("[value['place'] for value in values]").value == [
         [str(local), str(node), "4", "2"] for node in range(2) for local in range(2)
     ]
-    assert notebook.run("[value['gathered'] for value in values]").value == [[0, 1, 2, 3]] * 4
-    assert notebook.run(
+    assert kept.run("[value['gathered'] for value in values]").value == [[0, 1, 2, 3]] * 4
+    assert kept.run(
         "all([p.tolist() for p in model.parameters()] == value['weights'] for value in values)"
     ).value
-    assert notebook.run("any((model.state_dict()[n] != before[n]).any() for n in before)").value
-    assert notebook.run("{value['seed'] for value in values} == {here[1]}").value
-    assert notebook.run("len({value['parent'] for value in values})").value == 2, "each node forks its ranks"
+    assert kept.run("any((model.state_dict()[n] != before[n]).any() for n in before)").value
+    assert kept.run("{value['seed'] for value in values} == {here[1]}").value
+    assert kept.run("len({value['parent'] for value in values})").value == 2, "each node forks its ranks"
     assert cell.shown.count("copied trained weights into args[0]") == 1
     for number in range(4):
         assert f"[{number}] rank {number} is done" in cell.stdout
-        assert notebook.run(f"job.logs({number})").value.strip().endswith(f"rank {number} is done")
-    assert notebook.run("[row['step'] for row in job.metrics if row['rank'] == 0]").value == [0, 1, 2]
+        assert kept.run(f"job.logs({number})").value.strip().endswith(f"rank {number} is done")
+    assert kept.run("[row['step'] for row in job.metrics if row['rank'] == 0]").value == [0, 1, 2]
     assert "ranks 0-1" in cell.shown
-    assert notebook.run("'ray' in sys.modules").value is False
+    assert kept.run("'ray' in sys.modules").value is False
 
 
-def test_ranks_share_their_nodes_torch(notebook: Kernel) -> None:
-    notebook.run("def has_torch():\n    import sys\n    return 'torch.distributed' in sys.modules")
-    assert notebook.run("launch(has_torch, return_all=True)").value == [True] * 4
+def test_ranks_share_their_nodes_torch(kept: Kernel) -> None:
+    kept.run("def has_torch():\n    import sys\n    return 'torch.distributed' in sys.modules")
+    assert kept.run("launch(has_torch, return_all=True)").value == [True] * 4
 
 
-def test_shards_of_all_nodes_become_whole_weights(notebook: Kernel) -> None:
-    notebook.run("""
+def test_shards_of_all_nodes_become_whole_weights(kept: Kernel) -> None:
+    kept.run("""
 model = nn.Linear(8, 8, bias=False)
 
 def train(model):
@@ -68,12 +68,12 @@ def train(model):
         for parameter in model.parameters():
             parameter.to_local().fill_(float(rank()))
 """)
-    notebook.run("launch(train, model)")
-    assert notebook.run("model.weight[:, 0].tolist()").value == [0, 0, 1, 1, 2, 2, 3, 3]
+    kept.run("launch(train, model)")
+    assert kept.run("model.weight[:, 0].tolist()").value == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_background_job_leaves_the_kernel_free(notebook: Kernel) -> None:
-    notebook.run("""
+def test_a_background_job_leaves_the_kernel_free(kept: Kernel) -> None:
+    kept.run("""
 def train(gate):
     print("begun", flush=True)
     while not os.path.exists(gate):
@@ -84,12 +84,10 @@ import tempfile
 gate = tempfile.mkdtemp() + "/open"
 job = launch(train, gate, background=True, return_all=True)
 """)
-    assert notebook.run("job.is_running").value
-    notebook.run(
-        "while len(job.pids) < 4 or not all('begun' in job.logs(r) for r in range(4)): time.sleep(0.05)"
-    )
-    assert "in train" in notebook.run("job.stacks()").value
-    assert notebook.run("open(gate, 'w').close(); job.result(60)").value == [0, 1, 2, 3]
+    assert kept.run("job.is_running").value
+    kept.run("while len(job.pids) < 4 or not all('begun' in job.logs(r) for r in range(4)): time.sleep(0.05)")
+    assert "in train" in kept.run("job.stacks()").value
+    assert kept.run("open(gate, 'w').close(); job.result(60)").value == [0, 1, 2, 3]
 
 
 def test_a_detached_job_outlives_its_kernel(notebook: Kernel, tmp_path: str) -> None:

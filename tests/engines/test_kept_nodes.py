@@ -10,6 +10,7 @@ import pytest
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
 from nblaunch.engines.kept_nodes import KeptEngine
 from nblaunch.errors import LaunchError
+from tests.engines.conftest import NEW_PROGRAMS
 from tests.kernels import Kernel
 from tests.signals_at_lines import with_signal_at_line
 
@@ -18,32 +19,32 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture
 def ready(notebook: Kernel) -> Kernel:
-    """Start a kernel with nodes that have run a job."""
-    notebook.run("nodes = nblaunch.Nodes(2, engine='processes')\nlaunch(rank, engine=nodes)", timeout_s=120)
+    """Start a kernel with a node that has run a job."""
+    notebook.run(
+        "nodes = nblaunch.Nodes(1, engine='processes')\nlaunch(rank, engine=nodes, num_nodes=1)",
+        timeout_s=120,
+    )
     return notebook
 
 
 def test_programs_end_when_nodes_are_collected(ready: Kernel) -> None:
-    assert ready.run("len(node_programs())").value == 2
+    assert ready.run("len(node_programs())").value == 1
     ready.run("del nodes")
     ready.wait_for_no_processes()
 
 
-def test_workers_of_this_machine_leave_kept_nodes_alone(ready: Kernel) -> None:
-    ready.run("""
+def test_workers_of_this_machine_leave_kept_nodes_alone(kept: Kernel) -> None:
+    kept.run("""
 def forget():
     import gc, __main__
-    __main__.nodes = None
+    __main__.engine = None
     gc.collect()
 notebook_launcher(forget, num_processes=2)
-before = node_programs()
 """)
-    assert ready.run("launch(rank, engine=nodes, return_all=True), node_programs() == before").value == (
+    assert kept.run("launch(rank, return_all=True), are_only_programs_left()").value == (
         [0, 1, 2, 3],
         True,
     )
-    ready.run("nodes.close()")
-    ready.wait_for_no_processes()
 
 
 def test_only_one_job_uses_the_nodes(ready: Kernel) -> None:
@@ -53,9 +54,9 @@ def wait(path):
     return "ended"
 import tempfile
 path = tempfile.mktemp()
-job = launch(wait, path, engine=nodes, background=True)
+job = launch(wait, path, engine=nodes, num_nodes=1, background=True)
 """)
-    error = ready.run("launch(rank, engine=nodes)", raises="LaunchError").raised
+    error = ready.run("launch(rank, engine=nodes, num_nodes=1)", raises="LaunchError").raised
     assert "another job" in error.value
     ready.run("nodes.close()\nopen(path, 'w').close()")
     assert ready.run("job.result(60)").value == "ended"
@@ -63,20 +64,18 @@ job = launch(wait, path, engine=nodes, background=True)
     ready.wait_for_no_processes()
 
 
-def test_an_interrupt_leaves_the_nodes_ready(ready: Kernel) -> None:
-    ready.run("before = node_programs()")
-    cell = ready.submit("launch(lambda: (print('under way', flush=True), time.sleep(3600)), engine=nodes)")
+def test_an_interrupt_leaves_the_nodes_ready(kept: Kernel) -> None:
+    cell = kept.submit("launch(lambda: (print('under way', flush=True), time.sleep(3600)))")
     cell.wait_for(lambda cell: "under way" in cell.stdout, what="the ranks to run")
-    ready.interrupt()
+    kept.interrupt()
     cell.wait(60)
     assert cell.error is not None, cell.describe()
     assert cell.error.name == "KeyboardInterrupt"
-    assert ready.run("launch(rank, engine=nodes), node_programs() == before").value == (0, True)
-    ready.run("nodes.close()")
+    assert kept.run("launch(rank), are_only_programs_left()").value == (0, True)
 
 
-def test_a_killed_node_restarts_all_nodes(ready: Kernel) -> None:
-    ready.run(
+def test_a_killed_node_restarts_all_nodes(kept: Kernel) -> None:
+    kept.run(
         """
 def fail_once(path):
     dist.init_process_group("gloo")
@@ -87,13 +86,13 @@ def fail_once(path):
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 import tempfile
 path = tempfile.mktemp()
-count = launch(fail_once, path, engine=nodes, max_restarts=1)
+count = launch(fail_once, path, max_restarts=1)
 os.unlink(path)
 """,
         timeout_s=120,
     )
-    assert ready.run("count, launch(rank, engine=nodes)").value == ("1", 0)
-    ready.run("nodes.close()")
+    assert kept.run("count, launch(rank)").value == ("1", 0)
+    kept.run(NEW_PROGRAMS)
 
 
 ENDING = """
@@ -115,42 +114,40 @@ before = node_programs()
 """A call that kills the first programs that load it, as many as ``times`` says."""
 
 
-def test_a_kept_node_lost_while_loading_restarts_all_nodes(ready: Kernel) -> None:
-    ready.run(f"times = 1\n{ENDING}")
-    cell = ready.run("launch(lambda ending: rank(), Ending(), engine=nodes, return_all=True)", timeout_s=120)
+def test_a_kept_node_lost_while_loading_restarts_all_nodes(kept: Kernel) -> None:
+    kept.run(f"times = 1\n{ENDING}")
+    cell = kept.run("launch(lambda ending: rank(), Ending(), return_all=True)", timeout_s=120)
     assert cell.value == [0, 1, 2, 3]
     assert "start again: the program of node" in cell.shown
     assert "SIGKILL" in cell.shown
-    assert ready.run("set(before) & set(node_programs())").value == set()
-    ready.run("nodes.close()")
-    ready.wait_for_no_processes()
+    assert kept.run("set(before) & set(node_programs())").value == set()
+    kept.run(NEW_PROGRAMS)
 
 
 @pytest.mark.thorough
 def test_nodes_that_end_again_while_loading_are_named(ready: Kernel) -> None:
     ready.run(f"times = 3\n{ENDING}")
-    call = "launch(lambda ending: rank(), Ending(), engine=nodes)"
+    call = "launch(lambda ending: rank(), Ending(), engine=nodes, num_nodes=1)"
     error = ready.run(call, timeout_s=120, raises="LaunchError").raised
     assert "ended before it was ready: its process was killed by SIGKILL" in error.value
     ready.wait_for_no_processes()
-    assert ready.run("launch(rank, engine=nodes)").value == 0
+    assert ready.run("launch(rank, engine=nodes, num_nodes=1)").value == 0
     ready.run("nodes.close()")
 
 
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        ("launch(rank, engine=nodes, num_nodes=3, num_processes=3)", "num_nodes=3"),
-        ("launch(rank, engine=nodes, hosts=['a'])", "hosts=('a',)"),
-        ("launch(rank, engine=nodes, background=True, detach=True)", "detach=True"),
+        ("launch(rank, num_nodes=3, num_processes=3)", "num_nodes=3"),
+        ("launch(rank, hosts=['a'])", "hosts=('a',)"),
+        ("launch(rank, background=True, detach=True)", "detach=True"),
         ("nblaunch.Nodes(2, engine='local')", "engine='local'"),
         ("nblaunch.Nodes(2, engine='ssh')", "hosts"),
-        ("nblaunch.Session(2, engine=nodes)", "Session("),
+        ("nblaunch.Session(2, engine=engine)", "Session("),
     ],
 )
-def test_unsupported_uses_of_nodes_are_rejected(notebook: Kernel, call: str, named: str) -> None:
-    notebook.run("nodes = nblaunch.Nodes(2, engine='processes')")
-    assert named in notebook.run(call, raises="ValueError").raised.value
+def test_unsupported_uses_of_nodes_are_rejected(kept: Kernel, call: str, named: str) -> None:
+    assert named in kept.run(call, raises="ValueError").raised.value
 
 
 class _Handle(NodeHandle):

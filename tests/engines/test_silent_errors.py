@@ -26,12 +26,12 @@ def train(is_prepared, path):
 
 
 @pytest.mark.parametrize("per_node", [thorough(1), 2])
-def test_ranks_are_compared_across_nodes(notebook: Kernel, per_node: int, tmp_path: object) -> None:
-    notebook.run(TRAINING)
+def test_ranks_are_compared_across_nodes(kept: Kernel, per_node: int, tmp_path: object) -> None:
+    kept.run(TRAINING)
     ranks = 2 * per_node
     settings = f"num_processes={ranks}"
     shown = " ".join(
-        notebook.submit(f"launch(train, False, '{tmp_path}/w.pt', {settings})").wait(120).shown.split()
+        kept.submit(f"launch(train, False, '{tmp_path}/w.pt', {settings})").wait(120).shown.split()
     )
     assert shown.count("NBLAUNCH_CHECKS=-replicas_differ silences") == 2, "a line, and the summary"
     # A path may name different files on two machines, so each node compares only its own ranks.
