@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 
@@ -10,10 +11,15 @@ import psutil
 import pytest
 
 from nblaunch import last_job, notebook_launcher
+from tests.left_behind import Snapshot
 from tests.signals_at_lines import with_signal_at_line
+from tests.thorough import thorough
 
 STRIDE = 37
 """Lines between two tested lines; a prime, because otherwise the same lines of a loop would be hit."""
+
+SAMPLED = 4
+"""Of so many of these lines, one is tested without ``--thorough``: another one in each run."""
 
 
 class Limit(TimeoutError):
@@ -44,16 +50,17 @@ def launch_in_background() -> None:
     job.result()
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def children() -> frozenset[psutil.Process]:
+    return Snapshot.take().processes
 
 
 @pytest.mark.parametrize("call", [launch, launch_in_background])
-def test_raising_handlers_leave_nothing_behind(call: object) -> None:
+@pytest.mark.parametrize("sampled", [SAMPLED, thorough(1)])
+def test_raising_handlers_leave_nothing_behind(call: object, sampled: int) -> None:
     assert callable(call)
     call()
     before = children()
-    for number in range(1, 10_000, STRIDE):
+    for number in range(1 + STRIDE * random.randrange(sampled), 10_000, STRIDE * sampled):
         place, error = with_signal_at_line(number, signal.SIGALRM, call)
         if not place:
             break

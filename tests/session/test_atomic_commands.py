@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
 
@@ -9,10 +10,24 @@ import psutil
 import pytest
 
 from nblaunch import Session
+from tests.left_behind import Snapshot
 from tests.signals_at_lines import with_signal_at_line
+from tests.thorough import thorough
 
 STRIDE = 23
 """Lines between two tested lines; a prime, because otherwise the same lines of a loop would be hit."""
+
+SAMPLED = 4
+"""Of so many of these lines, one is tested without ``--thorough``: another one in each run."""
+
+
+def numbers(sampled: int, stride: int = STRIDE) -> range:
+    """Return the numbers of lines to test."""
+    return range(1 + stride * random.randrange(sampled), 10_000, stride * sampled)
+
+
+def children() -> frozenset[psutil.Process]:
+    return Snapshot.take().processes
 
 
 def next_number(number: int) -> int:
@@ -31,10 +46,11 @@ pytestmark = pytest.mark.usefixtures("first_store")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str) -> None:
+@pytest.mark.parametrize("sampled", [SAMPLED, thorough(1)])
+def test_an_interrupt_at_any_line_of_a_command_leaves_the_session_free(name: str, sampled: int) -> None:
     with Session(2, backend="cpu") as session:
         COMMANDS[name](session)
-        for number in range(1, 10_000, STRIDE):
+        for number in numbers(sampled):
             place, error = with_signal_at_line(number, signal.SIGINT, lambda: COMMANDS[name](session))
             if not place:
                 break
@@ -56,31 +72,33 @@ def test_an_interrupt_while_a_session_is_garbage_collected_leaves_no_worker() ->
             break
 
 
-def test_an_interrupt_at_any_line_of_close_ends_the_workers() -> None:
+@pytest.mark.parametrize("sampled", [SAMPLED, thorough(1)])
+def test_an_interrupt_at_any_line_of_close_ends_the_workers(sampled: int) -> None:
     Session(2, backend="cpu").close()
-    before = psutil.Process().children(recursive=True)
-    for number in range(1, 10_000, STRIDE // 2):
+    before = children()
+    for number in numbers(sampled, STRIDE // 2):
         session = Session(2, backend="cpu")
         place, error = with_signal_at_line(number, signal.SIGINT, session.close)
         if not place:
             break
         assert type(error) is KeyboardInterrupt, (place, error)
         session.close()  # has no further effect
-        assert psutil.Process().children(recursive=True) == before, place
+        assert children() == before, place
     assert number > 50, "few lines have run"
 
 
-def test_an_interrupt_at_any_line_of_the_start_leaves_no_worker() -> None:
+@pytest.mark.parametrize("sampled", [SAMPLED, thorough(1)])
+def test_an_interrupt_at_any_line_of_the_start_leaves_no_worker(sampled: int) -> None:
     Session(2, backend="cpu").close()
-    before = psutil.Process().children(recursive=True)
+    before = children()
     made: list[Session] = []
-    for number in range(1, 10_000, 2 * STRIDE):
+    for number in numbers(sampled, 2 * STRIDE):
         place, error = with_signal_at_line(
             number, signal.SIGINT, lambda: made.append(Session(2, backend="cpu"))
         )
         if not place:
             break
         assert type(error) is KeyboardInterrupt, (place, error)
-        assert (made, psutil.Process().children(recursive=True)) == ([], before), place
+        assert (made, children()) == ([], before), place
     made.pop().close()
     assert number > 500, "few lines have run"
