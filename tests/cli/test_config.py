@@ -321,7 +321,7 @@ def test_a_user_answers_in_a_terminal_and_the_file_launches() -> None:
     name = script(
         "from nblaunch import Accelerator; a = Accelerator(); print(a.num_processes, a.mixed_precision)"
     )
-    ended = launch(name)
+    ended = launch("--start_method", "fork", name)
     assert sorted(ended.lines) == ["[0] 2 bf16", "[1] 2 bf16"], ended.err
 
 

@@ -132,7 +132,7 @@ def test_sigterm_gives_time_for_a_checkpoint_at_the_same_step(start: Start) -> N
             step += 1
         print("saved at", step, flush=True)
     """)
-    running = start("--num_processes", "2", "--dashboard", "none", name)
+    running = start("--num_processes", "2", "--dashboard", "none", "--start_method", "fork", name)
     running.wait_for("ready", 2)
     running.send(signal.SIGTERM)
     ended = running.end()

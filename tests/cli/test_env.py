@@ -69,8 +69,13 @@ def test_env_reports_this_machine() -> None:
 
 
 @pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="about a machine without GPUs")
-def test_cpu_machines_fork_a_process_per_core_without_fp16() -> None:
-    facts = found(before=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]))
+def test_a_small_cpu_machine_forks_a_process_per_core_without_fp16() -> None:
+    def limit() -> None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    facts = found(before=limit)
+    assert any("ulimit -n" in text for text in facts["problems"])
     assert "may run on 2" in facts["devices"]["cpu"]
     assert facts["launch"]["backend"] == "cpu"
     assert facts["launch"]["processes"] == "2"
@@ -80,8 +85,11 @@ def test_cpu_machines_fork_a_process_per_core_without_fp16() -> None:
     assert re.match("can't be used: .*GPU", facts["devices"]["cuda"])
 
 
-def test_the_text_matches_the_json_without_secrets() -> None:
+def test_the_text_has_all_parts_without_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("num_processes: three\n")
     environ = {
+        "NBLAUNCH_CONFIG_FILE": str(file),
         "HF_TOKEN": "hf_secret",
         "MASTER_ADDR": "10.0.0.77",
         "NBLAUNCH_KEEP_JOBS": "7",
@@ -101,23 +109,21 @@ def test_the_text_matches_the_json_without_secrets() -> None:
     assert re.search(r"^  MASTER_ADDR +\(set\)$", text, re.MULTILINE)
     assert "hf_secret" not in text
     assert "10.0.0.77" not in text
+    assert re.search(
+        r"^  - the settings of `nblaunch launch` can't be used: .*num_processes", text, re.MULTILINE
+    )
 
 
 @pytest.mark.skipif("+cpu" not in metadata.version("torch"), reason="about a torch without CUDA")
-def test_a_gpu_unsupported_by_torch_is_a_problem(tmp_path: Path) -> None:
+def test_an_unsupported_gpu_and_a_wrong_variable_are_problems(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(DRIVER)
-    environ = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CUDA_VISIBLE_DEVICES": "0"}
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    environ = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "many"}
     facts = found(environ=environ)
     assert facts["devices"]["GPU 0"] == "NVIDIA A100-SXM4-40GB, 550.54.15, 40960 MiB"
     assert any("built without CUDA" in text and "pytorch.org" in text for text in facts["problems"])
-
-
-def test_a_low_limit_of_open_files_is_a_problem() -> None:
-    def limit() -> None:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-
-    assert any("ulimit -n" in text for text in found(before=limit)["problems"])
+    assert "OMP_NUM_THREADS='many'" in facts["launch"]["problem"]
+    assert any("OMP_NUM_THREADS='many'" in text for text in facts["problems"])
 
 
 def test_a_broken_torch_is_a_problem_without_traceback(tmp_path: Path) -> None:
@@ -128,22 +134,11 @@ def test_a_broken_torch_is_a_problem_without_traceback(tmp_path: Path) -> None:
     assert "usable" in facts["devices"]["cpu"]
 
 
-def test_a_variable_that_prevents_launches_is_named() -> None:
-    facts = found(environ={"OMP_NUM_THREADS": "many"})
-    assert "OMP_NUM_THREADS='many'" in facts["launch"]["problem"]
-    assert any("OMP_NUM_THREADS='many'" in text for text in facts["problems"])
-
-
-def test_launch_settings_and_broken_files_are_shown(tmp_path: Path) -> None:
+def test_launch_settings_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("num_processes: 3\n")
     facts = found(environ={"NBLAUNCH_CONFIG_FILE": str(file)})
     assert facts["settings of nblaunch launch"] == {"file": str(file), "num_processes": "3"}
-    file.write_text("num_processes: three\n")
-    text = report(environ={"NBLAUNCH_CONFIG_FILE": str(file)}).stdout
-    assert re.search(
-        r"^  - the settings of `nblaunch launch` can't be used: .*num_processes", text, re.MULTILINE
-    )
 
 
 def test_a_cell_gets_a_report_on_its_kernel(kernel: Kernel) -> None:

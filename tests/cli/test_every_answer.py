@@ -23,7 +23,6 @@ from nblaunch.config import files
 from nblaunch.config.settings import SETTINGS
 from tests.benchmarks.bench import free_port
 from tests.cli.conftest import PROGRAM, script
-from tests.thorough import thorough
 
 Answers = dict[str, Any]
 
@@ -212,7 +211,8 @@ def test_machine_questions_do_not_change_training_questions() -> None:
         assert [without(plan, "machines") for plan in several if plan["rdzv_backend"] == backend] == here
 
 
-@pytest.mark.parametrize("num_machines", ["2", thorough("1:2")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_machines", ["2", "1:2"])
 def test_every_rendezvous_is_launched(num_machines: str) -> None:
     name = script("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
     met = set()

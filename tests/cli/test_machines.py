@@ -8,6 +8,7 @@ import pytest
 
 from tests.benchmarks.bench import free_port
 from tests.cli.conftest import Running, labelled, script
+from tests.thorough import thorough
 
 
 def meeting_here() -> list[str]:
@@ -50,8 +51,10 @@ def test_an_absent_machine_is_named(start: Callable[..., Running]) -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [["--num_processes", "3", "--num_machines", "3"], ["--num_machines", "2", "--rdzv_backend", "c10d"]],
-    ids=["number", "backend"],
+    [
+        thorough(["--num_processes", "3", "--num_machines", "3"], id="number"),
+        pytest.param(["--num_machines", "2", "--rdzv_backend", "c10d"], id="backend"),
+    ],
 )
 def test_different_settings_of_machines_are_reported_at_once(
     start: Callable[..., Running], others: list[str]

@@ -168,7 +168,8 @@ num_processes: 2
               fsdp and fsdp.min_num_params, deepspeed and deepspeed.zero_stage)
         accelerator.end_training()
     """)
-    ended = launch("--num_processes", "2", "--dashboard", "none", *options.split(), name)
+    usual = ["--num_processes", "2", "--dashboard", "none", "--start_method", "fork"]
+    ended = launch(*usual, *options.split(), name)
     assert ended.code == 0, ended.err
     assert sorted(line for line in ended.lines if line.startswith("[")) == [
         f"[0] {expected}",

@@ -89,12 +89,12 @@ def test_wrong_use_is_one_line_and_starts_nothing(
 def test_an_interrupt_ends_it_and_its_workers() -> None:
     """The fixture of all tests checks that nothing is left."""
     program = subprocess.Popen(
-        [sys.executable, "-m", "nblaunch", "test", "--cpu", "--num_processes", "2", "--start_method", "spawn"],
+        [sys.executable, "-m", "nblaunch", "test", "--cpu", "--num_processes", "2"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert program.stdout is not None
     with program.stdout as shown:
-        assert "spawn" in shown.readline()
+        assert "fork" in shown.readline()
         assert "collectives" in shown.readline()
         os.kill(program.pid, signal.SIGINT)
         assert program.wait(60) == 130

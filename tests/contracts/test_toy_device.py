@@ -12,6 +12,7 @@ import pytest
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,7 +80,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", thorough("spawn")])
 def test_workers_compute_on_the_device(toy: Kernel, start_method: str) -> None:
     cell = toy.run(
         f"found = notebook_launcher(train, (), 2, return_all=True, dashboard='html', start_method={start_method!r})\n"

@@ -42,6 +42,7 @@ def test_a_job_continues_when_nblaunch_is_replaced(tmp_path: Path, function: str
     assert "new version" not in shown
 
 
+@pytest.mark.thorough
 def test_a_job_restarts_after_nblaunch_is_replaced(tmp_path: Path) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch("fail", "{'max_restarts': 1}")
@@ -105,6 +106,7 @@ OTHER_VERSION = {
 }
 
 
+@pytest.mark.thorough
 def test_jobs_of_other_versions_without_folder_can_be_stopped(tmp_path: Path) -> None:
     installation = Installation(tmp_path, OTHER_VERSION)
     job_id = installation.launch("wait_for_stop")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -108,14 +109,17 @@ def across_methods(
 ) -> pytest.MarkDecorator:
     """Parametrize ``method`` and ``argument``: all cases with forks, and the named cases also in fresh interpreters.
 
-    An interpreter per rank costs seconds, a fork milliseconds, and most failures are the same in both.
+    An interpreter per rank costs seconds, a fork milliseconds, and most failures are the same in both. So of the named
+    cases, all except the first one are thorough.
     """
     named = {case.name: case for case in cases}
     pairs = [("fork", case) for case in cases]
     pairs += [("forkserver", named[name]) for name in forkserver]
     pairs += [("spawn", named[name]) for name in spawn]
-    ids = [f"{method}-{case.name}" for method, case in pairs]
-    return pytest.mark.parametrize(("method", argument), pairs, ids=ids)
+    num_usual = len(cases) + 1
+    values = [pytest.param(*pair, id=f"{pair[0]}-{pair[1].name}") for pair in pairs[:num_usual]]
+    values += [thorough(*pair, id=f"{pair[0]}-{pair[1].name}") for pair in pairs[num_usual:]]
+    return pytest.mark.parametrize(("method", argument), values)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.failures.conftest import assert_as_before
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 DEFINITIONS = """
 import logging
@@ -125,7 +126,7 @@ def test_a_background_job_loses_nothing(prepared: Kernel, where: str) -> None:
     assert prepared.run("numbers(job.result()), model.weight.item()").value == ([0, 1], 7.0)
 
 
-@pytest.mark.parametrize("where", IN_RANKS)
+@pytest.mark.parametrize("where", [IN_RANKS[0], *map(thorough, IN_RANKS[1:])])
 def test_a_detached_job_loses_nothing(prepared: Kernel, where: str) -> None:
     prepared.run(f"moment = {where!r}\njob = notebook_launcher({LAUNCH}, background=True, detach=True)")
     prepared.run("wait_for('sending'); job.interrupt(); job.wait(30)")

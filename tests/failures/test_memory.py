@@ -11,6 +11,7 @@ import pytest
 from tests.control_groups import control_group
 from tests.failures.conftest import assert_as_before, start_kernel, value_of
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 LIMIT = 1400 << 20
 
@@ -32,7 +33,7 @@ def limited(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_building_large_models_in_workers_is_explained(limited: Kernel, method: str) -> None:
     cell = limited.run(
         BUILD + f"notebook_launcher(train, num_processes=6, start_method={method!r})",

@@ -14,6 +14,7 @@ from tests.alarms import noted, undeclared
 from tests.failures.mismatches import MISMATCHES, PREAMBLE, Mismatch
 from tests.failures.right_programs import RIGHT_PROGRAMS, RightProgram
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 HERE = (
     "another kind",
@@ -36,6 +37,7 @@ HERE = (
     "Accelerator: gather under is_main_process",
     "FSDP2: one batch fewer",
 )
+
 EXPLANATION = """
 error = nblaunch.last_job().exception()
 print("\\n".join([str(error), *getattr(error, "__notes__", [])]))
@@ -77,7 +79,7 @@ def test_correct_programs_get_no_message(kernel: Kernel, program: RightProgram) 
     assert "collective " not in cell.shown
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", thorough("spawn")])
 def test_fresh_interpreters_are_compared_too(kernel: Kernel, method: str) -> None:
     mismatch = next(one for one in MISMATCHES if one.name == "sum with max")
     kernel.run(mismatch.source)

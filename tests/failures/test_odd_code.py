@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 SETUP = """
 import os, pickle, sys, tempfile
@@ -220,7 +221,8 @@ notebook_launcher(train, num_processes=2)
     assert len(cell.raised.lines) <= MAX_LINES, cell.describe()
 
 
-def test_a_function_may_close_foreign_descriptors(kernel: Kernel) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver", thorough("spawn")])
+def test_a_function_may_close_foreign_descriptors(kernel: Kernel, method: str) -> None:
     kernel.run(
         """
 import os, torch, nblaunch
@@ -234,12 +236,9 @@ def function(fails):
     return torch.arange(100_000), os.environ["RANK"]
 """
     )
-    for method in ("fork", "forkserver", "spawn"):
-        launch = (
-            f"nblaunch.notebook_launcher(function, (fails,), 2, start_method={method!r}, dashboard='none')"
-        )
-        kernel.run(
-            f"""
+    launch = f"nblaunch.notebook_launcher(function, (fails,), 2, start_method={method!r}, dashboard='none')"
+    kernel.run(
+        f"""
 fails = True
 try:
     {launch}
@@ -250,4 +249,4 @@ else:
 fails = False
 assert {launch}[0].sum() == 4999950000
 """
-        )
+    )

@@ -12,10 +12,12 @@ import pytest
 
 from tests.failures.conftest import START_METHODS
 from tests.kernels import Cell, Kernel
+from tests.thorough import thorough
 
 LIMIT_S = 3.0
 
 # Each rank is in a state in which a process is hard to end.
+
 TRAIN = """
 import collections, itertools, subprocess
 
@@ -152,7 +154,7 @@ ENDS: dict[str, Callable[[Kernel], None]] = {
     [
         *(("fork", end) for end in ENDS),
         ("forkserver", "SIGKILL to the kernel"),
-        ("forkserver", "SIGKILL to its process group"),
+        thorough("forkserver", "SIGKILL to its process group"),
     ],
 )
 def test_nothing_outlives_the_kernel(start: Callable[..., Kernel], method: str, end: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.control_groups import control_group
 from tests.failures.conftest import START_METHODS, assert_as_before, start_kernel, value_of
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_a_full_disk_loses_only_output(shared: Kernel, method: str, small_disk: Path) -> None:
     cell = shared.run(
         f"""
@@ -89,7 +90,7 @@ notebook_launcher(train, num_processes=2, log_dir={str(small_disk)!r})
     assert_as_before(shared)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_a_full_log_disk_prevents_the_launch(shared: Kernel, method: str, small_disk: Path) -> None:
     (small_disk / "full").write_bytes(b"x" * (1 << 18))
     cell = shared.run(
@@ -117,7 +118,7 @@ notebook_launcher(train, num_processes=2, hang_timeout_s=1.5, on_hang="stop", lo
     assert_as_before(shared)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_a_disk_without_inodes_prevents_the_launch(
     shared: Kernel, method: str, disk_without_inodes: Path
 ) -> None:
@@ -157,7 +158,7 @@ sorted(outcomes)
 """
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", thorough("spawn")])
 def test_a_lack_of_descriptors_fails_the_whole_launch(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
     shared.run("last_error = ''")
@@ -222,7 +223,7 @@ finally:
     assert_as_before(shared)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_a_limit_on_processes_is_named(nothing_left_behind: None, tmp_path: Path, method: str) -> None:
     with control_group("pids") as group, start_kernel(tmp_path / "logs") as kernel:
         group.add(kernel.pid)

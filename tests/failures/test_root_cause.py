@@ -8,6 +8,7 @@ import pytest
 
 from tests.failures.conftest import assert_as_before, value_of
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -63,7 +64,7 @@ notebook_launcher(train, ({str(tmp_path)!r},), 3)
     assert_as_before(shared)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_two_failures_then_success(shared: Kernel, method: str, tmp_path: Path) -> None:
     cell = shared.run(
         f"""
@@ -148,7 +149,7 @@ before = traces()      # the training modules set variables of torch's compiler 
 
 @pytest.mark.parametrize(
     ("function", "method"),
-    [("with_accelerator", "fork"), ("with_slot", "fork"), ("with_slot", "forkserver")],
+    [("with_accelerator", "fork"), ("with_slot", "fork"), thorough("with_slot", "forkserver")],
 )
 def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method: str) -> None:
     shared.run(
@@ -165,7 +166,7 @@ def test_stop_ends_loops_at_the_same_step(shared: Kernel, function: str, method:
     assert_as_before(shared)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
 def test_a_kept_error_does_not_keep_the_job(shared: Kernel, method: str) -> None:
     shared.run(
         f"""

@@ -171,7 +171,7 @@ def test_traces_of_another_time_or_kind_are_rejected(tmp_path: Path) -> None:
         else:
             (tmp_path / "profile_3.json").unlink()
         with pytest.raises((ValueError, FileNotFoundError), match=error):
-            write_timeline(_long_job(), tmp_path / "long.json.gz", "job", tmp_path)
+            write_timeline(_long_job(num_steps=500), tmp_path / "long.json.gz", "job", tmp_path)
         assert not list(tmp_path.glob("*long*"))
 
 
@@ -257,7 +257,7 @@ for (batch,) in DataLoader(TensorDataset(torch.ones(5, 4))):
 def test_the_command_line_writes_a_timeline(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "nblaunch", "launch", "--num_processes", "2", "--cpu"]
-    arguments = ["--timeline", "out.json.gz", "script.py"]
+    arguments = ["--timeline", "out.json.gz", "--start_method", "fork", "script.py"]
     ended = subprocess.run(
         [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
     )
@@ -276,10 +276,10 @@ def test_the_command_line_rejects_a_file_that_cannot_be_written(tmp_path: Path) 
     assert "--timeline no/where.json" in ended.stderr
 
 
-def _long_job() -> Iterator[tuple[int, bytes]]:
-    """Yield the spans of 8 ranks with 10,000 steps, with realistic durations."""
+def _long_job(num_steps: int = NUM_STEPS) -> Iterator[tuple[int, bytes]]:
+    """Yield the spans of 8 ranks with many steps, with realistic durations."""
     board = Board.create(NUM_RANKS)
-    steps = torch.rand(NUM_STEPS, 4, generator=torch.Generator().manual_seed(0)).mul(1e-3).add(1e-4).tolist()
+    steps = torch.rand(num_steps, 4, generator=torch.Generator().manual_seed(0)).mul(1e-3).add(1e-4).tolist()
     for rank in range(NUM_RANKS):
         memory = board.slot(rank).span_memory
         assert memory is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 PREAMBLE = """
 import os, torch
@@ -842,7 +843,7 @@ def test_a_call_on_a_session_that_has_ended_shows_no_table(kernel: Kernel) -> No
     assert kernel.run("session.run(print)", raises="WorkerDied").displays == []
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["forkserver", thorough("spawn")])
 def test_fresh_workers_receive_functions_and_values(kernel: Kernel, start_method: str) -> None:
     kernel.run(f"from nblaunch import Session\nsession = Session(2, start_method={start_method!r})")
     kernel.run("factor = 3\ndef scale(x): return x * factor\nsession.put(y=2)")

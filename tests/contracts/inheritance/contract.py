@@ -20,7 +20,14 @@ covered: set[str] = set()
 """Names of rows that have a contract test, filled as test modules are imported."""
 
 
-def contract(kind: str) -> Callable[[Any], Any]:
-    """Return a decorator for the test of the row ``kind`` of the inventory; the test takes ``start_method``."""
+def contract(kind: str, *, is_slow: bool = False) -> Callable[[Any], Any]:
+    """Return a decorator for the test of the row ``kind`` of the inventory; the test takes ``start_method``.
+
+    Args:
+        kind: name of the row.
+        is_slow: only forks are tested without ``--thorough``.
+    """
     covered.add(kind)
-    return pytest.mark.parametrize("start_method", START_METHODS)
+    return pytest.mark.parametrize(
+        "start_method", ("fork", *map(thorough, ("forkserver", "spawn"))) if is_slow else START_METHODS
+    )

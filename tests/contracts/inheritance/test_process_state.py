@@ -120,7 +120,7 @@ def test_variables_too_large_for_exec_arrive(kernel: Kernel, start_method: str) 
     assert cell.value == (200_000, 40)
 
 
-@contract("random generators")
+@contract("random generators", is_slow=True)
 def test_generators_start_with_the_kernels_state(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import random, numpy, torch, nblaunch\n"

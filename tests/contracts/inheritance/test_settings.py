@@ -231,7 +231,7 @@ def of_modes():
 """
 
 
-@contract("numeric settings of torch")
+@contract("numeric settings of torch", is_slow=True)
 def test_function_and_dispatch_modes_around_a_launch_apply_in_it(shared: Kernel, start_method: str) -> None:
     shared.run(OWN_MODES)
     shared.run(

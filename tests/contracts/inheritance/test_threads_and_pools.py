@@ -79,7 +79,7 @@ def test_multiprocessing_pool_restarts_after_fork_or_is_rejected(kernel: Kernel,
     assert kernel.run("result = train(); pool.terminate(); pool.join(); result").result == "(3, True)"
 
 
-@contract("process pools")
+@contract("process pools", is_slow=True)
 def test_processes_of_joblib_are_started_in_a_worker(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import os, joblib, nblaunch\n"
@@ -115,7 +115,7 @@ def test_ending_a_pool_in_a_worker_leaves_the_kernels(kernel: Kernel) -> None:
     )
 
 
-@contract("compiled functions")
+@contract("compiled functions", is_slow=True)
 def test_compiled_functions_and_new_ones_run(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import torch, nblaunch\n"
