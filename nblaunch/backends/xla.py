@@ -112,7 +112,7 @@ class XlaBackend(Backend):
 
     @property
     def is_oversubscribable(self) -> bool:
-        """Whether more workers than devices make sense: on the CPU."""
+        """Whether there may be more workers than devices: only on the CPU."""
         return xla_runtime.kind() == "CPU"
 
     def launch_problem(self) -> str | None:
@@ -142,7 +142,7 @@ class XlaBackend(Backend):
             return None
         if not tpu.can_drive(count, count, "v7x" in kinds):
             return (
-                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}): valid is 1. With "
+                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}): the only valid value is 1. With "
                 "strategy='spmd', one process drives all chips"
             )
         return f"a TPU host runs one worker, or one per chip: valid values are 1 and {count}"
@@ -278,7 +278,7 @@ class XlaBackend(Backend):
             if self._has_fp32_doubles:
                 variable, other = other, variable
                 types = "float is bfloat16, double is float32"
-            # The runtime reads these once, at the first tensor of the process. They are deprecated since torch_xla 2.6
+            # The runtime reads these once, at the first tensor of the process. torch_xla 2.6 has deprecated them
             # without an equivalent successor; the computed value below shows when they have stopped working.
             env.apply({variable: "1", other: None})
             single, double = _computed_thirds()
@@ -325,7 +325,7 @@ class XlaBackend(Backend):
             xla_runtime.part("core.xla_model").reduce_gradients(optimizer)
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.step_boundary()  # all gradients in one graph: reading them singly would compile one graph for each
+        self.step_boundary()  # all gradients in one graph: reading them one by one would compile a graph for each
         process_group.average(parameters)
 
     def begin_step(self, phase: str, batch: Any) -> None:

@@ -104,7 +104,7 @@ def named(name: Any) -> str:
 
 
 def unknown(name: str, valid: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return a message that ``name`` is unknown, with the nearest of the ``valid`` names."""
+    """Return a message that says that ``name`` is unknown, with the nearest of the ``valid`` names."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f"{name} is unknown" + (f"; did you mean {near[0]}?" if near else "")
 

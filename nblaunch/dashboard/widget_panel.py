@@ -126,7 +126,7 @@ class Buttons:
             self._controls.interrupt()
 
     def _on_kill(self, button: Any) -> None:
-        """Kill the job at the second click, but not at a double click: progress since the last checkpoint is lost."""
+        """Kill the job on the second click, but not on a double click: progress since the last checkpoint is lost."""
         if self._controls is None:
             return
         since_s = self._clock() - self._kill_clicked_s
@@ -202,7 +202,7 @@ MAX_KEPT = 100
 """Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 30.0)
-"""Seconds after the closing of a panel at which its state is sent again."""
+"""Seconds from the closing of a panel until its state is sent again."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
@@ -243,7 +243,7 @@ class Panel:
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
-        # Side by side if there is room for both, which makes the panel lower.
+        # Side by side if there is room for both, which makes the panel less tall.
         lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-start", margin="0")
         self._beside = widgets.Layout(flex="0 0 auto", margin="2px 24px 2px 0")
         self._lower = widgets.HBox([self._epochs], layout=lower)
@@ -386,7 +386,7 @@ def in_style(content: str) -> str:
 
 
 def _with_parts(widget: Any) -> Iterator[Any]:
-    """Yield a widget, its layout, its style, and the same of its children."""
+    """Yield a widget, its layout, its style, and the same for its children."""
     yield widget
     for name in ("layout", "style"):
         part = getattr(widget, name, None)

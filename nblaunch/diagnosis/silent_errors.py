@@ -158,7 +158,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks where the problem began; none if it began everywhere at once, or for other reasons elsewhere."""
+    """Return the ranks where the problem began; none if it began everywhere at once, or more than a step apart."""
     first = min(seen.value for seen in by_rank.values())
     is_spread = max(seen.value for seen in by_rank.values()) == first + 1
     return sorted(rank for rank, seen in by_rank.items() if seen.value == first) if is_spread else []
@@ -172,7 +172,7 @@ def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return ranks whose values differ from the majority's: all ranks without a majority, none if all are equal."""
+    """Return ranks whose values differ from the majority's; all ranks without a majority; none if all are equal."""
     groups: list[list[int]] = []
     for rank in sorted(by_rank):
         value = by_rank[rank].value

@@ -90,7 +90,7 @@ class Coordinator:
     Args:
         attempt: the attempt, with the topology of all ranks.
         links: links to the nodes, by node rank.
-        key: key for objects between ranks.
+        key: key that signs the objects that ranks exchange.
         requests: requests to the job.
         emit: receives every event.
         emit_readings: receives readings of all ranks, 10 times a second.

@@ -1,4 +1,4 @@
-"""Disk space: frees and reserves parts of files, and explains why a file system accepts no more."""
+"""Disk space: frees and reserves parts of files, and explains why a file system can't take more data."""
 
 from __future__ import annotations
 

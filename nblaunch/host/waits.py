@@ -7,10 +7,10 @@ certainly waits forever. A thread that waits for a pipe, a socket, a file, a clo
 processes share sleeps in another system call, without the flag, or with a deadline.
 
 Other threads may also wait to read from pipes that no other process has, such as a pipe by which threads of a pool
-wake each other. Some threads only serve others. They can end no wait while they are idle.
+wake each other. Some threads only serve others, and can't end a wait while they are idle.
 
-The main thread may also wait for an object that the calling process has as well, such as a pipe or a semaphore between
-processes. Only other processes can then end the wait.
+The main thread may also wait for an object that the calling process has as well, such as a pipe or a shared
+semaphore. Only other processes can then end the wait.
 
 On systems that do not show system calls (no ``/proc``, other processors, a sandbox), this module reports nothing.
 """
@@ -44,7 +44,8 @@ _POLLFD = struct.Struct("ihh")  # fd, events, revents; source: poll(2)
 _CLOCK = "clock-"
 _CLOCKS = (_CLOCK, "jemalloc_bg_thd")
 """Beginnings of the names of threads that refresh a display, flush a file or return memory at intervals. While such a
-thread waits for a condition with a deadline, it is idle: what it does after the deadline ends no other thread's wait.
+thread waits for a condition with a deadline, it is idle: what it does after the deadline does not end another thread's
+wait.
 """
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
@@ -114,7 +115,7 @@ def _is_idle_server(pid: int, thread: int) -> bool:
 
 
 def _pipes_awaited_by(pid: int, thread: int) -> list[str]:
-    """Return the names of the pipes of which a thread waits to read one; empty if it also waits for something else."""
+    """Return the pipes that a thread waits to read from; empty if it also waits for something else."""
     fields = _system_call(f"/proc/{pid}/task/{thread}")
     if not fields:
         return []
@@ -157,7 +158,7 @@ def _is_alone_with(pid: int, pipes: set[str]) -> bool:
 
 
 def wait_for_others(pid: int) -> Wait | None:
-    """Return the main thread's wait for a write, or for a lock between processes; None if it waits for neither."""
+    """Return the main thread's wait for a write, or for a lock that processes share; None if it waits for neither."""
     fields = _system_call(f"/proc/{pid}/task/{pid}")
     if not fields or (fields[0] != str(_WRITE) and not _is_shared_futex(fields)):
         return None

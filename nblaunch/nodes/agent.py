@@ -1,4 +1,4 @@
-"""The agent of a node: it meets the other agents in its own process; the launcher starts the workers.
+"""The agent of a node: it takes part in the rendezvous in its own process; the launcher starts the workers.
 
     launcher          <── pipes ──> agent (fresh interpreter): main thread    from one rendezvous to the next
         │ start                                                launcher       receives the launcher's messages
@@ -91,7 +91,7 @@ class NodeAgent:
         self._workers_store: StoreHost | None = None
 
     def run(self) -> None:
-        """Meet the other nodes until the workers have ended for good, and send the outcome to the launcher."""
+        """Take part in each rendezvous until the workers have ended for good, and send the outcome to the launcher."""
         self._launcher.start()
         rendezvous = self._config.rendezvous
         try:

@@ -6,8 +6,8 @@
 
 A span is written when it ends, in a fraction of a microsecond and without a system call. Its serial number is written
 last, so that a reader recognises complete spans. All spans of a rank come from its main thread, and are either nested
-or disjoint: a backward pass may contain a garbage collection, and an evaluation many waits for data. Times come from
-the monotonic clock, which all processes of a machine share.
+or disjoint: a backward pass may contain a garbage collection, and an evaluation may contain many waits for data. Times
+come from the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SpanWriter:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        # Code that runs at every step does by itself what :meth:`put` does.
+        # Code that runs at every step uses these to inline :meth:`put`.
         self.memory = memory
         self.thread = threading.get_ident()
         self.serials = count(1)

@@ -43,7 +43,7 @@ _SPLIT_ARGUMENTS = (
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
 _LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments of load_checkpoint_in_model alone; with the first one, Accelerate loads any model."""
+"""Arguments that only load_checkpoint_in_model has. If the first is set, Accelerate loads any model."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
@@ -61,7 +61,7 @@ def load_checkpoint_in_model(
     strict: bool = False,
     **others: Any,
 ) -> None:
-    """Load weights that :meth:`Accelerator.save_model` wrote into ``model``.
+    """Load weights into ``model`` that :meth:`Accelerator.save_model` wrote.
 
     On the CPU, tensors without memory (``init_empty_weights``) are mapped to the file instead of copied, unless they
     are converted. The system reads the file when they are used. A program that overwrites the file's contents would

@@ -137,7 +137,7 @@ def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]
 
 
 def _convert(source: Path, target: Path) -> str | None:
-    """Convert with DeepSpeed's script, without its processes and prints; return the error, or None."""
+    """Convert with DeepSpeed's script, without its child processes and its output; return the error, or None."""
     script: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     options = argparse.Namespace(
         input_folder=str(source),
