@@ -79,7 +79,7 @@ def ipython_shell() -> Any:
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame outside nblaunch, where the user's function begins.
 
-    Later frames of nblaunch stay, because the function may call nblaunch.
+    Later frames of nblaunch are kept, because the function may call nblaunch.
     """
     while tb is not None and is_own_file(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next

@@ -171,8 +171,8 @@ class XlaBackend(Backend):
         return changes
 
     def spmd_env(self) -> dict[str, str | None] | None:
-        # The worker has no share of the chips, so the image's settings for chips stay, as in a plain script on this
-        # host.
+        # The worker has no share of the chips, so the image's settings for chips remain in effect, as in a plain script
+        # on this host.
         image = env.snapshot()
         own_share = {"PJRT_LOCAL_PROCESS_RANK": None, "PJRT_LOCAL_PROCESS_COUNT": None}
         return {name: image.get(name) for name in tpu.TOPOLOGY_VARIABLES} | own_share

@@ -314,7 +314,7 @@ class Panel:
         :data:`MAX_KEPT` other panels are closed.
 
         Args:
-            lasting: HTML. None: no widget stays.
+            lasting: HTML. None: no widget is kept.
         """
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))

@@ -65,7 +65,7 @@ _IN_LOGS = (LogLines, StatusLine)
 """Events that an attaching process reconstructs from the log files."""
 
 _SAMPLES = (DeviceUse, HostMemory)
-"""Events of which only the last matters."""
+"""Classes of events; only the last event of a class matters."""
 
 
 class Recorder:

@@ -176,7 +176,7 @@ class Channel:
                 break
             self.last_s = time.monotonic()
             self._arrived += chunk
-            if len(self._arrived) >= 2 * _READ_BYTES:  # the rest at the next call
+            if len(self._arrived) >= 2 * _READ_BYTES:  # the rest on the next call
                 break
         return self._frames(limit)
 

@@ -362,8 +362,8 @@ class Job(Generic[T]):
 
         Also ends workers that nblaunch kept because of ``post_mortem=True``.
 
-        Logs, metrics, status and error stay. A successful job then has no :meth:`result`; a failed job still raises its
-        error, without the variables in the traceback of a function that ran inline.
+        Logs, metrics, status and error are kept. A successful job then has no :meth:`result`; a failed job still raises
+        its error, without the variables in the traceback of a function that ran inline.
 
         Raises:
             RuntimeError: the job is still running.

@@ -8,8 +8,8 @@
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Logs of ended jobs stay, so that you can read them after a crash; the oldest jobs are pruned. Only folders with our
-stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs stay. A
+Logs of ended jobs are kept, so that you can read them after a crash; the oldest jobs are pruned. Only folders with our
+stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs are kept. A
 running job locks its folder, so that tools that clean up temporary files skip it.
 """
 
@@ -146,7 +146,7 @@ class JobLog(LogFolder):
             files.keep_from_cleaners(self._lock_fd)
 
     def end(self) -> None:
-        """Handle the end of the job: its files stay until they are pruned."""
+        """Handle the end of the job: its files are kept until they are pruned."""
         _in_use.discard(self.path)
         self._unlock()
 

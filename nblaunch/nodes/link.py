@@ -492,7 +492,7 @@ class NodeRunner(JobRunner):
         """
         link = self._join()
         report, rank_results = self._finish_attempt(link)
-        # Nodes whose ranks have returned stay: after SIGTERM, others may still save a checkpoint.
+        # Nodes whose ranks have returned remain in the job: after SIGTERM, others may still save a checkpoint.
         while (report.is_success or not self._must_not_restart(report)) and (world := link.next_world()):
             self._next_attempt()
             self._start_in_world(world)

@@ -585,7 +585,7 @@ class Accelerator(AcceleratorProperties):
 
         It saves weights, optimizers, schedulers, the gradient scaler, positions of loaders, registered objects and the
         random generators of every rank. The previous checkpoint in the folder is replaced only when the new one is
-        complete and on disk, so it survives a failure or the end of the process at any time. Other files stay.
+        complete and on disk, so it survives a failure or the end of the process at any time. Other files are kept.
 
         Continued training gives the same numbers. With three or more ranks they are equal up to rounding, because
         DistributedDataParallel adds its first gradients in another order.
@@ -718,7 +718,7 @@ class Accelerator(AcceleratorProperties):
         """Save a model's weights in files that any tool can load. Call it on all ranks; the main process writes.
 
         Writes ``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` and their index. Old weights in the
-        folder are removed when the new ones are complete; other files stay. Other ranks don't wait for the files.
+        folder are removed when the new ones are complete; other files are kept. Other ranks don't wait for the files.
 
         Args:
             model: the model, prepared or not.

@@ -116,7 +116,7 @@ class PerProcessParts(ABC):
             arguments = {**arguments, **_arguments_now(self._own_parts)}
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
-        # The parts are dropped with the object, of which a session has one per command, and after an inline launch.
+        # The parts are dropped with the object (a session has one per command), and after an inline launch.
         reference = weakref.ref(self)  # a bound method would keep the parts until garbage collection
 
         def forget(_: object) -> None:

@@ -414,7 +414,7 @@ class AORecipeKwargs(KwargsHandler):
         return bool(self.config.emulate)
 
     def convert(self, model: torch.nn.Module, is_sharded: bool) -> None:
-        """Convert the layers of ``model`` in place. Parameters stay, or are wrapped to be gathered in 8 bits."""
+        """Convert the layers of ``model`` in place. Parameters are kept, or wrapped to be gathered in 8 bits."""
         config = self.config
         if not is_sharded and config.enable_fsdp_float8_all_gather:
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)

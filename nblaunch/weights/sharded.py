@@ -83,7 +83,7 @@ class ShardedTensor:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether ``value`` is a tensor of which this rank holds a shard."""
+    """Return whether ``value`` is a sharded tensor, with one shard on this rank."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # not imported: no DTensor exists
     return module is not None and isinstance(value, module.DTensor)
 

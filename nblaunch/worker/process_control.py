@@ -156,7 +156,7 @@ class ChildHandler:
             raise
 
     def take_out(self) -> None:
-        """Remove the current handler and keep it for the next block. A handler that C code installed stays."""
+        """Remove the current handler and keep it for the next block. A handler that C code installed is not removed."""
         if handler := signal.getsignal(signal.SIGCHLD):
             self._handler = handler
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -90,7 +90,7 @@ TURNS = re.compile(
     r"(?<!sure )\b(?:that|those) of\b"
     r"|(?<!there )(?<!There )\bis no (?!longer\b)"
     r"|\b[Tt]ake it that\b"
-    r"|\bin turns\b|\bfiles? of weights\b|\bforemost\b"
+    r"|\bin turns\b|\bfiles? of weights\b|\bforemost\b|\b(?:files|variables) stay\b"
     r'|"""Of (?!course)'
 )
 

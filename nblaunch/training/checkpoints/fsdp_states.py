@@ -142,7 +142,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: remove the shards after the full model is written.
 
     Raises:
-        CheckpointError: the folder holds no shards, or damaged ones.
+        CheckpointError: the folder has no shards, or they are damaged.
         ValueError: ``remove_checkpoint_dir`` would remove the merged model.
     """
     from torch.distributed import checkpoint as dcp

@@ -150,7 +150,7 @@ def save_sharded(
 ) -> None:
     """Write a state dict to ``folder`` as one file, or as several files of limited size with an index.
 
-    Earlier weights in the folder are removed; other files stay. See ``Accelerator.save_model``.
+    Earlier weights in the folder are removed; other files are kept. See ``Accelerator.save_model``.
     """
     limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():

@@ -39,7 +39,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Replace every tensor of ``data`` by ``function(tensor)``; other leaves stay."""
+    """Replace every tensor of ``data`` by ``function(tensor)``; other leaves are kept."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 

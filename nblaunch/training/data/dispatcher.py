@@ -124,7 +124,7 @@ class DataLoaderDispatcher(PreparedLoader):
             skipped = self._take_skip() * self.batches_per_round
             if not self._is_reader:
                 self._take_batches_to_drop()
-                shared.take_resuming()  # this rank creates no iterator, which would draw a random number
+                shared.take_resuming()  # this rank needs no iterator, and creating one would draw a random number
             rounds = self._send(shared, skipped) if self._is_reader else self._receive()
             for whole, num_rows, is_last in rounds:
                 rows = nested.count_rows(whole) // size

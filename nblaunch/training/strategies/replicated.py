@@ -84,7 +84,7 @@ def _checksums(model: torch.nn.Module) -> list[int | None]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum of the bytes of a CPU tensor. Reading the bytes copies no memory page."""
+    """Return a checksum of the bytes of a CPU tensor. Reading the bytes does not copy memory pages."""
     if hasattr(
         tensor, "__tensor_flatten__"
     ):  # it consists of several tensors, like torchao's quantised weights

@@ -6,7 +6,7 @@ executors            pools of threads and of processes, both of which start with
 data loaders         without the iterator and processes that ``persistent_workers`` keeps
 
 Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
-file in the fresh process; queues and locks between processes contain connections and semaphores.
+file in the fresh process; queues and locks that processes share contain connections and semaphores.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _watch_handlers(module: Any) -> None:
 def _restart_listener(records: Any) -> None:
     """Start a thread for the listener that reads a queue of the kernel, if there is one.
 
-    Queues between processes still reach the kernel's listener.
+    Queues that processes share still reach the kernel's listener.
     """
     if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
         return

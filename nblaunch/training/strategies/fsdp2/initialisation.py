@@ -26,8 +26,8 @@ class StandIns:
     """Replaces all tensors of a model by meta tensors with the same ties, in a ``with`` block.
 
     The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
-    writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that have
-    values stay.
+    writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that
+    have values are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
