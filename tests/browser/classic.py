@@ -24,7 +24,7 @@ class Classic(Server):
         # The server would not report a port that the system chose. If this port is taken, it tries others.
         port = random.randrange(20_000, 30_000)
         return [
-            "-m", "notebook", "--no-browser", "--allow-root", "--NotebookApp.show_banner=False",
+            "notebook", "--no-browser", "--allow-root", "--NotebookApp.show_banner=False",
             "--NotebookApp.ip=127.0.0.1", f"--NotebookApp.port={port}", f"--NotebookApp.token={self.token}",
             f"--NotebookApp.notebook_dir={self.folder}", "--KernelManager.transport=ipc",
         ]  # fmt: skip

@@ -49,7 +49,7 @@ class Lab(Server):
 
     def command(self) -> list[str]:
         return [
-            "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
+            "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser",
             "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0", f"--IdentityProvider.token={self.token}",
             f"--ServerApp.root_dir={self.folder}", "--ServerApp.terminals_enabled=False",
             "--KernelManager.transport=ipc",
@@ -58,6 +58,10 @@ class Lab(Server):
     SETTINGS = SETTINGS
 
     def configure(self, folder: Path) -> None:
+        # Each page would otherwise make the server run Node.js three times, to look for extensions to be built.
+        page = folder / "labconfig" / "page_config.json"
+        page.parent.mkdir(parents=True)
+        page.write_text(json.dumps({"buildCheck": False, "buildAvailable": False}))
         for name, values in self.SETTINGS.items():
             file = folder / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +195,7 @@ class Page:
         )
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-        """Wait until ``condition()`` is true, checking ten times a second.
+        """Wait until ``condition()`` is true, checking five times a second.
 
         Live elements are replaced several times a second, and finally by a table, so a single check may come between
         two of them.
@@ -204,7 +208,7 @@ class Page:
             if time.monotonic() > deadline:
                 self.screenshot("unmet.png")
                 raise AssertionError(f"waited {timeout_s:g} s for {what}; see {ARTIFACTS / 'unmet.png'}")
-            self.page.wait_for_timeout(100)
+            self.page.wait_for_timeout(200)
 
     def save(self) -> Any:
         """Save the notebook with the menu; return the contents of the file."""

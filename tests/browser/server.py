@@ -22,12 +22,13 @@ from urllib.request import Request, urlopen
 
 import psutil
 
-from tests import watchman
+from tests import forked_kernels, watchman
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 ANSWER_TIMEOUT_S = 60.0
 _TOKEN_VARIABLE = "NBLAUNCH_TEST_SERVER"
+FORKED = Path(forked_kernels.__file__)
 
 _Own = TypeVar("_Own", bound="Server")
 
@@ -60,7 +61,7 @@ class Server(ABC):
         self.configure(home / "config")
         with (home / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [python, *self.command()],
+                [python, str(FORKED), *self.command()],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True,
                 env={
                     **os.environ,
@@ -81,7 +82,7 @@ class Server(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Return the arguments of the interpreter. Called before the server runs."""
+        """Return the server's module and its arguments. Called before the server runs."""
 
     def configure(self, folder: Path) -> None:
         """Write the settings of its user below ``folder``, before it starts."""

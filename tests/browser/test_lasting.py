@@ -68,14 +68,14 @@ def test_the_output_keeps_its_height(page: Page) -> None:
         return re.search(r"epoch ([2-9]|1\d) of 12", page.text(GROWING)) is not None
 
     page.wait_until(look, "the second epoch")
-    assert photograph(page, GROWING, "growing_live") > 5
+    assert photograph(page, GROWING, "growing_live", is_dark_too=False) > 5
     last = heights[-1][1]
     assert last < 640
     first_s = heights[0][0]
     assert max(height for at_s, height in heights if at_s < first_s + 1.5) > 0.5 * last
     page.wait_for_text(GROWING, "done in")
     page.wait_until_idle(GROWING)
-    assert photograph(page, GROWING, "growing_done") > 5
+    assert photograph(page, GROWING, "growing_done", is_dark_too=False) > 5
     _, outputs = saved_outputs(page, GROWING)
     assert not any("widget-view" in name for one in outputs for name in one)
 
@@ -115,4 +115,4 @@ def test_a_restarted_kernel_leaves_the_last_known_table(page: Page) -> None:
     error = page.output(DYING).get_by_text("model not found")
     page.wait_until(lambda: error.count() == 1, "JupyterLab's error about the widgets")
     assert not error.is_visible()
-    assert photograph(page, DYING, "kernel_restarted_reloaded") > 5
+    assert photograph(page, DYING, "kernel_restarted_reloaded", is_dark_too=False) > 5

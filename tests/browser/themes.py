@@ -38,16 +38,23 @@ output => {
 """
 
 
-def photograph(page: Page, cell: int, name: str) -> int:
+def photograph(page: Page, cell: int, name: str, *, is_dark_too: bool = True) -> int:
     """Take pictures of a cell's output in both themes, ``name.png`` and ``name_dark.png``, and check its text's
     contrast.
+
+    Args:
+        page: a page with the light theme.
+        cell: position of the cell.
+        name: name of the pictures.
+        is_dark_too: False: take a picture only in the light theme, because changing it takes seconds.
 
     Returns: The smaller of the two themes' numbers of checked texts.
     """
     nums = []
     output = page.output(cell)
-    for theme, ending in (("Dark", "_dark"), ("Light", "")):
-        _change_theme(page, theme)
+    for theme, ending in (("Dark", "_dark"), ("Light", "")) if is_dark_too else (("Light", ""),):
+        if is_dark_too:
+            _change_theme(page, theme)
         page.screenshot(f"{name}{ending}.png", output)
         contrasts = output.evaluate(CONTRASTS)
         illegible = [(text, contrast) for text, contrast in contrasts if contrast < _least_contrast(text)]
