@@ -159,7 +159,7 @@ class JobFolder(LogFolder):
             os.close(fd)
 
     def opener(self, path: str, flags: int) -> int:
-        """Open a file of the folder, as :func:`os.open`."""
+        """Open a file of the folder, like :func:`os.open`."""
 
         def opened() -> int:
             with self.opened() as fd:

@@ -83,7 +83,7 @@ class LogFolder:
         return sorted(int(number) for before, _, number in parts if not before and number.isdecimal())
 
     def opener(self, path: str, flags: int) -> int:
-        """Open a file of the folder, as :func:`os.open`."""
+        """Open a file of the folder, like :func:`os.open`."""
         return os.open(path, flags)
 
     def _names(self) -> list[str]:
@@ -212,7 +212,7 @@ def _make_folder(root: Path, name: str | None, number: int) -> Path:
         path.mkdir(mode=0o700)
     except OSError as error:
         if isinstance(error, FileExistsError) and name is None:
-            # Another container created it, in which a process has the same number.
+            # Another container, in which a process has the same number, created it.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
         raise _log_error(f"can't create the job's log folder {path}", path, error) from error
     return path

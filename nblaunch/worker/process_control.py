@@ -206,12 +206,12 @@ def prefer_for_oom_kill() -> None:
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR)
     except OSError:
-        return  # no such file on this system, which then chooses by itself
+        return  # without this file, the system chooses which process to kill
     try:
         if int(os.read(fd, 16)) < _OOM_SCORE:
             os.write(fd, str(_OOM_SCORE).encode())
     except OSError:
-        return  # not allowed here; the system chooses by itself
+        return  # not allowed here; the system chooses which process to kill
     finally:
         os.close(fd)
 
