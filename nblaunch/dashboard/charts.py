@@ -67,7 +67,7 @@ def charts(view: JobView) -> list[str]:
 
 
 def _losses(drawn: Mapping[int, Sequence[Point]], num_ranks: int, size: tuple[int, int]) -> str:
-    """Return the chart of the losses: the mean of all ranks in front of the first ranks."""
+    """Return the chart of the losses: the mean of all ranks, drawn over the first ranks."""
     lines = list(drawn.values())
     if num_ranks == 1:
         return chart("loss", lines[0], first_step=0, size=size)

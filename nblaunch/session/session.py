@@ -483,7 +483,7 @@ class Session(RankCommands):
         return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
 
     def _report(self, replies: Replies) -> AttemptReport:
-        """Return the report of a command in the form of an attempt's report."""
+        """Return the report of a command as an attempt's report."""
         by_rank = {rank: received.reply for rank, received in replies.items()}
         failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
         return AttemptReport(

@@ -30,7 +30,7 @@ The :class:`Accelerator` and its parts:
     trusted_types.py the classes that checkpoint files may name
     tracking/        metrics and trackers
     checks/          finds errors in training loops that raise no exception
-    utilities/       functions that scripts import beside the Accelerator
+    utilities/       functions that scripts import in addition to the Accelerator
 
 ``prepare`` passes objects on like this:
 

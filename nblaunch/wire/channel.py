@@ -8,7 +8,7 @@ This pipe only carries messages from workers. The launcher reaches workers throu
 messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end never
 blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
 
-A file keeps the events of a detached job in the same form, each signed (``detached/``).
+A file keeps the events of a detached job in the same format, each signed (``detached/``).
 
 Threads, signal handlers and forked children of a worker share its pipe and send without a lock: each packet identifies
 its event by a random number, and is small enough for the system to write it in one piece, even if others write at the

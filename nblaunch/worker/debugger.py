@@ -198,7 +198,7 @@ class _Terminal:
 
     Args:
         send: sends a message to the kernel.
-        first: contents of the first prompt, besides the text.
+        first: contents of the first prompt, except the text.
     """
 
     encoding = "utf-8"

@@ -319,7 +319,7 @@ def _drop_quantised(
     entries = quantised_entries(module, current)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
-        # The values that libraries store beside quantised weights may differ in their last digits.
+        # The values that libraries store with quantised weights may differ in their last digits.
         if not is_weight or not isinstance(saved, torch.Tensor):
             continue
         held = current[name]

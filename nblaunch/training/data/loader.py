@@ -65,7 +65,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         device: where batches go; None: they stay where they are.
         rng_types: generators to synchronise with rank 0 at the start of every epoch; None: only generators that decide
             an order that ranks share.
-        synchronized_generator: one more generator to synchronise, beside the samplers' generators.
+        synchronized_generator: one more generator to synchronise, in addition to the samplers' generators.
         skip_batches: batches of this rank to leave out of the first epoch.
         use_stateful_dataloader: read with torchdata.
         _drop_last: the underlying loader drops an incomplete last batch.
