@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.kernels import Kernel
-from tests.profiles import PROFILES, python_of
+from tests.profiles import python_of
 from tests.thorough import thorough
 
 PREAMBLE = """
@@ -111,7 +111,7 @@ def desk(tmp_path: Path, nothing_left_behind: None) -> Iterator[Desk]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", ["newest", thorough("colab")])
 def test_a_job_survives_its_kernel(desk: Desk, profile: str) -> None:
     first = desk.kernel(profile)
     job_id = first.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
@@ -167,6 +167,23 @@ def test_sigterm_to_the_job_process_lets_the_loops_end(desk: Desk) -> None:
     kernel.wait_for_no_processes()
 
 
+ATTACH_WITH_SIGNAL_TO_A_THREAD = """
+import re, signal, sys, threading, time, traceback
+from nblaunch.cli import main
+
+def interrupt():
+    stack = ""
+    while not re.search('follower.py", line [0-9]+, in ends_within', stack):
+        time.sleep(0.01)
+        stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+main_thread = threading.get_ident()
+threading.Thread(target=interrupt).start()
+sys.exit(main(["attach"]))
+"""
+
+
 @pytest.mark.timeout(300)
 def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
     kernel = desk.kernel()
@@ -182,6 +199,15 @@ def test_the_shell_lists_stops_and_shows_a_job(desk: Desk) -> None:
         follower.send_signal(signal.SIGINT)
         _, errors = follower.communicate(timeout=60)
     assert f"{job_id} is still running" in errors
+    program = subprocess.run(
+        [sys.executable, "-c", ATTACH_WITH_SIGNAL_TO_A_THREAD],
+        env={**os.environ, **desk.env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert program.returncode == 130, program.stderr
+    assert "is still running" in program.stderr
     assert "running" in desk.command("jobs").stdout
     assert desk.command("stop", job_id[:-3]).returncode == 0
     followed = desk.command("attach", job_id)
@@ -226,39 +252,6 @@ def test_jobs_of_other_versions_can_be_read_and_stopped(desk: Desk, what: str) -
     assert desk.command("attach", job_id).returncode == 2
     assert desk.command("stop", job_id).returncode == 2  # the job has ended
     assert desk.command("logs", job_id).stdout == "waiting\n"
-
-
-ATTACH_WITH_SIGNAL_TO_A_THREAD = """
-import re, signal, sys, threading, time, traceback
-from nblaunch.cli import main
-
-def interrupt():
-    stack = ""
-    while not re.search('follower.py", line [0-9]+, in ends_within', stack):
-        time.sleep(0.01)
-        stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
-    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-main_thread = threading.get_ident()
-threading.Thread(target=interrupt).start()
-sys.exit(main(["attach"]))
-"""
-
-
-@pytest.mark.timeout(300)
-def test_attach_ends_at_interrupt_in_another_thread(desk: Desk) -> None:
-    kernel = desk.kernel()
-    kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120)
-    program = subprocess.run(
-        [sys.executable, "-c", ATTACH_WITH_SIGNAL_TO_A_THREAD],
-        env={**os.environ, **desk.env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert program.returncode == 130, program.stderr
-    assert "is still running" in program.stderr
-    kernel.run("job.stop()\njob.result(60)")
 
 
 @pytest.mark.timeout(300)
@@ -307,7 +300,7 @@ REMOVALS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["folder", thorough("jobs"), "old files"])
+@pytest.mark.parametrize("what", ["folder", thorough("jobs"), thorough("old files")])
 def test_running_job_restores_removed_files(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
@@ -376,7 +369,7 @@ def test_a_job_without_disk_space_is_rejected(small_disk: Path, desk: Desk) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ending", ["room", "stop"])
+@pytest.mark.parametrize("ending", ["room", thorough("stop")])
 def test_full_disk_result_waits_for_space_or_is_dropped(small_disk: Path, desk: Desk, ending: str) -> None:
     desk.env["NBLAUNCH_LOG_DIR"] = str(small_disk)
     kernel = desk.kernel()

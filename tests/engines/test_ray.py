@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,9 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def notebook(address: str, nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
-    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
+@pytest.fixture(scope="module")
+def notebook(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}) as kernel:
         kernel.run(PREAMBLE)
         kernel.run(f"import ray\nray.init({address!r}, log_to_driver=False)")
         kernel.run(
@@ -56,8 +55,7 @@ def train():
     dist.barrier()
     return rank()
 """)
-    for _ in range(2):
-        assert notebook.run("go(train, return_all=True)", timeout_s=180).value == [0, 1, 2, 3]
+    assert notebook.run("go(train, return_all=True)", timeout_s=180).value == [0, 1, 2, 3]
     assert notebook.run("ray.is_initialized(), ray.get(counter.add.remote())").value == (True, 2)
     notebook.run(
         "deadline = time.monotonic() + 20\nwhile free() != before and time.monotonic() < deadline: time.sleep(0.1)"
@@ -65,6 +63,7 @@ def train():
     assert notebook.run("free() == before").value is True
     states = notebook.run("[group['state'] for group in ray.util.placement_group_table().values()]").value
     assert set(states) == {"REMOVED"}
+    notebook.run("del counter")
 
 
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
@@ -90,27 +89,25 @@ ray.get([one.ready.remote() for one in busy])
     notebook.run("del busy")
 
 
-def test_the_death_of_a_raylet_is_reported(tmp_path: Path, nothing_left_behind: None) -> None:
-    with cluster() as address, Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path / "logs")}) as kernel:
-        kernel.run(PREAMBLE)
-        kernel.run(
-            f"""
-os.environ["RAY_ADDRESS"] = {address!r}
-
+@pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
+def test_the_death_of_a_raylet_is_reported(notebook: Kernel) -> None:
+    """The last test, because the cluster has lost a node."""
+    notebook.run(
+        """
 def train():
     dist.init_process_group("gloo")
     dist.barrier()
     print("raylet", os.environ["RAY_RAYLET_PID"], flush=True)
     time.sleep(3600)
 
-job = launch(train, engine="ray", background=True)
+job = go(train, background=True)
 while not all("raylet" in job.logs(r) for r in range(4)): time.sleep(0.05)
 mine = [int(job.logs(r).split()[-1]) for r in (1, 3)]
 head = [p.pid for p in psutil.process_iter() if p.name() == "raylet" and "--head" in p.cmdline()]
 victim = next(pid for pid in mine if pid not in head)
 os.kill(victim, signal.SIGKILL)
 """,
-            timeout_s=180,
-        )
-        error = kernel.run("job.result(60)", raises="NodeLost").raised
-        assert "its raylet has died" in error.value
+        timeout_s=180,
+    )
+    error = notebook.run("job.result(60)", raises="NodeLost").raised
+    assert "its raylet has died" in error.value

@@ -260,11 +260,11 @@ def test_heartbeat_traffic_grows_linearly() -> None:
 
 
 def test_nodes_learn_changes_at_once_and_progress_soon() -> None:
-    crowd = Crowd(64)
+    crowd = Crowd(32)
     crowd.beat()
     crowd.beat()
-    crowd.versions[40] += 1
-    seen = [read[crowd.ids[40]] for read in crowd.beat()[41:]]
+    crowd.versions[20] += 1
+    seen = [read[crowd.ids[20]] for read in crowd.beat()[21:]]
     assert {one.version for one in seen} == {1}
     assert {one.summary.readings[0].step for one in seen} == {17 * crowd.count}
     for _ in range(heartbeats._NUM_TURNS):
