@@ -168,7 +168,7 @@ def _is_numbered_alike() -> bool:
 
 
 def lacks_p2p() -> str | None:
-    """Return the model of the visible GPUs if their direct connections fail though the driver claims them; or None.
+    """Return the model of the visible GPUs if the driver reports direct connections that fail; else None.
 
     Collectives over them hang or fail. The fault affects several GeForce RTX 40 cards in one machine with a driver
     before 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not affected).

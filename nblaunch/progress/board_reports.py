@@ -254,7 +254,7 @@ class BusyTime:
         since_s = self._since
         self._since = now_s = monotonic()
         spans = self._spans
-        if spans is not None and get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+        if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
             serial = next(spans.serials)
             spans.pack(
                 spans.memory, serial % NUM_SPANS * SPAN_BYTES, _BACKWARD, 0, 0.0, began_s, now_s, serial

@@ -41,7 +41,7 @@ _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
 
 _LOOK_PAUSE = 20
-"""Times the processor time of an inspection until the next one."""
+"""Least time until the next inspection, as a multiple of the processor time of the last one."""
 
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # measure one batch in this many
@@ -83,7 +83,7 @@ def _watch_loaders(module: Any) -> None:
         try:
             if spans is not None:
                 size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
-                if threading.get_ident() == spans.thread:  # as ``SpanWriter.put``, without a call
+                if threading.get_ident() == spans.thread:  # inlines ``SpanWriter.put``
                     serial, num_workers = next(spans.serials), self._num_workers
                     place = serial % NUM_SPANS * SPAN_BYTES
                     spans.pack(spans.memory, place, _DATA, num_workers, size, began_s, ended_s, serial)

@@ -67,7 +67,7 @@ class SameSamples(Check):
 
 
 def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
-    """Add a digest of the batch that an iterator of torch's loader reads next to ``digests``."""
+    """Add to ``digests`` a digest of the next batch that an iterator of torch's loader reads."""
     reference = weakref.ref(iterator)  # its end stops the processes of the loader
 
     def read_and_digest() -> Any:
@@ -83,7 +83,7 @@ def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
 
 
 def _digest(batch: Any) -> int | None:
-    """Return a digest of a few numbers in a batch, the same in all processes; None if no two of them differ."""
+    """Return a digest of a few numbers in a batch, the same in all processes; None if all of them are equal."""
     tensors: list[torch.Tensor] = []
     _collect_tensors(batch, tensors)
     numbers: list[float] = []
@@ -104,7 +104,7 @@ def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class _Epochs:
-    """How many loops over a sampler in a row were in the same epoch; one that was cut short was a trial run.
+    """Number of consecutive loops over a sampler in one epoch; a loop that was cut short was a trial run.
 
     Args:
         epoch: the epoch of the sampler.

@@ -223,7 +223,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     loops.advance(loop, rows)
                 else:
                     loop.step += 1
-                    if is_shown:  # as ``Slot.advance``, without a call
+                    if is_shown:  # inlines ``Slot.advance``
                         words = slot.words
                         words[STEP] += 1
                         words[STEPS_DONE] += 1
