@@ -88,6 +88,13 @@ def test_notebooks_run_and_pass_their_checks(path: Path, profile: str) -> None:
     check(notebook, path)
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_the_text_classifier_learns() -> None:
+    path = FOLDER / "02_text_classification.ipynb"
+    check(executed(path, "epochs = 2", CHECKS[path.stem], is_new=False), path)
+
+
 def check(notebook: Any, path: Path) -> None:
     """Check an executed notebook, in addition to the checks in its last cell."""
     check_for_github(notebook)

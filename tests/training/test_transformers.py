@@ -190,7 +190,6 @@ def _fine_tune() -> dict[str, Any]:
     return {"before": before, "after": evaluate()}
 
 
-@pytest.mark.thorough
 @pytest.mark.alarms("training_in_eval_mode")
 @pytest.mark.slow
 def test_a_fine_tuned_encoder_has_the_same_metric_on_two_processes() -> None:
