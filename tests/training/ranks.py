@@ -39,6 +39,9 @@ _IMPORTED = (
     "nblaunch.training.accelerator",
     "tests.training.ranks",
     "hypothesis",
+    "multiprocessing.popen_fork",
+    "nblaunch.config.settings",
+    "torch.utils.serialization.config",
 )
 # Modules that some tests import, which takes up to four seconds in each rank. Import none if the ranks use a device,
 # because Accelerate may search for one.
@@ -47,6 +50,7 @@ _IMPORTED_BY_SOME = (
     "nblaunch.notebook",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
+    "torchdata.stateful_dataloader",
     "transformers.models.bert.modeling_bert",
 )
 _preloaded: tuple[str, ...] | None = None
