@@ -28,6 +28,7 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind
 from tests.diagnosis import slow_programs
+from tests.thorough import thorough
 
 NUM_STEPS, PERIOD_S = 100, 10.0  # 100 ms per step
 QUIET = Processors(wait_share=0.02, num_threads=1, run_s=8.0, wait_s=0.2)
@@ -278,8 +279,8 @@ def notices_of(function: Callable[[Any], None], seconds: float, cause: str = "")
 STEADY = (
     slow_programs.data_on_all_ranks,
     slow_programs.saves,
-    slow_programs.evaluations,
-    slow_programs.garbage,
+    thorough(slow_programs.evaluations, id="evaluations"),
+    thorough(slow_programs.garbage, id="garbage"),
 )
 
 

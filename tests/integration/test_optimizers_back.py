@@ -57,7 +57,7 @@ def _launch(model: nn.Module, optimizer: Any, num_steps: int, **settings: Any) -
     return notebook_launcher(_train, args, num_processes=2, backend="cpu", **settings)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("start_method", ["fork", thorough("forkserver")])
 def test_a_second_launch_continues_the_first(start_method: str) -> None:
     model, optimizer = _built()
     parts = [_launch(model, optimizer, steps, start_method=start_method) for steps in (3, 2)]

@@ -20,6 +20,7 @@ from torch import nn
 
 from nblaunch import Accelerator, ProjectConfiguration, backends, context
 from nblaunch.training.checkpoints import load_weights, model_files, safe_save
+from tests.thorough import thorough
 
 # Python's audit events for the file system (https://docs.python.org/3/library/audit_events.html).
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
@@ -97,7 +98,7 @@ def _kill_everywhere(program: Callable[[Path], None], start: Path, work: Path) -
         assert code == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("program", [_save_automatically, _save_over, _save_over_asynchronously])
+@pytest.mark.parametrize("program", [_save_automatically, thorough(_save_over), _save_over_asynchronously])
 def test_a_kill_leaves_a_checkpoint(tmp_path: Path, program: Callable[[Path], None]) -> None:
     is_automatic = program is _save_automatically
     start, work = tmp_path / "start", tmp_path / "work"

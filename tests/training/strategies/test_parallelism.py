@@ -123,7 +123,7 @@ def _resume(sizes: dict[str, int] | None, folder: str, **settings: Any) -> list[
     return epoch(accelerator, *rest)
 
 
-CASES = [(2, TENSOR), (4, BOTH), thorough(4, HYBRID)]
+CASES = [(2, TENSOR), thorough(4, BOTH), thorough(4, HYBRID)]
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes"), CASES)

@@ -161,6 +161,7 @@ def _diffusers(folder: str) -> Any:
     return _full(expected.shadow_params), before, _full(average.shadow_params)
 
 
+@pytest.mark.thorough
 def test_diffusers_averages_are_saved_whole(tmp_path: Path) -> None:
     for expected, saved, loaded in ranks.run(_diffusers, 2, str(tmp_path / "state")):
         _assert_alike(saved, expected)
