@@ -1,6 +1,6 @@
 """Trains a model and prints each rank's memory in bytes per parameter. test_estimate.py runs it as a program.
 
-The model is so large (50 MB) that a process's other memory is negligible, and its batches have one row.
+The model is so large (25 MB) that a process's other memory is negligible, and its batches have one row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nblaunch.notebook import run_spec
 from nblaunch.spec import LaunchSpec
 from nblaunch.training.strategies.fsdp2.strategy import FullyShardedDataParallelPlugin
 
-WIDTH, NUM_BLOCKS = 1024, 12
+WIDTH, NUM_BLOCKS = 1024, 6
 NUM_PARAMETERS = NUM_BLOCKS * WIDTH * WIDTH
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters),

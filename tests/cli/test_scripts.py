@@ -75,7 +75,7 @@ if __name__ == "__main__":
     accelerator.log({"p": P.A}, step=1)
     accelerator.log({"q": 0.5}, step=2)
 """
-    ended = launch("--num_processes", "1", "--cpu", script(text, "train.py"))
+    ended = launch("--num_processes", "1", "--start_method", "fork", script(text, "train.py"))
     assert ended.code == 0, ended.err
 
 
@@ -133,7 +133,7 @@ def test_settings_reach_the_accelerator() -> None:
               dynamo.backend, dynamo.mode, Accelerator(gradient_accumulation_steps=5).gradient_accumulation_steps)
     """)
     options = "--mixed_precision bf16 --gradient_accumulation_steps 3 --debug --dynamo_backend EAGER --num_processes 1"
-    ended = launch(*options.split(), name)
+    ended = launch(*options.split(), "--start_method", "fork", name)
     assert ended.out == "bf16 3 True eager None 5\n", ended.err
 
 

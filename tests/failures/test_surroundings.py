@@ -8,6 +8,7 @@ import pytest
 
 from tests.failures.surroundings import CELL, LIMIT_S
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 SETTINGS = {
     "umask 000, no home": "os.umask(0o000)\nos.environ.pop('HOME', None)",
@@ -16,7 +17,10 @@ SETTINGS = {
 
 
 @pytest.mark.timeout(600)
-def test_launches_work_in_odd_environments(kernel: Kernel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting", ["umask 000, no home", thorough("umask 077, a folder with spaces and 100 characters")]
+)
+def test_launches_work_in_odd_environments(kernel: Kernel, tmp_path: Path, setting: str) -> None:
     kernel.run(
         f"""{CELL}
 def set_folder(name):
@@ -28,6 +32,5 @@ os.environ["XDG_STATE_HOME"] = {str(tmp_path / "state")!r}
 """,
         timeout_s=LIMIT_S,
     )
-    for setting in SETTINGS.values():
-        _, modes = kernel.run(f"{setting}\ncheck_all()", timeout_s=LIMIT_S).value
-        assert not [mode for mode in modes if int(mode, 8) & 0o077], "others can use files of the job"
+    _, modes = kernel.run(f"{SETTINGS[setting]}\ncheck_all()", timeout_s=LIMIT_S).value
+    assert not [mode for mode in modes if int(mode, 8) & 0o077], "others can use files of the job"
