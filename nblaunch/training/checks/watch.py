@@ -186,7 +186,9 @@ class Watch:
                 self._call("before_step", self._prepared, optimizer)
 
     def _before_torch_clips(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._call("before_clip", self._prepared, gradients, True)
+        # The observation outlives the window if other code has replaced torch's helper in the meantime.
+        if self.is_looking:
+            self._call("before_clip", self._prepared, gradients, True)
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of all checks. Drop a check that fails, because it must not end training."""
