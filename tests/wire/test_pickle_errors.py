@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import multiprocessing
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +31,15 @@ def test_the_smallest_parts_are_named() -> None:
     assert named({"a": 1, "b": LOCK}) == ["result['b']"]
     assert named([1, (2, {"x": Holder(inner=LOCK, fine=3)})]) == ["result[1][1]['x'].inner"]
     assert named({"fine": [1, 2]}) == []
+
+
+def test_objects_of_the_standard_library_are_named_as_a_whole() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        [(name, why)] = pickle_errors.unpicklable_parts({"pool": pool}, "result")
+    assert name == "result['pool']"
+    assert "pool objects" in str(why)
+    assert named([queue.Queue(), threading.Thread()]) == ["result[0]", "result[1]"]
+    assert named(argparse.Namespace(lock=LOCK)) == ["result.lock"]
 
 
 def test_few_are_named_of_many_and_depth_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +16,9 @@ from nblaunch.wire.pickling.payload import pickling_error
 from nblaunch.wire.pickling.process_bound import NotPicklable
 
 _FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
+_NAMESPACES = ("argparse", "collections", "types")
+"""Modules of the standard library with classes for attributes and items that users choose."""
+
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
 
@@ -28,7 +32,10 @@ class Unpicklable:
 
 
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
-    """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors."""
+    """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors.
+
+    Objects of the standard library are named as a whole.
+    """
     return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
 
 
@@ -66,8 +73,16 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
     elif isinstance(value, _FUNCTION_TYPES):
         yield from _variables(value, ())
-    elif hasattr(value, "__dict__") and not inspect.ismodule(value) and not inspect.isclass(value):
+    elif _has_attributes_of_users(value):
         yield from ((f"{name}.{attribute}", part) for attribute, part in vars(value).items())
+
+
+def _has_attributes_of_users(value: Any) -> bool:
+    """Return whether attributes of a value mean something to users; locks inside a ``queue.Queue`` do not."""
+    if not hasattr(value, "__dict__") or inspect.ismodule(value) or inspect.isclass(value):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in sys.stdlib_module_names or package in _NAMESPACES
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
