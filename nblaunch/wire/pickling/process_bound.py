@@ -110,6 +110,13 @@ def _reject(what: str) -> Callable[[Any], Reduction]:
     return reject
 
 
+def _reject_iterator(iterator: Any) -> Reduction:
+    raise NotPicklable(
+        "the worker processes of this iterator serve only the process that created it. Call iter(loader) inside the "
+        "function to read the loader from its beginning"
+    )
+
+
 def _of_loader(loader: Any) -> Reduction | None:
     if getattr(vars(loader).get("_iterator"), "_workers", None) is None:
         return None
@@ -121,6 +128,7 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.thread", "ThreadPoolExecutor", _of_thread_executor),
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
+    ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", _reject_iterator),
     ("multiprocessing.queues", "Queue", _reject("a queue")),
     ("multiprocessing.queues", "SimpleQueue", _reject("a queue")),
     ("multiprocessing.connection", "_ConnectionBase", _reject("a connection")),

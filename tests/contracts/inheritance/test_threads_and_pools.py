@@ -204,7 +204,9 @@ def test_loaders_restart_and_their_iterators_are_rejected(kernel: Kernel, start_
         error = launch(kernel, "go_on", start_method, raises="RuntimeError").raised
         assert "iter(loader) inside the function" in error.value
     else:
-        launch(kernel, "go_on", start_method, raises="PayloadError")
+        error = launch(kernel, "go_on", start_method, raises="PayloadError").raised
+        assert "begun (" in error.value
+        assert "iter(loader) inside the function" in error.value
     assert (
         kernel.run("result = len(list(begun)), len(list(plain)); del begun, loader; result").result
         == "(7, 7)"
