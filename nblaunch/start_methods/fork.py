@@ -39,7 +39,7 @@ from nblaunch.wire.assignment import Assignment, FunctionCall
 from nblaunch.wire.board import Board
 from nblaunch.wire.originals import Originals
 from nblaunch.worker import bootstrap, output, process_control
-from nblaunch.worker.inheritance import child_processes, kernel_threads
+from nblaunch.worker.inheritance import child_processes, kernel_threads, random_states
 from nblaunch.worker.inheritance.files import KernelFiles
 
 
@@ -180,10 +180,11 @@ def _ranks(assignments: Sequence[Assignment]) -> range:
 
 def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
     """Restore ``random`` before the call: Python reseeds it in every child, unlike numpy's and torch's generators."""
-    state = random.getstate()
+    state, unknown = random.getstate(), random_states.unknown_generators()
 
     def load() -> FunctionCall:
         random.setstate(state)
+        random_states.seed_unknown(state, unknown)
         return load_call()
 
     return load

@@ -87,7 +87,7 @@ class SavedCall:
         multiprocessing.current_process().authkey = self.authkey
         loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
-        self.random_states.restore()
+        self.random_states.restore_in_worker()
         return loaded
 
     def close(self) -> None:

@@ -3,6 +3,9 @@
 All workers of a launch begin with the kernel's states at the launch, under every start method and in every attempt.
 The kernel's generators then advance, as if the function had run in the cell. The next launch draws other numbers, and
 a seed that is set before a launch still determines all later launches.
+
+The kernel may not have loaded a library's generator, such as ``numpy.random``, which ``import numpy`` does not import.
+In workers such a generator begins with a seed from the state of ``random``, so that ranks draw the same numbers.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nblaunch import packages
@@ -55,6 +59,11 @@ class RandomStates:
         if self.torch is not None:
             packages.when_imported("torch", self._restore_torch)
 
+    def restore_in_worker(self) -> None:
+        """Restore the states, and seed generators that the kernel had not loaded."""
+        self.restore()
+        seed_unknown(self.random, [name for name in _SEEDED if getattr(self, name.partition(".")[0]) is None])
+
     def _restore_numpy(self, numpy_random: Any) -> None:
         assert self.numpy is not None
         state = pickle.loads(self.numpy)
@@ -76,6 +85,36 @@ class RandomStates:
             yield
         finally:
             present.restore()
+
+
+def seed_unknown(state: tuple[Any, ...], names: Iterable[str]) -> None:
+    """Seed generators of libraries once they are imported, in the same way on all ranks.
+
+    Args:
+        state: the kernel's state of ``random``.
+        names: ``"numpy.random"`` or ``"torch"``.
+    """
+    source = random.Random()
+    source.setstate(state)
+    number = source.getrandbits(_SEED_BITS)
+    for name in names:
+        packages.when_imported(name, partial(_SEEDED[name], number))
+
+
+def _seed_numpy(number: int, numpy_random: Any) -> None:
+    numpy_random.seed(struct.unpack(_NUMPY_SEED, number.to_bytes(_SEED_BITS // 8, "little")))
+
+
+def _seed_torch(number: int, torch: Any) -> None:
+    torch.default_generator.manual_seed(number % (1 << 8 * _TORCH_SEED_BYTES))
+
+
+_SEEDED = {"numpy.random": _seed_numpy, "torch": _seed_torch}
+
+
+def unknown_generators() -> list[str]:
+    """Return the generators that this process has not loaded."""
+    return [name for name in _SEEDED if _imported(name) is None]
 
 
 def move_on() -> None:

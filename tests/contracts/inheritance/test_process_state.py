@@ -145,6 +145,31 @@ def test_generators_start_with_the_kernels_state(kernel: Kernel, start_method: s
     )
 
 
+def test_generators_that_the_kernel_has_not_loaded_are_the_same_on_all_ranks() -> None:
+    with Kernel.start(is_new=True) as kernel:  # `import numpy` does not import numpy.random
+        kernel.run(
+            "import random, sys, numpy, nblaunch\n"
+            "assert not {'numpy.random', 'torch'} & sys.modules.keys()\n"
+            "def draw(with_torch):\n"
+            "    drawn = numpy.random.rand(9).tolist()\n"
+            "    if with_torch:\n"
+            "        import torch\n"
+            "        drawn += torch.rand(9).tolist()\n"
+            "    return drawn\n"
+            "def launch(start_method):\n"
+            "    return nblaunch.notebook_launcher(draw, (start_method == 'fork',), num_processes=2, backend='cpu', "
+            "start_method=start_method, dashboard='none', return_all=True)"
+        )
+        seen = set()
+        for method in ("fork", "forkserver", "spawn"):
+            first, second = kernel.run(f"launch({method!r})").value
+            assert first == second
+            assert seen.isdisjoint(first)
+            seen.update(first)
+        kernel.run("random.seed(5); first = launch('forkserver'); random.seed(5)")
+        assert kernel.run("first == launch('forkserver')").value
+
+
 def test_a_restart_replays_the_numbers_of_the_first_attempt(kernel: Kernel) -> None:
     kernel.run(
         "import os, random, numpy, torch, nblaunch\n"
