@@ -61,7 +61,7 @@ def test_an_uncertain_wait_is_only_named(kernel: Kernel, before: str) -> None:
     [
         "import torch.utils.tensorboard as board; board.SummaryWriter(folder).add_scalar('a', 1)",
         "import rich.progress; rich.progress.Progress().start()",
-        "from multiprocessing.pool import ThreadPool; ThreadPool(2).map(abs, [1])",
+        "from multiprocessing.pool import ThreadPool; own = ThreadPool(2); own.map(abs, [1])",
         "import pyarrow.csv; pyarrow.csv.read_csv(folder + '/a.csv')",
     ],
     ids=["TensorBoard", "rich", "ThreadPool", "pyarrow"],
