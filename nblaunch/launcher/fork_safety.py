@@ -43,11 +43,13 @@ class _Library:
         name: name of its module.
         thread: matches the names of its threads, as Linux shortens them (15 characters).
         flag: module and variable that is true once it runs threads, if its threads have no names.
+        harm: what a fork would do, as the end of a sentence.
     """
 
     name: str
     thread: str = ""
     flag: tuple[str, str] | None = None
+    harm: str = "whose threads a fork does not copy: its first call in a worker would wait forever"
 
     def is_running(self) -> bool:
         """Return whether the library runs threads in this process; False if the system does not list threads."""
@@ -60,6 +62,12 @@ class _Library:
 
 
 _LIBRARIES = (
+    # Before grpc, which it contains. Its threads remain after ray.shutdown().
+    _Library(
+        "ray",
+        "gcs_client_io_s",
+        harm="which this process has already used: forked workers would give their objects the same IDs",
+    ),
     _Library("polars", r"polars-\d+"),
     _Library("grpc", r"event_engine|grpc_global_tim"),
     _Library("jax", "tf_XLAEigen"),
@@ -97,13 +105,8 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
             "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both processes; "
             "workers connect to the cluster themselves"
         )
-    used = [library.name for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
-    if used:
-        return (
-            f"the function uses {used[0]}, whose threads a fork does not copy: its first call in a worker "
-            "would wait forever"
-        )
-    return None
+    used = [library for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
+    return f"the function uses {used[0].name}, {used[0].harm}" if used else None
 
 
 def explain_hang(positions: Sequence[Position]) -> list[str]:

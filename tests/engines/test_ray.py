@@ -26,7 +26,7 @@ def address() -> Iterator[str]:
 def notebook(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     with Kernel.start(env={"NBLAUNCH_LOG_DIR": str(tmp_path_factory.mktemp("logs"))}) as kernel:
         kernel.run(PREAMBLE)
-        kernel.run(f"import ray\nray.init({address!r}, log_to_driver=False)")
+        kernel.run(f"import nblaunch, ray\nray.init({address!r}, log_to_driver=False)")
         kernel.run(
             "def go(function, *args, **settings): return launch(function, *args, engine='ray', **settings)"
         )
@@ -64,6 +64,22 @@ def train():
     states = notebook.run("[group['state'] for group in ray.util.placement_group_table().values()]").value
     assert set(states) == {"REMOVED"}
     notebook.run("del counter")
+
+
+def test_ranks_of_a_kernel_that_has_left_a_cluster_do_not_share_ids(notebook: Kernel, address: str) -> None:
+    notebook.run("ray.shutdown()")
+    notebook.run(f"""
+def put():
+    ray.init({address!r}, log_to_driver=False)
+    try:
+        return ray.ObjectID.from_random().hex()
+    finally:
+        ray.shutdown()
+""")
+    first, second = notebook.run(
+        "nblaunch.notebook_launcher(put, num_processes=2, return_all=True, backend='cpu')", timeout_s=180
+    ).value
+    assert first != second
 
 
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:

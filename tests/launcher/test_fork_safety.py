@@ -129,6 +129,23 @@ def test_other_threads_do_not_hide_a_library(
     assert "polars" in (hazard(uses_module) or "")
 
 
+def imports_ray() -> Any:
+    import ray
+
+    return ray
+
+
+def test_a_process_that_has_left_a_ray_cluster_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "comm").write_text("gcs_client_io_s\n")
+    monkeypatch.setattr(fork_safety, "_THREADS", tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert "same IDs" in (hazard(imports_ray) or "")
+    assert hazard(uses_nothing) is None
+
+
 def test_a_hang_inside_a_library_names_it(running: None) -> None:
     frame = StackFrame("/usr/lib/python3/site-packages/polars/lazyframe/frame.py", 3, "collect")
     stuck = Position("Cell In[3], line 2 in train", stack=(frame,))
