@@ -494,8 +494,8 @@ def try_all(
         try:
             kernel.run(SPECIMENS[name].cell + PREPARE, timeout_s=CELL_LIMIT_S)
             for start_method in start_methods:
-                said = outcome(kernel, start_method, SPECIMENS[name].limit_s)
-                yield start_method, said + afterwards(kernel)
+                text = outcome(kernel, start_method, SPECIMENS[name].limit_s)
+                yield start_method, text + afterwards(kernel)
         except KernelTimeout:
             yield "", "FROZEN"
         except AssertionError as error:
