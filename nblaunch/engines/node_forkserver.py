@@ -10,11 +10,12 @@ such as variables, modules and random states, end with its child.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -25,8 +26,10 @@ from nblaunch.engines.node_program import NodeProgram, ending_with
 from nblaunch.host import descriptors
 from nblaunch.worker import process_control
 
-_IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
-"""Modules that a job needs, the last one at the first step of an optimizer; each takes a second or more."""
+_IMPORTS = (("torch", "torch.distributed"), ("torch._dynamo",))
+"""Modules to import before the first job and before the second one. Ranks need the compiler at the first step of an
+optimizer; its import takes a second or more, and only later jobs save it.
+"""
 
 
 def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot | None]) -> None:
@@ -38,12 +41,13 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
         wait_for_boot: greets the coordinator, and waits for the next job; None = it has closed the channel.
     """
     first = boot.environment
-    with env.patched(first), ending_with(channel):
-        for name in _IMPORTS:
-            with suppress(Exception):  # jobs report it, if they need it
-                importlib.import_module(name)
     next_boot: Boot | None = boot
-    while next_boot is not None:
+    for modules in itertools.chain(_IMPORTS, itertools.repeat(())):
+        if next_boot is None:
+            return
+        if modules:
+            with env.patched(first), ending_with(channel):
+                _import(modules)
         forkserver = os.getpid()
         descriptors.forget(channel.reading_fd, channel.writing_fd)  # which the child uses
         child = os.fork()
@@ -57,6 +61,12 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
         _wait_for(child)
         channel = Channel(channel.reading_fd, channel.writing_fd, b"n")
         next_boot = wait_for_boot(channel)
+
+
+def _import(modules: Iterable[str]) -> None:
+    for name in modules:
+        with suppress(Exception):  # jobs report it, if they need it
+            importlib.import_module(name)
 
 
 def _run(boot: Boot, channel: Channel) -> NoReturn:
