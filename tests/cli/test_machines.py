@@ -82,6 +82,7 @@ def test_a_machine_can_start_alone_after_a_timeout(
     assert "of 1" in ended.out
 
 
+@pytest.mark.thorough
 def test_a_failure_with_a_huge_message_is_reported_on_the_other_machine(
     start: Callable[..., Running],
 ) -> None:

@@ -158,7 +158,7 @@ sorted(outcomes)
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", thorough("spawn")])
+@pytest.mark.parametrize("method", ["fork", *map(thorough, ("forkserver", "spawn"))])
 def test_a_lack_of_descriptors_fails_the_whole_launch(shared: Kernel, method: str) -> None:
     first, last, step = (0, 36, 1) if method == "fork" else (4, 36, 8)
     shared.run("last_error = ''")

@@ -196,7 +196,7 @@ def test_a_restart_has_the_settings_of_the_launch(shared: Kernel) -> None:
     assert shared.run("job.result()").value == "torch.float64"
 
 
-@contract("numeric settings of torch")
+@contract("numeric settings of torch", is_slow=True)
 def test_torch_modes_around_a_launch_apply_in_it(shared: Kernel, start_method: str) -> None:
     shared.run(
         "def modes():\n"
