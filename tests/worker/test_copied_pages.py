@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,33 @@ def test_a_launch_in_its_own_cell_does_not_search_the_heap(kernel: Kernel) -> No
         "copied()"
     )
     assert max(kernel.run("copied()").value for _ in range(3)) < MAX_KERNEL_PAGES
+
+
+SCRIPT_OF_A_SERVER = """
+import os, resource, sys, nblaunch
+
+log = os.dup(1)  # as ipykernel does, which then captures descriptor 1
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+objects = [[number] for number in range(1_000_000)]
+
+def nothing():
+    pass
+
+def copied():
+    os.write(log, b"a request\\n")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    nblaunch.notebook_launcher(nothing, num_processes=1, backend="cpu", start_method="fork", dashboard="none")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+copied()
+pages = max(copied() for _ in range(3))
+os.write(log, f"{pages}\\n".encode())
+"""
+
+
+def test_a_growing_log_of_the_server_causes_no_search(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    with path.open("w") as log:
+        command = ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, SCRIPT_OF_A_SERVER]
+        subprocess.run(command, stdout=log, timeout=100, check=True)
+    assert int(path.read_text().split()[-1]) < MAX_KERNEL_PAGES

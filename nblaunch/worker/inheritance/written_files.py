@@ -158,7 +158,8 @@ takes 20 ms and is not repeated for the same files.
 def _file_objects(fds: Collection[int]) -> dict[int, list[Any]]:
     """Return the file objects of this process that Python has opened, outermost first, by descriptor."""
     global _last_look
-    identities = {fd: identity for fd in fds if (identity := _identity(fd)) is not None}
+    logs = _logs_of_parent()
+    identities = {fd: identity for fd in fds if (identity := _identity(fd, logs)) is not None}
     objects = {fd: _seen_before(fd, identity) for fd, identity in identities.items()}
     if None in objects.values():
         objects = {fd: [] for fd in identities}
@@ -185,7 +186,7 @@ def _seen_before(fd: int, identity: tuple[int, ...]) -> list[Any] | None:
     return files if files and all(_number(file) == fd for file in files) else None
 
 
-def _identity(fd: int) -> tuple[int, ...] | None:
+def _identity(fd: int, logs: Collection[tuple[int, int]]) -> tuple[int, ...] | None:
     """Return what distinguishes a file from a later one with the same descriptor or inode.
 
     None if a thread, such as IPython's history thread, has closed the file in the meantime.
@@ -194,7 +195,20 @@ def _identity(fd: int) -> tuple[int, ...] | None:
         status = os.fstat(fd)
     except OSError:
         return None
-    return fd, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    inode = status.st_dev, status.st_ino
+    return (fd, *inode) if inode in logs else (fd, *inode, status.st_size, status.st_mtime_ns)
+
+
+def _logs_of_parent() -> set[tuple[int, int]]:
+    """Return the device and inode of the files into which the parent process, such as a notebook server, writes its
+    output. The kernel has copies of their descriptors. The files grow between launches, but no cell opens them.
+    """
+    logs = set()
+    for fd in (1, 2):
+        with suppress(OSError):  # no /proc, or another user's process
+            status = os.stat(f"/proc/{os.getppid()}/fd/{fd}")
+            logs.add((status.st_dev, status.st_ino))
+    return logs
 
 
 def _is_database(fd: int) -> bool:
