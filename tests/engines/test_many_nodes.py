@@ -21,8 +21,9 @@ NUM_NODES = 64
 def launch_of(play: Play) -> str:
     return f"""
 from nblaunch.engines import runner
-from tests.engines.simulated_nodes import Play, engine
-runner.find = engine({play!r})
+from tests.engines import simulated_nodes
+from tests.engines.simulated_nodes import Play
+runner.find = simulated_nodes.engine({play!r})
 launch(time.sleep, 1, num_nodes={play.num_nodes}, num_processes={play.num_nodes * play.ranks_per_node})
 """
 

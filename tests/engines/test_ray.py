@@ -80,6 +80,7 @@ def put():
         "nblaunch.notebook_launcher(put, num_processes=2, return_all=True, backend='cpu')", timeout_s=180
     ).value
     assert first != second
+    notebook.run(f"ray.init({address!r}, log_to_driver=False)")
 
 
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
