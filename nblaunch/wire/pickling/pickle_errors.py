@@ -13,7 +13,7 @@ from typing import Any
 
 from nblaunch.user_code import captured_variables
 from nblaunch.wire.pickling.payload import pickling_error
-from nblaunch.wire.pickling.process_bound import NotPicklable
+from nblaunch.wire.pickling.process_bound import PicklingError
 
 _FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
 _NAMESPACES = ("argparse", "collections", "types")
@@ -57,7 +57,7 @@ def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]
     if error is None:
         return
     is_explained = False
-    if depth > 0 and not isinstance(error, NotPicklable):
+    if depth > 0 and not isinstance(error, PicklingError):
         for part_name, part in _parts(value, name):
             for inner in _search(part, part_name, depth - 1):
                 is_explained = True

@@ -12,6 +12,7 @@ file in the fresh process; queues and locks that processes share contain connect
 from __future__ import annotations
 
 import inspect
+import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import Any
 Reduction = tuple[Any, ...]
 
 
-class NotPicklable(TypeError):
+class PicklingError(pickle.PicklingError):
     """An object can't be pickled as a whole; naming one of its parts would not help the user."""
 
 
@@ -29,7 +30,7 @@ def reduction(obj: Any) -> Reduction | None:
     """Return how to pickle ``obj`` for a fresh process; None if pickle can.
 
     Raises:
-        NotPicklable: only a fork can pass it to another process.
+        PicklingError: only a fork can pass it to another process.
     """
     if isinstance(obj, types.FunctionType):
         return _of_compiled(obj)
@@ -105,13 +106,13 @@ def _make_process_executor(
 
 def _reject(what: str) -> Callable[[Any], Reduction]:
     def reject(obj: Any) -> Reduction:
-        raise NotPicklable(f"{what} between processes reaches workers only through a fork")
+        raise PicklingError(f"only forked workers can inherit {what}")
 
     return reject
 
 
 def _reject_iterator(iterator: Any) -> Reduction:
-    raise NotPicklable(
+    raise PicklingError(
         "the worker processes of this iterator serve only the process that created it. Call iter(loader) inside the "
         "function to read the loader from its beginning"
     )
@@ -129,12 +130,12 @@ _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
     ("concurrent.futures.process", "ProcessPoolExecutor", _of_process_executor),
     ("torch.utils.data.dataloader", "DataLoader", _of_loader),
     ("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter", _reject_iterator),
-    ("multiprocessing.queues", "Queue", _reject("a queue")),
-    ("multiprocessing.queues", "SimpleQueue", _reject("a queue")),
-    ("multiprocessing.connection", "_ConnectionBase", _reject("a connection")),
-    ("multiprocessing.synchronize", "SemLock", _reject("a lock or semaphore")),
-    ("multiprocessing.synchronize", "Condition", _reject("a condition")),
-    ("multiprocessing.synchronize", "Event", _reject("an event")),
-    ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared value")),
+    ("multiprocessing.queues", "Queue", _reject("a multiprocessing queue")),
+    ("multiprocessing.queues", "SimpleQueue", _reject("a multiprocessing queue")),
+    ("multiprocessing.connection", "_ConnectionBase", _reject("a multiprocessing connection")),
+    ("multiprocessing.synchronize", "SemLock", _reject("a multiprocessing lock or semaphore")),
+    ("multiprocessing.synchronize", "Condition", _reject("a multiprocessing condition")),
+    ("multiprocessing.synchronize", "Event", _reject("a multiprocessing event")),
+    ("multiprocessing.sharedctypes", "SynchronizedBase", _reject("a shared value of multiprocessing")),
 )
 """Module, class, how to pickle its objects."""
