@@ -1,7 +1,7 @@
 """Environment variables. No other module uses ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads. They are settings of a user or a cluster. Parts of nblaunch pass
-values to each other as arguments or in the payload of a launch.
+``TABLE`` lists every variable that nblaunch reads. They are set by a user or a cluster. Parts of nblaunch pass values
+to each other as arguments or in the payload of a launch.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def read(name: str) -> Any:
 
     Raises:
         KeyError: the variable is not in the table.
-        ValueError: the text is invalid; the message names the variable, the text and valid texts.
+        ValueError: the text is invalid; the message names the variable, its text and the valid values.
     """
     row = TABLE[name]
     text = os.environ.get(name)

@@ -60,14 +60,14 @@ class WorkerError(NblaunchError, RuntimeError):
 
 
 class WorkerFailed(WorkerError):
-    """A worker raised an exception that can't be pickled; the message has its type, text and traceback."""
+    """A worker raised an exception that can't be pickled; the message contains its type, text and traceback."""
 
 
 class WorkerDied(WorkerError):
     """A worker ended without raising an exception.
 
     ``exitcode`` is its exit status (``-N`` for signal ``N``, as in :class:`subprocess.Popen`), or 1 if other code in
-    the kernel has taken the status.
+    the kernel has already collected the status.
     """
 
     def __init__(self, message: str, *, rank: int = -1, exitcode: int = 0) -> None:
@@ -83,8 +83,8 @@ class NodeLost(WorkerDied):
 
 
 class JobHung(NblaunchError, RuntimeError):
-    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message has the position of every
-    rank.
+    """The job made no progress for ``hang_timeout_s`` seconds and was stopped; the message contains the position of
+    every rank.
 
     Args:
         message: what happened.
@@ -97,7 +97,7 @@ class JobHung(NblaunchError, RuntimeError):
 
 
 class CollectiveMismatch(NblaunchError, RuntimeError):
-    """Ranks called different collectives, or the same with different tensors, reductions or roots.
+    """Ranks called different collectives, or the same one with different tensors, reductions or roots.
 
     Args:
         message: the call and the line of each rank.

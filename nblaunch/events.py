@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 
 class WorkerState(enum.IntEnum):
-    """State of a worker, as shown to users. Values are stored in the board.
+    """State of a worker, as shown to users. Values are stored on the board.
 
     Dashboards derive ``DONE`` and ``STOPPED`` from events. On the board, ``DONE`` means that a rank of a session waits
     for a command.
@@ -197,7 +197,7 @@ class Note(Event):
     Args:
         text: text of the note.
         kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
-            line for each position of ranks; ``"slow"``: why steps are slow, without a text once that is over.
+            line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once that is over.
     """
 
     text: str = ""
@@ -211,7 +211,7 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class Fact(Event):
-    """A property of the whole job for the head of its table. A later fact with the same name replaces it.
+    """A property of the whole job for the header of its table. A later fact with the same name replaces it.
 
     Args:
         name: ``"precision"``, ``"compilations"``...
@@ -400,7 +400,7 @@ class AttemptStarted(Event):
 
 @dataclass(frozen=True)
 class LogLines(Event):
-    """Complete lines that a rank printed, without line ends, in order."""
+    """Complete lines that a rank printed, without line endings, in order."""
 
     lines: tuple[str, ...] = ()
 
@@ -480,8 +480,8 @@ class JobEnded(Event):
         message: one line about the failure.
         advice: explanation of the failure, and what to do.
         is_early: whether the job was stopped early on request.
-        has_hung: whether the job was stopped because of a hang or mismatched collectives; the errors of ranks then
-            explain nothing.
+        has_hung: whether the job was stopped because of a hang or mismatched collectives; the ranks' errors then do not
+            explain the failure.
     """
 
     outcome: str = "done"

@@ -1,7 +1,7 @@
-"""The files of nblaunch itself, which ``pip install -U`` may replace while this process runs the old ones.
+"""The files of nblaunch itself, which ``pip install -U`` may replace while this process is running the old ones.
 
 Most modules are imported when they are first needed. After such an update, a process would import modules of the new
-version next to old ones, and send messages of the old version to new interpreters. Therefore:
+version in addition to old ones, and send messages of the old version to new interpreters. Therefore:
 
 * :func:`check_import` runs before each import of a module of nblaunch, and :func:`check_new_process` before each start
   of a fresh interpreter. They raise an error instead of mixing two versions.
@@ -84,7 +84,7 @@ def check_new_process() -> None:
 def keep_modules() -> None:
     """Let this process and its forks import modules from their current files, even if these are replaced later.
 
-    It reads all source files, which takes some milliseconds, and keeps them in memory: about 3 MB.
+    It reads all source files, which takes a few milliseconds, and keeps them in memory: about 3 MB.
     """
     global _keeps_modules
     sys.meta_path.insert(0, _KeptModules())

@@ -324,10 +324,9 @@ def launch(
 
 
 def run_spec(spec: LaunchSpec, *, background: bool = False, dashboard: str = "auto") -> Any:
-    """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers run.
-
-    An interrupt ends the job; with ``background``, only an interrupt before its workers run. This function then raises
-    KeyboardInterrupt, or the exception of a rank that had failed before.
+    """Launch ``spec`` and return its result, or with ``background`` the :class:`Job` as soon as its workers are
+    running. An interrupt ends the job; with ``background``, only an interrupt before its workers are running. This
+    function then raises KeyboardInterrupt, or the exception of a rank that had failed before.
 
     Raises:
         BaseException: as :func:`notebook_launcher` describes.

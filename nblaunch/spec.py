@@ -1,10 +1,10 @@
 """LaunchSpec: all settings of a launch in one frozen, checked value.
 
-``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. A field says once what its
-values are, what it means, and where it can't be used: the options of ``nblaunch launch``, the keys of configuration
-files, the arguments of ``nblaunch.launch``, and the restrictions of sessions, detached jobs and ``engine="inline"`` are
-derived from the fields. Values are checked when a ``LaunchSpec`` is made, before anything starts; ``launcher/plan.py``
-checks everything that depends on the devices of this machine.
+``notebook_launcher``, the command line and configuration files all make a ``LaunchSpec``. Each field defines in one
+place what its values are, what it means, and where it can't be used. From the fields, nblaunch derives the options of
+``nblaunch launch``, the keys of configuration files, the arguments of ``nblaunch.launch``, and the restrictions of
+sessions, detached jobs and ``engine="inline"``. Values are checked when a ``LaunchSpec`` is made, before anything
+starts; ``launcher/plan.py`` checks everything that depends on the devices of this machine.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def choose(name: str) -> Backend:
 
     Raises:
         ValueError: no backend has this name; the message lists the valid names.
-        RuntimeError: the backend exists but can't be used on this machine, with the reason.
+        RuntimeError: the backend exists but can't be used on this machine; the message gives the reason.
     """
     families = discover()
     if name == "auto":

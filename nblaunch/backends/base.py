@@ -19,7 +19,7 @@ A new device family is one file in this folder with a ``BACKEND`` instance. Outs
     notebook_launcher(train)      # chosen if its affinity() is the highest, or by backend="npu"
 
 Forked workers inherit the registered backend; fresh interpreters get it pickled. A script that another launcher starts
-(torchrun) registers it itself. Code outside this folder asks this interface and does not name device families.
+(torchrun) registers it itself. Code outside this folder uses this interface and does not name device families.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class Backend(ABC):
         return DeviceMeter()
 
     def prepare_launcher(self) -> None:
-        """Prepare this process before it forks workers, by doing once what each worker would do again.
+        """Prepare this process before it forks workers, by doing once what each worker would otherwise repeat.
 
         Raises:
-            RuntimeError: the device's library can't be imported, with the reason.
+            RuntimeError: the device's library can't be imported; the message gives the reason.
         """
 
     def preload(self) -> None:
@@ -266,7 +266,7 @@ class Backend(ABC):
         Args:
             note: receives a sentence for the user.
             compiling: receives whether this process is probably compiling.
-            fact: receives a name and a few words for the head of the job's table, such as ``("precision", "bf16")``.
+            fact: receives a name and a few words for the header of the job's table, such as ``("precision", "bf16")``.
         """
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:

@@ -1,8 +1,8 @@
 """Reports which step of a loop made a lazy device compile, and why.
 
 A lazy device compiles a step's graph in the first steps, and again whenever the graph changes: for another input shape,
-another branch, or a value that is read in the middle of the step. Each compilation takes from seconds to minutes and
-looks like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
+another branch, or a value that is read in the middle of the step. Each compilation takes seconds to minutes and looks
+like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
 
 A correct loop may need several graphs: for steps inside an accumulation window, for steps after the optimizer has
 created its state, and for the last batch. The module therefore reports later steps that compile only if there are many.
@@ -27,7 +27,7 @@ _CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs
 
 @dataclass(frozen=True)
 class Counters:
-    """The compiler's counters at one moment, since the start of the process.
+    """The compiler's counters at a point in time, counted since the start of the process.
 
     Args:
         num_graphs: number of compiled graphs.

@@ -1,7 +1,7 @@
 """Finds the line of this process that first used the device, and whether forked workers could use the device.
 
-Backends answer ``fork_hazard()`` and ``first_use()`` from here. ``launcher/fork_safety.py`` finds other hazards, such
-as threads; ``launcher/plan.py`` decides how workers start.
+Backends implement ``fork_hazard()`` and ``first_use()`` with this module. ``launcher/fork_safety.py`` finds other
+hazards, such as threads; ``launcher/plan.py`` decides how workers start.
 
     watch                     lets torch count GPUs without using one, and records what torch_xla sets; called when
                               nblaunch is imported
@@ -9,18 +9,19 @@ as threads; ``launcher/plan.py`` decides how workers start.
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
     gpu_in_use                which GPUs make forked workers fail even if they compute on the CPU
     is_xla_initialised        whether the XLA runtime is up
-    xla_backward_hazard       why forked workers could not run a backward on an XLA device
-    fork_failure              tries a backward in a throw-away fork
+    xla_backward_hazard       why forked workers could not run a backward pass on an XLA device
+    fork_failure              tries a backward pass in a throw-away fork
 
-A process can start to use CUDA in four ways. torch initialises it. torch only asks the driver (``is_available()``
-without NVML), which also makes forks useless. A ``backward()`` on the CPU initialises it, because it starts a thread
-for each GPU. Or other code does, such as another library or a data loader with ``pin_memory``. Neither an *imported*
-library nor an open device file proves anything: NVML opens ``/dev/nvidia-uvm`` as CUDA does (driver 580), and torch,
-DeepSpeed and torchao ask NVML when they count GPUs. nblaunch therefore asks the driver whether CUDA is initialised.
+A process can start to use CUDA in four ways. torch can initialise it. torch can merely query the driver
+(``is_available()`` without NVML), which also makes forks unusable. A ``backward()`` on the CPU can initialise it,
+because it starts a thread for each GPU. Or other code can do so, such as another library or a data loader with
+``pin_memory``. Neither an *imported* library nor an open device file proves anything: NVML opens ``/dev/nvidia-uvm`` as
+CUDA does (driver 580), and torch, DeepSpeed and torchao ask NVML when they count GPUs. nblaunch therefore asks the
+driver whether CUDA is initialised.
 
 On a machine with accelerators, the first ``backward`` of a process starts one engine thread per device. A fork copies
 the engine's tables but not its threads, and torch then rejects every ``backward`` in the child. No flag of torch
-reports that, and it can't be undone, so nblaunch tries a backward in a throw-away child. Source:
+reports that, and it can't be undone, so nblaunch tries a backward pass in a throw-away child. Source:
 torch/csrc/autograd/engine.cpp (``in_bad_autograd_fork``, ``forked_autograd_child``).
 """
 
@@ -265,7 +266,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why the first backward of a forked copy fails because one ran here before; None if it does not fail.
+    """Return why a forked copy's first backward pass fails because one ran here before; None if it does not fail.
 
     torch_xla must have been imported.
     """
@@ -277,7 +278,7 @@ def xla_backward_hazard() -> str | None:
 
 
 def _xla_backward() -> None:
-    """Run the first backward on an XLA device in a probe process; the device is the CPU on every host."""
+    """Run the first backward pass on an XLA device in a probe process; the device is the CPU on every host."""
     env.apply({"PJRT_DEVICE": "CPU"})
     import torch
 
@@ -296,7 +297,7 @@ def keep_torch_tpu_away() -> None:
 
     With torch_tpu imported, ``torch.manual_seed`` and every ``backward()`` on the CPU acquire the chips of a TPU host;
     on other hosts, the import wastes 300 MB and several seconds. Once torch is imported, the variable gets its old
-    value again, so that programs that cells start are not affected. A value of 1 is not the user's choice: torch_tpu
+    value back, so that programs that cells start are not affected. A value of 1 is not the user's choice: torch_tpu
     sets it in a process that imports it, and child processes inherit it.
     """
     before = env.read(AUTOLOAD)
@@ -325,14 +326,14 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
         return _reply(reader, timeout_s)
     finally:
         os.close(reader)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still the child's
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still the child's
         with suppress(ChildProcessError):  # a process that ignores SIGCHLD gets no status
             os.waitpid(pid, 0)
 
 
 def _reply(reader: int, timeout_s: float) -> str | None:
     """Read the child's report."""
-    # Not select.select(), which rejects descriptors from 1024 on: a kernel may have many files open.
+    # Not select.select(), which rejects descriptors of 1024 and above: a kernel may have many files open.
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):

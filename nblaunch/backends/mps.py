@@ -1,7 +1,7 @@
 """The GPU of a Mac with Apple silicon: torch's device ``mps``, through Metal. One process; ranks can't share it.
 
 The worker is a fresh interpreter (spawn), like every worker on macOS: Metal and other system libraries do not work in
-a fork of a process that has used them. Not yet run on a Mac.
+a fork of a process that has used them. This code has not run on a Mac yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-Averaging on the host is for devices whose runtime has no collectives across processes. A process joins in its first
-Accelerator or PartialState (``training/shared_state.py``) or its first collective
+Averaging on the host is for devices whose runtime has no collectives across processes. A process joins when it creates
+its first Accelerator or PartialState (``training/shared_state.py``) or calls its first collective
 (``training/collectives/operations.py``), through ``training/joining.py``. For the ranks of a session,
 ``session/client.py`` decides for each command whether it needs a group, and ``session/server.py`` joins it.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 ALL_JOIN_BEFORE_ANY_GOES_ON = {"TORCH_DIST_INIT_BARRIER": "1"}
-"""Environment that makes all ranks join before any continues: a rank with a short function would otherwise close its
-connections while other ranks still open theirs.
+"""Environment variables that make all ranks join before any continues: otherwise, a rank with a short function would
+close its connections while other ranks are still opening theirs.
 """
 
 _GLOO = ":gloo"
@@ -140,8 +140,8 @@ def keep_groups() -> None:
     """Keep this process's groups until :func:`drop_destroyed_groups`, even if the user's code destroys them.
 
     A group's threads may still hold tensors of the last collective, and need the interpreter's lock to release them. A
-    ``DistributedDataParallel`` that is collected after ``destroy_process_group()``, as on return of most functions,
-    would destroy the group and wait for these threads while it holds the lock (torch 2.13, gloo;
+    ``DistributedDataParallel`` that is collected after ``destroy_process_group()``, as happens when most functions
+    return, would destroy the group and wait for these threads while it holds the lock (torch 2.13, gloo;
     pytorch/pytorch#56297).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")

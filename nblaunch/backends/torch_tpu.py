@@ -5,9 +5,9 @@
     worker        one chip, which is ``tpu:0`` in each; process group ``cpu:gloo,tpu:tpu_dist``
 
 Operations run when they are called (there is no ``mark_step``), DDP averages gradients on the chips, and
-``torch.autocast`` does bf16. All other exchanges between ranks go through host memory and gloo, and compile nothing.
-nblaunch uses torch's interface for any accelerator, because nearly every function of ``torch.tpu`` rejects callers
-outside torch.
+``torch.autocast`` supports bf16. All other exchanges between ranks go through host memory and gloo, and compile
+nothing. nblaunch uses torch's interface for any accelerator, because nearly every function of ``torch.tpu`` rejects
+callers outside torch.
 
 With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips ran all steps up to libtpu's search
 for its chip. The steps after that have not run yet.
@@ -209,7 +209,7 @@ def package() -> Any:
     """Import torch_tpu, which adds the device ``tpu`` to torch, and return the package.
 
     Raises:
-        RuntimeError: it can't be imported or has found no chip; the message has the reason.
+        RuntimeError: it can't be imported or has found no chip; the message gives the reason.
     """
     import torch
 

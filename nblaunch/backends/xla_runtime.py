@@ -76,7 +76,7 @@ def package() -> Any:
     """Import torch_xla and return it.
 
     Raises:
-        RuntimeError: it can't be imported; the message has the reason.
+        RuntimeError: it can't be imported; the message gives the reason.
     """
     if "torch_xla" in sys.modules:
         return sys.modules["torch_xla"]
@@ -260,7 +260,7 @@ def join_at_first_use(topology: Topology) -> None:
 
 
 def reject_spawn(topology: Topology) -> None:
-    """Keep torch_xla from starting processes in this worker: each would be its own world, or take others' chips."""
+    """Keep torch_xla from starting processes in this worker: each would be a separate world, or take others' chips."""
 
     def spawn(*arguments: Any, **options: Any) -> None:
         raise RuntimeError(

@@ -4,8 +4,8 @@
 command's parser. It also sets the default ``run``, which executes the command and returns the exit code, and optionally
 ``explain_unknown``, which returns the message for unknown options.
 
-No module imports torch or other slow packages before ``run``. A usage error is one line with the problem and
-advice, and exit code 2.
+No module imports torch or other slow packages before ``run``. A usage error prints one line with the problem and
+advice, and exits with code 2.
 
     config.py            ``nblaunch config``
       questions.py       its questions
@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for a usage error.
 
     Args:
-        argv: arguments without the program's name; None = from ``sys.argv``, and this program ends.
+        argv: arguments without the program's name; None = take them from ``sys.argv``, and end this program with the
+            exit code.
     """
     if argv is None:
         _end(_run(sys.argv[1:]))
@@ -175,7 +176,7 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 
 
 def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options of the command in ``argv``, and the names of the others."""
+    """Return a parser with the options of the command in ``argv``, and only the names of the other commands."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of one machine or several machines.",

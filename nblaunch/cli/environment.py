@@ -1,8 +1,8 @@
 """``nblaunch env``: prints versions, devices, memory and possible problems of this machine, for bug reports.
 
 The report describes a launch from a fresh kernel; ``%run -m nblaunch env`` in a cell describes a launch from that
-kernel. The command counts devices without initialising them, and starts nothing. It prints values of environment
-variables only for nblaunch's own (``env.TABLE``), because others may hold secrets.
+kernel. The command counts devices without initialising them, and starts nothing. It prints only the values of
+nblaunch's own environment variables (``env.TABLE``), because others may hold secrets.
 """
 
 from __future__ import annotations

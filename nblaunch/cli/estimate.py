@@ -258,7 +258,7 @@ def _training_rows(
 def _inference_rows(
     arguments: argparse.Namespace, model: needs.ModelSize, settings: needs.JobSettings
 ) -> list[dict[str, Any]]:
-    """Return rows for inference; strategies with whole copies of the weights need the same memory and share a row."""
+    """Return rows for inference; strategies with full copies of the weights need the same memory and share a row."""
     whole = [name for name in arguments.strategies if name not in needs.SHARDED][:1]
     sharded = [name for name in arguments.strategies if name in needs.SHARDED][:1]
     return [

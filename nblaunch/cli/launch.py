@@ -4,7 +4,7 @@
     file    ──┼──> settings ──> LaunchSpec ──> JobRunner, on several machines NodeRunner ──> exit code
     defaults ─┘
 
-Workers start by ``spawn``, unless ``--start_method`` or the configuration file says otherwise. The table of settings
+Workers start with ``spawn``, unless ``--start_method`` or the configuration file says otherwise. The table of settings
 defines the options. ``nblaunch.config`` merges them with the file and the defaults, and ``script_job.py`` runs the job.
 """
 

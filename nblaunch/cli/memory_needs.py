@@ -14,7 +14,7 @@ for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gr
 
 Autocast frees its 16-bit copies of weights before gradients are allocated, so they do not add to the peak. On GPUs the
 default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the Python
-process and the device's runtime are not counted: they depend on batch, code and driver.
+process and the device's runtime are not counted: they depend on the batch, the code and the driver.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
 and figure 1, for the three stages; DeepSpeed's configuration reference for the sizes of its buffers

@@ -2,7 +2,7 @@
 
     SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
-    exit code          0; 1 if the script raised; the code of the rank that ended by itself; 128 + N after signal
+    exit code          0; 1 if the script raised; the code of the rank that ended on its own; 128 + N after signal
                        N; 2 if nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.

@@ -35,7 +35,7 @@ _NUM_FEATURES = 12
 
 
 class CheckFailed(Exception):
-    """A wrong result; the message has the expected and actual values, and the ranks."""
+    """A wrong result; the message contains the expected and actual values, and the ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Setup:
     tolerance: float
 
     def run(self, function: Callable[..., Any], *args: Any) -> Job:
-        """Run a job of ``function``; its value is a list with the value of each rank."""
+        """Run ``function`` in a job; the job's value is a list with the value of each rank."""
         spec = replace(
             self.spec,
             function=function,
@@ -65,7 +65,7 @@ class Setup:
         return job
 
     def expect_no_errors(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run a job of ``function``; raise :class:`CheckFailed` with the wrong results that ranks return."""
+        """Run ``function`` in a job; raise :class:`CheckFailed` with the wrong results that ranks return."""
         wrong_results = self.run(function, *args).result()
         lines = [f"rank {rank}: {text}" for rank, wrong in enumerate(wrong_results) for text in wrong]
         if lines:

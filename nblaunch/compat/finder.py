@@ -1,8 +1,8 @@
 """Serves the names of :mod:`nblaunch.compat.names`: lookup at first use, and an import hook for modules.
 
-``nblaunch.utils.operations`` is a module without a file. Its attributes are imported from their homes at first use.
-Every module has the names that an installed Accelerate serves. An unsupported module or attribute raises an error
-that says what to use instead.
+``nblaunch.utils.operations`` is a module without a file. Its attributes are imported at first use, from the modules
+that define them. Every module has the names that an installed Accelerate serves. An unsupported module or attribute
+raises an error that says what to use instead.
 
 On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``. So
 does the import of a module after another version of nblaunch was installed (``nblaunch/installation.py``).
@@ -40,7 +40,7 @@ def submodules_of(package: str) -> list[str]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the object ``name`` of ``nblaunch`` or of a module of the table, imported from its home.
+    """Return the object ``name`` of ``nblaunch`` or of a module of the table, imported from the module that defines it.
 
     Raises:
         AttributeError: the module lacks the name; the message names a replacement if there is one.
@@ -118,7 +118,7 @@ def from_accelerate(name: str) -> Any:
     """Return the object of an installed Hugging Face Accelerate; without it, a placeholder that raises when used.
 
     nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
-    Accelerate exports. Programs that do both import such names next to names for training, and libraries import them
+    Accelerate exports. Programs that do both import such names along with names for training, and libraries import them
     without using them. Each name is therefore Accelerate's own object, and can be imported even without Accelerate.
 
     Args:

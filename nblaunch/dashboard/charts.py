@@ -8,8 +8,8 @@
     step└──┬────┬────┬──
           100  200  300
 
-The curves of ranks are thin lines behind their mean. A chart depends only on the values, so equal runs have equal
-charts.
+The curves of ranks are thin lines behind their mean. A chart depends only on the values, so identical runs have
+identical charts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOG_RATIO = 100  # a larger ratio of the largest to the smallest value gets a l
 def charts(view: JobView) -> list[str]:
     """Return charts of the losses and of logged metrics, to be placed side by side.
 
-    The chart of the losses is twice as wide as the others. All charts are higher when the job has ended.
+    The chart of the losses is twice as wide as the others. All charts are taller when the job has ended.
 
     A metric that has not changed, such as a constant learning rate, has no chart.
     """
@@ -123,7 +123,7 @@ def chart(
 
 
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
-    """Return the mean of lines of at least two points each; their distances may differ by a factor of 2, 4, 8..."""
+    """Return the mean of lines of at least two points each, whose spacing may differ by a factor of 2, 4, 8..."""
     # The last point of a line is closer if its bin is incomplete; points are missing where the loss was NaN.
     width = max(map(_spacing, lines)) or 1.0
     bins: dict[int, tuple[float, float, int]] = {}
@@ -136,7 +136,7 @@ def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
 
 
 def _spacing(line: Sequence[Point]) -> float:
-    """Return the usual distance of two points."""
+    """Return the usual distance between two points."""
     distances = sorted([b[0] - a[0] for a, b in pairwise(line)])
     return distances[len(distances) // 2]
 
@@ -150,7 +150,7 @@ def thinned(line: Sequence[Point], max_points: int = _MAX_POINTS) -> list[Point]
 
 
 def ticks(low: float, high: float, max_ticks: int, *, are_whole: bool = False) -> list[float]:
-    """Return round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``; whole ones on request."""
+    """Return round numbers (1, 2 or 5 times a power of ten apart) from ``low`` to ``high``; integers on request."""
     if high <= low:
         return [low]
     exponent = floor(log10((high - low) / max_ticks))

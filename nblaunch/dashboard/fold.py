@@ -291,7 +291,7 @@ def _with_outcome(view: JobView, rank: RankView) -> RankView:
         return replace(rank, state=WorkerState.FAILED, failure=failure, is_consequence=False)
     was_stopped = rank.exit_status is not None and rank.exit_status.code in _STOP_SIGNALS
     was_ended = was_stopped and not rank.is_consequence
-    # Errors that waiting ranks raise when their peers are stopped explain nothing.
+    # Errors that waiting ranks raise when their peers are stopped do not explain the failure.
     was_waiting = view.end.has_hung and rank.is_consequence
     if rank.state is WorkerState.FAILED and (was_ended or was_waiting):
         return replace(rank, state=WorkerState.STOPPED, failure="")

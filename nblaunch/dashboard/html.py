@@ -6,7 +6,7 @@ inherited and tints are half-transparent greys, so the HTML is legible in light 
 what the text next to them says.
 
 The same rows are shown while a job runs and after its end, so nothing moves when it ends. For screen readers, tables
-have captions, column heads have scopes, and bars have the progress bar role.
+have captions, column headers have scopes, and bars have the progress bar role.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def epochs(table: EpochTable) -> str:
 
 
 def _head(name: str, style: str = "right", more: str = "", markup: Markup = INLINE) -> str:
-    """Return the head of a column."""
+    """Return the header of a column."""
     return f'<td role="columnheader"{markup.of(style, more)}><span{markup.of("muted")}>{escape(name)}</span></td>'
 
 

@@ -37,7 +37,7 @@ NUM_LINES = 60
 """Number of last lines that a ``LastLines`` keeps for each rank, and for all ranks together."""
 
 TAIL_LENGTH = 20
-"""Number of last lines that are shown in little space, and at the end of a rank that printed a lot."""
+"""Number of last lines that are shown if space is limited, and at the end for a rank that printed a lot."""
 
 
 class LastLines:

@@ -50,7 +50,7 @@ class Output:
     def __init__(self, publish: Publish | None = None) -> None:
         self._publish = publish or publish_in_notebook
         self._name = f"nblaunch-{os.urandom(8).hex()}"
-        self._display_ids: dict[str | None, str] = {}  # of each cell
+        self._display_ids: dict[str | None, str] = {}  # cell -> its display id
         # A background job updates the output in one thread while a cell shows it again in another.
         self._lock = threading.Lock()
         self.shown: Bundle | None = None
@@ -128,7 +128,7 @@ def is_on_colab() -> bool:
 class NotebookDashboard(ViewingDashboard):
     """A job in a cell output: live widgets that a table replaces at the end, or a table from the start.
 
-    A short job only publishes its final table. If widgets fail, the table replaces them.
+    A short job publishes only its final table. If widgets fail, the table replaces them.
 
     A second output below the widgets holds the table, updated every few seconds. It is hidden while the widgets are
     alive; a saved notebook shows it if the kernel has died.

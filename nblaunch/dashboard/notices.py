@@ -3,8 +3,8 @@
 The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Without an
 explanation, the notice names the ranks that are slower than the others.
 
-A rank is stalled if it trains, evaluates or waits without any change, output included, for 20 s or the time of 20 of
-its steps, whichever is longer. It is also stalled if the launcher emits ``Stalled`` for it, which happens after half
+A rank is stalled if it trains, evaluates or waits without any change (including output) for 20 s or for the time of 20
+of its steps, whichever is longer. It is also stalled if the launcher emits ``Stalled`` for it, which happens after half
 of the hang timeout (``launcher/hang_watch.py``). The launcher's report of a hang, with stacks, is a ``Note`` of kind
 ``"hang"``, shown as a notice of kind ``"stalled"``.
 
@@ -154,7 +154,7 @@ def _slower_for_long(
 
 
 def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
-    """Return the fewest last points that cover a span and enough steps; none if there are too few."""
+    """Return only as many last points as are needed to cover a span and enough steps; none if there are too few."""
     points = rank.rate_points
     if len(points) < _MIN_STEPS:
         return ()
@@ -226,7 +226,7 @@ def _non_finite_losses(view: JobView) -> list[Notice]:
 # --- stalled ---------------------------------------------------------------------------------------------------------
 
 STALLED_S = 20.0
-"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps take long."""
+"""Seconds without steps, changes of state or output after which a rank is stalled; more if its steps are long."""
 
 _STALLED_STEPS = 20  # a rank is stalled after the time of this many of its usual steps
 _STEPPING = {WorkerState.TRAINING, WorkerState.EVALUATING, WorkerState.WAITING}
@@ -236,8 +236,8 @@ _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks that have not changed for a long time; waiting ranks count only if no other rank has stalled."""
     if view.is_over:
-        # If a hang stopped the job, the exception has the positions. A job that is done has overcome the hang, unless
-        # ranks were killed while they sent their weights.
+        # If a hang stopped the job, the exception contains the positions. A job that has succeeded has overcome the
+        # hang, unless ranks were killed while they sent their weights.
         codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
         is_overcome = view.outcome == "done" and codes <= {0}
         is_shown = view.hang and not view.end.has_hung and not is_overcome

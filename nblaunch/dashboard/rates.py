@@ -1,8 +1,8 @@
 """Rates of a rank, from readings of the board over the last seconds, and forecasts from them.
 
-The first steps of a loop take longer than later ones: workers of loaders start, kernels are compiled. They count only
-until there are later ones. A forecast also leaves out a single long step, because one pause does not show when the
-next will come. Repeated pauses are part of the mean.
+The first steps of a loop take longer than later ones: workers of loaders start, kernels are compiled. They are used
+only until there are later steps. A forecast also leaves out a single long step, because one pause does not show when
+the next will come. Repeated pauses are part of the mean.
 """
 
 from __future__ import annotations

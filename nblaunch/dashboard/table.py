@@ -87,7 +87,7 @@ def rows_of(
     Args:
         view: the job, with current rates (``notices.as_of_now``).
         notices: notices of the job.
-        left_s: seconds until its end (``JobView.left_s``, which takes long with many ranks).
+        left_s: seconds until its end (``JobView.left_s``, which takes a long time with many ranks).
 
     Returns:
         The names of the columns between state and detail; the rows (the whole job, unless it has a single rank, then
@@ -311,7 +311,7 @@ def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
 
 
 def furthest_behind(view: JobView) -> RankView:
-    """Return the rank with the fewest steps among the running ranks, or among all ranks if none runs."""
+    """Return the rank with the fewest steps among the running ranks, or among all ranks if none is running."""
     live = [rank for rank in view.ranks if not rank.state.is_final] or list(view.ranks)
     return min(live, key=lambda rank: (rank.epoch, rank.step, rank.rank))
 
@@ -347,7 +347,7 @@ _NUM_NOTES = 5
 LIVE_ROWS = 8
 """Largest number of last epochs in the table while a job runs."""
 
-_ALL_ROWS = 30  # when it has ended
+_ALL_ROWS = 30  # when the job has ended
 _NUM_METRICS = 8
 
 

@@ -53,9 +53,9 @@ def render_text(
     width: int | None = None,
     is_live: bool = False,
 ) -> str:
-    """Return the table as text, without a final line end.
+    """Return the table as text, without a final line ending.
 
-    The text has the headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see
+    The text contains the headline, failures, figures of a job that has ended, the rows, the ranks in lockstep (see
     ``table.py``), then notices, warnings, the table of epochs or the last metrics, and the folder of logs.
 
     Args:
@@ -185,7 +185,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def _width_of(name: str, cells: Sequence[str]) -> int:
-    """Return the width of a column: its usual texts count from the start, so that columns do not come and go."""
+    """Return the width of a column, at least the width of its usual texts, so that columns do not come and go."""
     if name == "step":
         return max(len(name), *map(full_length, cells))
     return max(len(name), _USUAL_WIDTHS.get(name, 0), *map(len, cells))

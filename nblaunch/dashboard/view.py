@@ -179,11 +179,11 @@ class RankView:
         is_consequence: the failure was most likely caused by another rank.
         has_returned: the user's function has returned.
         stepped_s: ``now_s`` of the first reading with the current step; 0.0 before the first step.
-        changed_s: time of the last change of any part of the reading, or of the last output; 0.0 before.
+        changed_s: time of the last change of any part of the reading, or of the last output; 0.0 before the first.
         stall: the launcher's report that the rank makes no progress; None while it makes progress.
         state_s: ``now_s`` of the first reading with the current state.
         phase: the last state other than waiting.
-        first_epoch: the first epoch of the training run that a reading showed; 0 before.
+        first_epoch: the first epoch of the training run that a reading showed; 0 before the first reading.
         first_epoch_s: ``now_s`` of the first reading with that epoch.
         warm_up: seconds and number of the first steps of a training run; None before they are over.
         warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
@@ -395,7 +395,7 @@ class JobView:
         end: how the job ended; its outcome is empty while the job runs.
         facts: reports of workers about the whole job, by name: ``"precision"``, ``"compilations"``.
         runs: address or command that shows the run of each tracker.
-        started_s: start of the first attempt; 0.0 before.
+        started_s: start of the first attempt; 0.0 before it starts.
         now_s: time of the last reading.
         notes: ``(rank, text)`` of the last notes that are not warnings; rank -1 is the launcher.
         warnings: ``(rank, text)`` of the last warnings, each once.

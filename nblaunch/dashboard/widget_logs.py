@@ -1,4 +1,4 @@
-"""The output of the ranks in tabs of the panel: one for all ranks by time, and one per rank.
+"""The output of the ranks in tabs of the panel: one for all ranks in chronological order, and one per rank.
 
     [All ranks] [rank 0] [rank 1] ...
 
@@ -40,7 +40,7 @@ TAB_SHEET = (
 
 
 class LogPane:
-    """The last lines of all ranks by time, and of each rank.
+    """The last lines of all ranks in chronological order, and of each rank.
 
     All tabs are kept up to date, because the front end switches them itself.
     """

@@ -296,12 +296,12 @@ class JobFolder(LogFolder):
             raise self.damaged(name, str(error)) from None
 
     def damaged(self, name: str, what: str) -> Unusable:
-        """Return the error about a file that can't be read."""
+        """Return the error for a file that can't be read."""
         reason = f"{name} can't be read: {what}"
         return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
 
     def of_another_version(self, head: Head, reason: str) -> Unusable:
-        """Return the error about a job of another version, with the commands that still work."""
+        """Return the error for a job of another version, with the commands that still work."""
         launcher, own_version = head.launcher, sys.modules["nblaunch"].__version__
         text = (
             f"{self.id} was launched by {launcher}, and nblaunch {own_version} can't read its files ({reason}). Attach "

@@ -56,7 +56,7 @@ _followers: dict[tuple[int, Path], JobFollower] = {}
 
 
 def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
-    """Return the follower of a job in this process, and add listeners, which receive all events from the first.
+    """Return the follower of a job in this process, and add listeners, which receive all events, including past ones.
 
     Raises:
         LookupError: it is not a job's folder, or the job can't be followed from here.
@@ -80,7 +80,7 @@ class JobFollower(Job):
 
     Args:
         folder: folder of the job.
-        listeners: receive all of its events, from the first.
+        listeners: receive all of its events, including past ones.
 
     Raises:
         LookupError: it is not a job's folder, or the job can't be followed from here.
@@ -117,7 +117,7 @@ class JobFollower(Job):
         self._has_seen_end = False
 
     def start(self) -> None:
-        """Follow the job to its end in a thread; return when its state is known, or after a short time."""
+        """Follow the job in a thread until it ends; return when its state is known, or after a short time."""
         self._thread = threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True)
         self._thread.start()
         self._has_looked.wait(_FIRST_LOOK_S)
@@ -163,7 +163,7 @@ class JobFollower(Job):
         return self._ended.is_set()
 
     def wait_for_start(self, interrupts: Sequence[float]) -> None:
-        """Wait until the workers run or the job has ended; after an interrupt, wait for the end.
+        """Wait until the workers are running or the job has ended; after an interrupt, wait for the end.
 
         Args:
             interrupts: times of interrupts, which are appended during the wait and end the job.
@@ -222,7 +222,7 @@ class JobFollower(Job):
             time.sleep(_POLL_S)
 
     def _look_at_process(self) -> bool:
-        """Return whether the job runs; ask why its process waits, and reopen files that it has restored."""
+        """Return whether the job is running; ask why its process is waiting, and reopen files that it has restored."""
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:

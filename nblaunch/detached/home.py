@@ -4,7 +4,8 @@
     $XDG_STATE_HOME/nblaunch/jobs           otherwise; by default ~/.local/state/nblaunch/jobs
     <temporary folder>/nblaunch-<uid>/detached      if the user has no home or can't write there
 
-The temporary folder is the last resort: a restart may empty it, and cleaners remove old files.
+The temporary folder is the last resort: a restart may empty it, and tools that clean up temporary files remove old
+files.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def read_key(home_fd: int) -> bytes:
 
 def private_problem(path: Path, error: PermissionError) -> PermissionError:
     """Return the error for a folder that :func:`files.open_private` rejected, with advice."""
-    if error.errno is not None:  # an error of the system: this user may not enter it
+    if error.errno is not None:  # a system error: this user may not enter it
         return error
     advice = (
         f"If only you have written to this folder: chmod 700 {path}"

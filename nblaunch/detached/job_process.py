@@ -1,7 +1,7 @@
 """The process of a detached job: :func:`start` starts it, and it runs :func:`main`.
 
-It is a clean process, like a forkserver: it loads the call, forks the workers like a kernel, and watches them to their
-end. Once the job's folder exists, nothing connects it to the process that launched it. A :class:`Recorder`, a
+It is a clean process, like a forkserver: it loads the call, forks the workers like a kernel, and watches them until
+they end. Once the job's folder exists, nothing connects it to the process that launched it. A :class:`Recorder`, a
 listener of the job, writes all events into that folder.
 """
 
@@ -76,7 +76,7 @@ class JobTask:
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
-    """Start the process of a job; return its follower when its workers run or could not be started.
+    """Start the process of a job; return its follower when its workers are running, or could not be started.
 
     Args:
         plan: the checked plan for a run in this process.
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with os.fdopen(int(arguments[0]), "rb") as file:
         task: JobTask = pickle.load(file)
     if os.fork():
-        os._exit(0)  # the system then reaps the job process even while the launching process lives
+        os._exit(0)  # the system then reaps the job process even while the launching process is alive
     try:
         job = _DetachedJob(task)
     except BaseException as error:
@@ -197,7 +197,7 @@ class _DetachedJob:
         self._recorder.publish()
 
     def run(self) -> None:
-        """Run the job to its end. Errors are written to the folder, not raised."""
+        """Run the job until it ends. Errors are written to the folder, not raised."""
         try:
             signal.signal(
                 signal.SIGTERM, lambda number, frame: self._requests.terminate(_TERMINATION_GRACE_S)

@@ -257,7 +257,7 @@ def _summary(path: Path, record: Record, status: str, until_s: float, problem: s
 
 
 def _without_folder(homes: Collection[Path], listed: Collection[str]) -> list[JobSummary]:
-    """Return the lines of jobs that run although their folders were removed. The jobs restore them when asked.
+    """Return the lines of jobs that are running although their folders were removed. The jobs restore them when asked.
 
     Args:
         homes: folders of jobs.

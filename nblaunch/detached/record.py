@@ -18,8 +18,8 @@ from nblaunch.host.machine import ProcessMark
 from nblaunch.wire import schema
 
 FORMAT = 2
-"""Format of these files. Raise it with every change of :class:`Record` or :class:`End`. The pickles next to them are
-compared by layout (``layout.py``).
+"""Format of these files. Increment it with every change to :class:`Record` or :class:`End`. The pickles next to them
+are compared by layout (``layout.py``).
 """
 
 

@@ -54,7 +54,7 @@ _CHECK_S = 1.0
 
 _LOOK_S = 0.1
 _RETRY_S = 1.0
-"""Seconds between checks for a request, and between tries to write, while the disk is full."""
+"""Seconds between checks for a request, and between attempts to write, while the disk is full."""
 
 _COPY_BYTES = 1 << 20
 _MAX_MESSAGE = 4096
@@ -288,7 +288,8 @@ class Recorder:
     def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
         """Write files of the outcome; return why that failed, by name.
 
-        A file may be removed while the next one is written, which can take long on a full disk; write it again then.
+        A file may be removed while the next one is written, which can take a long time on a full disk; write it again
+        then.
         """
         unsaved: dict[str, str] = {}
         while missing := [name for name in parts if name not in unsaved and not self._is_there(name)]:
@@ -324,7 +325,7 @@ class Recorder:
             self.waits_for = ""
 
     def _waits(self, saving: _Saving, what: str, num_bytes: int, problem: OSError, why: str) -> bool:
-        """Wait until another try may succeed; return False if the user asked to give up."""
+        """Wait until another attempt may succeed; return False if the user asked to give up."""
         place = self._folder.path.parent
         needs = f"{formatting.size(num_bytes)} of space" if num_bytes > _COPY_BYTES else "room"
         self.waits_for = (

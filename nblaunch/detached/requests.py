@@ -71,7 +71,7 @@ class Endpoint:
     address: str = ""
 
     def is_served(self) -> bool:
-        """Return whether the process of the job runs."""
+        """Return whether the process of the job is running."""
         try:
             with self.connected():
                 return True
@@ -241,7 +241,7 @@ def _reply_with(connection: socket.socket, reply: Future[str]) -> None:
 class RemoteRequests:
     """Requests to a job of another process. They have no effect once it has ended.
 
-    A warning says if the process runs but does not reply.
+    A warning is shown if the process is running but does not reply.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -116,7 +116,7 @@ _FRESH = (
 
 
 def _awaited(position: Position) -> str:
-    """Return what a rank waits for, by the outermost library function that the user's code has called."""
+    """Return what a rank waits for, judging by the outermost library function that the user's code has called."""
     for frame in reversed(frames_inside_user_code(position)):
         for part, what in _AWAITED:
             if part in frame.filename:

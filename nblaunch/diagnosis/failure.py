@@ -37,7 +37,7 @@ _NATIVE_ERROR = re.compile(r"\s*what\(\): |F\d{4} ")
 _NATIVE_LINE = 600
 _LAST_BYTES = 1 << 16
 _OPENMP_ABORT = "fork() called from a process already using GNU OpenMP"
-_CLOSED_DESCRIPTORS = ("nfds != -1", "[Errno 9] Bad file descriptor")  # gloo; Python
+_CLOSED_DESCRIPTORS = ("nfds != -1", "[Errno 9] Bad file descriptor")  # messages of gloo and of Python
 _HEADLINE = 500  # characters
 _LOOK_THERE = (
     "Look at the launcher's output there and at the network between the machines; with --max_restarts, the job starts "
@@ -67,7 +67,7 @@ class Failure:
     """An exception to raise, with the rank of the failure and a headline (``ValueError: ...``).
 
     ``rank`` is None if several ranks are at fault or the rank is unknown. ``advice`` explains the failure and says what
-    to do, if more is known than the exception says.
+    to do, if more is known than the exception shows.
     """
 
     error: BaseException

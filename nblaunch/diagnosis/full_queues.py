@@ -2,7 +2,8 @@
 
 A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a bounded queue holds as many values as its size. When it is
 full, ``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another
-rank, or another process or thread of the kernel, might. The hang is therefore not certain, and a note names the line.
+rank, or another process or thread of the kernel, might. So this may not be a hang, and only a note with the line is
+shown.
 
     FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel also has
     is_confirmed       a rank's stack -> whether the rank is putting a value

@@ -50,7 +50,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Check:
-    """State of a rank at one moment.
+    """State of a rank at a point in time.
 
     Args:
         position: where the rank is in its code.
@@ -137,7 +137,7 @@ class HangDetector:
         Args:
             now_s: ``time.monotonic()``.
             progress: progress of all ranks of the job, including those on other machines.
-            running: ranks of this machine whose function runs, or that still send states.
+            running: ranks of this machine whose function is running, or that are still sending states.
         """
         for rank, shown in progress.items():
             state = self._ranks.get(rank)
@@ -228,7 +228,7 @@ class HangDetector:
 
 
 def progress_of(now_s: float, reading: SlotReading, num_metrics: int, num_messages: int) -> Progress:
-    """Return the progress of a rank, from its slot on the board and the numbers of its logged values and messages."""
+    """Return the progress of a rank, from its slot on the board and the counts of its logged values and messages."""
     working_s = now_s if reading.state in _WORKING else 0.0
     steps = (reading.step, reading.samples, reading.epoch, reading.num_updates)
     others = (
@@ -288,7 +288,7 @@ def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple
 
     Args:
         positions: rank -> position, for running ranks.
-        candidates: ranks whose function runs, at least one.
+        candidates: ranks whose function is running, at least one.
     """
     waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]
     absent = [rank for rank in candidates if rank not in waiting]

@@ -112,7 +112,7 @@ class Position:
 
     @property
     def place(self) -> str:
-        """Its position in short: ``cell 5, line 9``, ``train.py, line 18``."""
+        """Its position in a short form: ``cell 5, line 9``, ``train.py, line 18``."""
         return _FOLDER.sub("", _CELL.sub(r"cell \1", self.where.partition(" in ")[0]))
 
     def __str__(self) -> str:

@@ -208,7 +208,7 @@ class Channel:
         return True
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for messages and send queued ones; return none if the other end was closed or the time has run out."""
+        """Wait for messages and send queued ones; return an empty list if the other end was closed or time ran out."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             messages = self.receive()

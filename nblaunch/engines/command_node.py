@@ -59,7 +59,7 @@ def describe_end(exit_code: int | None, last_output: bytes) -> str:
 
 
 class CommandNode(NodeHandle):
-    """A node program that lives as long as a local command.
+    """A node program that runs as long as a local command.
 
     Args:
         command: program and arguments.

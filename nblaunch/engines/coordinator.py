@@ -147,7 +147,7 @@ class Coordinator:
     # --- from the start to the end -------------------------------------------------------------------------------
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Start the ranks on all nodes and supervise them to their end; return the report, and the results by rank.
+        """Start the ranks on all nodes and supervise them until they end; return the report, and the results by rank.
 
         Raises:
             LaunchError: ranks could not be started on a node.
@@ -394,7 +394,7 @@ class Coordinator:
                 link.channel.send(message)
 
     def _end_ranks(self) -> None:
-        """Have all nodes end their ranks, after some time for other ranks to report their own failures."""
+        """Make all nodes end their ranks, after a moment in which other ranks can report their own failures."""
         if self._ends_since is None:
             self._ends_since = time.monotonic()
             self._send_all(EndRanks())
@@ -436,7 +436,7 @@ class Coordinator:
         return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
 
     def _active_pids(self) -> dict[int, int]:
-        """Return rank -> process of the ranks whose function runs, or that still send states."""
+        """Return rank -> process of the ranks whose function is running, or that are still sending states."""
         report = self._report
         over = report.exits.keys() | report.failed.keys() | self._done()
         return {rank: pid for rank, pid in self._pids.items() if rank not in over}

@@ -103,7 +103,7 @@ class Nodes:
         }
 
     def close(self) -> None:
-        """End the programs on all machines, and release the machines. A running launch continues to its end."""
+        """End the programs on all machines, and release the machines. A running launch is not interrupted."""
         self._engine.retire()
 
     def __enter__(self) -> Nodes:
@@ -173,19 +173,20 @@ class KeptEngine(Engine):
         self._kept = list(handles)
 
     def close(self) -> None:
-        """End the use by a launch, which has closed all handles that it did not keep."""
+        """End the launch's use of the nodes. It has already closed all handles that it did not keep."""
         if not self._kept or self._is_retired:
             for handle in self.take_kept():
                 handle.close(_CLOSE_S)
             self._engine.close()
             self._is_closed = self._is_retired
         self._in_use.release()
-        self._close_if_retired()  # by another thread since
+        self._close_if_retired()  # if another thread has called retire() since
 
     def retire(self) -> None:
         """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
         if os.getpid() != self._pid:
-            # Its pipes are closed here, and other files may have their numbers: Python must not close them.
+            # Its pipes are already closed here, and other files may have reused their descriptors: Python must not
+            # close those.
             _never_collected.append(self)
             return
         self._is_retired = True

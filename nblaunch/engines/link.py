@@ -38,7 +38,7 @@ class NodeLink:
         hello: its versions; None until they arrive.
         ready: its plan; None until it has loaded the call.
         is_over: whether its ranks in the current attempt have ended and all of their results have arrived.
-        loss: why the node is lost; empty while it lives.
+        loss: why the node is lost; empty while it is alive.
     """
 
     def __init__(self, handle: NodeHandle, number: int) -> None:
@@ -87,7 +87,7 @@ class NodeLink:
         """Send the call that the node must run.
 
         Args:
-            boot: its first message.
+            boot: the node's first message.
             body: the first message, pickled.
             call_fd: memory file with the call.
         """

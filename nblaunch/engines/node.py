@@ -1,9 +1,9 @@
-"""The entry point of the node program, which sends its versions, receives key and environment, and then loads the
-call.
+"""The entry point of the node program, which sends its versions, receives the key and the environment, and then loads
+the call.
 
     python -c "from nblaunch.engines.node import main; main()"      standard input and output are its channel
 
-Nothing here imports torch, because the first message brings variables that libraries read at import.
+Nothing here imports torch, because the first message contains environment variables that libraries read at import.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     forkserver ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
        └── waits for the child, then sends Hello again ──> next Boot, with another key
 
-Child and forkserver share the channel, but the forkserver does not read from it while a child lives. A job's changes,
-such as variables, modules and random states, end with its child.
+The child and the forkserver share the channel, but the forkserver does not read from it while a child is running. A
+job's changes, such as variables, modules and random states, end with its child.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
     Args:
         boot: first message of the first job.
         channel: channel to the coordinator.
-        wait_for_boot: greets the coordinator, and waits for the next job; None = it has closed the channel.
+        wait_for_boot: sends Hello to the coordinator, and returns the first message of the next job, or None if the
+            coordinator has closed the channel.
     """
     first = boot.environment
     next_boot: Boot | None = boot
@@ -70,7 +71,7 @@ def _import(modules: Iterable[str]) -> None:
 
 
 def _run(boot: Boot, channel: Channel) -> NoReturn:
-    """Run a job in this process, to its end."""
+    """Run a job in this process until it ends."""
     exit_code = 1
     try:
         exit_code = 0 if NodeProgram(boot, channel).run() else 1

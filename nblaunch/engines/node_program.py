@@ -79,7 +79,7 @@ class NodeProgram:
         self._host = Hello.of_this_process().host
         self._id = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._requests: JobRequests | None = None
-        # A batch system reclaims this machine; the coordinator ends the whole job in order.
+        # A batch system reclaims this machine; the coordinator ends the whole job in an orderly way.
         signal.signal(signal.SIGTERM, self._on_termination)
 
     def run(self) -> bool:
@@ -189,7 +189,7 @@ class NodeProgram:
     def _run_attempt(
         self, spec: LaunchSpec, plan: LaunchPlan, order: StartRanks, later: Iterator[object]
     ) -> None:
-        """Run the ranks of this node to their end, and send their results.
+        """Run the ranks of this node until they end, and send their results.
 
         Args:
             later: messages to these ranks that arrived together with the order.

@@ -47,7 +47,7 @@ class RayEngine(Engine):
         if not packages.is_installed("ray"):
             raise LaunchError("engine='ray' needs the package ray: pip install nblaunch[ray]")
         self.close()  # release lost nodes
-        for ending in list(_ending):  # its nodes are not free before
+        for ending in list(_ending):  # the nodes of a driver that is ending are not free yet
             while ending.is_alive():
                 wanted.check()
                 ending.join(_TICK_S)
@@ -159,7 +159,7 @@ class _Driver:
         return self.ended.get(number, "")
 
     def close(self) -> None:
-        """Have the driver process end. The job is over, and its user should not wait for this."""
+        """Let the driver process end, without waiting for it: the job is over, and the user should not have to wait."""
         for connection in self._own:
             _close(connection)
         if self._life_fd < 0:
@@ -174,7 +174,7 @@ class _Driver:
             self._wait_for_end()
 
     def _wait_for_end(self) -> None:
-        """Wait for the end. The driver has ten seconds to end its actors; then the cluster ends them with it."""
+        """Wait for the driver. It has ten seconds to end its actors; then it is killed, and the cluster ends them."""
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -3,7 +3,7 @@
 The program ends with the actor, whose pipes then close. The actor watches the raylet and reports its death at once;
 Ray itself would end the actor ten seconds later without a reason.
 
-The code travels to the node by value and imports only the standard library, because the launch waits for its imports.
+The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NodeActor:
             raise ModuleNotFoundError("No module named 'nblaunch'")
         merged = {**os.environ, **variables}
         environment = {name: value for name, value in merged.items() if value is not None}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the actor
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 it exists as long as the actor
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
             stdin=subprocess.PIPE,
@@ -61,11 +61,11 @@ class NodeActor:
         return os.uname().nodename, str(ray.util.get_node_ip_address())
 
     def poll(self) -> tuple[bytes, str | tuple[int | None, bytes]]:
-        """Return bytes of the program and its end; neither if nothing arrives for a second.
+        """Return bytes from the program, or how it ended; return neither if nothing arrives for a second.
 
         Returns:
-            Bytes, and why the program can't be reached, or, after its end, its exit code (None = it is running) and the
-            end of its output; both are empty until then.
+            The bytes, and an empty string until the program's output has ended. After that, no bytes, and why the
+            program can't be reached, or its exit code (None = it is still running) and the last part of its output.
         """
         poller = select.poll()
         poller.register(self._reading.fileno(), select.POLLIN)

@@ -273,7 +273,7 @@ class Driver:
             self._sockets[number].shutdown(socket.SHUT_RDWR)
 
     def _move_down(self, number: int, actor: Any) -> None:
-        """Move bytes from the launching process to a node program, until the former closes its end."""
+        """Move bytes from the launching process to a node program, until the launching process closes its end."""
         with suppress(Exception):  # the actor has ended, which the other thread reports
             while data := self._sockets[number].recv(_READ_BYTES):
                 self._ray.get(actor.send.remote(data))

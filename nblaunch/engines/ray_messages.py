@@ -25,7 +25,7 @@ class DriverTask:
         waits_for_others: also wait for nodes that the cluster lacks, because an autoscaler may add them.
         node_fds: one socket per node for its bytes.
         event_fd: pipe for the messages below.
-        life_fd: pipe whose end means that the launching process no longer needs the nodes.
+        life_fd: pipe that is closed when the launching process no longer needs the nodes.
         log_path: file for what Ray prints.
     """
 

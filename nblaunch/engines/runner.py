@@ -4,7 +4,7 @@
                          ──> Coordinator, one attempt ──> merged report ──> result, weights and errors, as usual
     after a failure      ──> the same nodes again; after a lost node, new ones
 
-It differs from a job on one machine only in its attempts, so it works in a kernel, in the background, and in the
+Only the attempts differ from a job on one machine, so EngineRunner works in a kernel, in the background, and in the
 process of a detached job. None of these processes talks to a cluster: an engine that needs a library for that uses a
 separate process (``ray.py``).
 """
@@ -133,7 +133,7 @@ class EngineRunner(JobRunner):
     def _gather(self) -> None:
         """Start the nodes, or take those that are kept, and wait until all have loaded the call.
 
-        If the program of a kept node has ended, all nodes are started anew, once. The job then adopts their plan.
+        If the program of a kept node has ended, all nodes are started again, once. The job then adopts their plan.
         """
         assert self._engine is not None, "the job has started"
         assert self._saved is not None, "the job has started"
@@ -184,7 +184,7 @@ class EngineRunner(JobRunner):
         return path if path.exists() else self.log.new_file(name)
 
     def _check_requests(self) -> None:
-        """Raise if the job was interrupted or cancelled while nodes start."""
+        """Raise if the job was interrupted or cancelled while the nodes were starting."""
         signal_handlers.run_arrived()
         self.emit_readings(())  # makes listeners publish, which shows notes
         self.requests.acknowledge()

@@ -3,7 +3,7 @@
     supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
-For this node's supervisor it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
+For this node's supervisor, it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
 files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends data that is
 not urgent, so the coordinator's work does not grow.
 """

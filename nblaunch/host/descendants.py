@@ -8,7 +8,7 @@ The system has no name for "all processes that a process has started". But desce
 limits, and ``/proc`` shows them. The tag is such a limit, too high to limit anything: RLIMIT_RTTIME is processor time
 under real-time scheduling, in microseconds (source: getrlimit(2)), and the lowest tag is 146,000 years.
 
-If a system has no such limit (macOS) or rejects it (gVisor), no process gets a tag, and none is ended.
+If a system has no such limit (macOS) or rejects it (gVisor), no process gets a tag, and none is killed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Descendants:
     def _candidates(self) -> list[int]:
         """Return process ids to check; for a short job, only ids since its start, because the system counts up."""
         new_pids = self._new_pids()
-        # Listing all processes takes much longer. (The list omits threads, but the ids of threads may have a tag here.)
+        # Listing all processes takes much longer. (Unlike that list, the new ids include ids of threads, which may have
+        # a tag.)
         if new_pids is not None and len(new_pids) <= _FEW and not any(map(self._is_tagged, new_pids)):
             return []
         try:
@@ -93,7 +94,7 @@ class Descendants:
         return self._digits in proc.read_bytes(f"/proc/{pid}/limits")
 
     def _kill(self, pid: int, groups: Collection[int]) -> list[str]:
-        """Kill a process unless it has ended and another has its number; return its name if it was running."""
+        """Kill a process unless it has ended and another has its id; return its name if it was running."""
         fd = _hold(pid)
         try:
             name, _, rest = proc.read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")

@@ -37,7 +37,7 @@ def forks_held_back() -> Iterator[None]:
     """Make forks in other threads wait while the block runs.
 
     ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
-    in the meantime, it would wait as long as that child lives.
+    in the meantime, it would wait as long as that child is alive.
     """
     with _forking:
         yield
@@ -121,6 +121,6 @@ os.register_at_fork(
 
 def is_writable(fd: int) -> bool:
     """Return whether a write to ``fd`` would succeed at once, or fail because the reader has gone."""
-    poller = select.poll()  # select.select rejects descriptors from 1024 on
+    poller = select.poll()  # select.select rejects descriptors of 1024 and above
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(0))

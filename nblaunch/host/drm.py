@@ -31,7 +31,7 @@ def amd_gpus() -> tuple[Gpu, ...]:
     for file in sorted(nodes, key=lambda path: int(path.parent.name)):
         values = dict(line.split() for line in proc.read(file).splitlines() if len(line.split()) == 2)
         if int(values.get("simd_count", 0)) == 0:
-            continue  # a processor
+            continue  # a node without GPU cores, that is, a CPU
         node = f"renderD{values.get('drm_render_minor')}"
         unique_id = int(values.get("unique_id", 0))
         gpus.append(Gpu(f"GPU-{unique_id:016x}" if unique_id else f"GPU-{node}", name=node))

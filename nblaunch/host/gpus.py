@@ -244,7 +244,7 @@ def _initialised() -> Any:
     """Return the module with NVML initialised.
 
     Raises:
-        LookupError: the driver is missing, or does not fit its library; with the reason.
+        LookupError: the driver is missing, or does not fit its library; the message gives the reason.
     """
     if not is_installed("pynvml"):
         raise LookupError("nvidia-ml-py is not installed: pip install nvidia-ml-py")
@@ -285,7 +285,7 @@ def _describe(pynvml: Any, handle: Any) -> Gpu:
     try:
         is_partitioned = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError:
-        is_partitioned = False  # it can't be
+        is_partitioned = False  # it does not support MIG
     instances = tuple(_mig_uuids(pynvml, handle)) if is_partitioned else ()
     return Gpu(uuid, instances, name, is_partitioned)
 
@@ -300,5 +300,5 @@ def _mig_uuids(pynvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """Return a text of NVML, which older versions of pynvml give as bytes."""
+    """Return a string from NVML, which older versions of pynvml return as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """One process of one machine, distinct from later processes with the same number.
+    """One process of one machine, distinct from later processes with the same process id.
 
     Args:
         pid: process id.
@@ -113,7 +113,7 @@ def _lasting_ids(pid: int) -> tuple[str, str, str]:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text without its line end; empty if the system has no such file."""
+    """Return a file's text without its line ending; empty if the system has no such file."""
     try:
         return exhaustion.when_free(path.read_text, _PATIENCE_S).strip()
     except OSError as error:

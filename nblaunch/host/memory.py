@@ -1,7 +1,7 @@
 """Host memory: what a process uses, how its allocator returns memory, and how much is still available.
 
 A model that moves from the host to a device passes through private copies of its parameters. glibc takes these copies
-from its heap and keeps the heap, so eight workers would end with eight models' worth of unused host memory.
+from its heap and keeps the heap, so eight workers would end up with eight models' worth of unused host memory.
 :func:`tune_allocator` makes glibc take large blocks directly from the system, which gets them back when they are freed;
 :func:`trim` returns the rest. Both do nothing if another allocator is preloaded.
 """
@@ -54,7 +54,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Return whether other processes share memory of this one, as after a fork; False if unknown.
+    """Return whether other processes share memory of this one, for example after a fork; False if unknown.
 
     It checks three pages.
 

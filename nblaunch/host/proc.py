@@ -19,7 +19,7 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "block
 
 
 def read(path: Path | str) -> str:
-    """Return a file's text without its line end; empty if it can't be read."""
+    """Return a file's text without its line ending; empty if it can't be read."""
     return read_bytes(path).decode(errors="replace").strip()
 
 
@@ -114,9 +114,9 @@ def _start_ticks(fields: list[str]) -> int:
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Return whether process ``pid`` runs and started at ``started`` (:func:`start_ticks`; 0 = unknown).
+    """Return whether process ``pid`` is running and was started at ``started`` (:func:`start_ticks`; 0 = unknown).
 
-    While this process has no free descriptor, the other process is taken to run.
+    While this process has no free descriptor, the other process is assumed to be running.
     """
     if started:
         try:
@@ -142,7 +142,7 @@ def boot_time_s() -> float:
 
 
 def own_bytes(pid: int) -> int | None:
-    """Return the part of a process's resident memory that neither files nor shared mappings back.
+    """Return the part of a process's resident memory that is backed by neither files nor shared mappings.
 
     Source: proc_pid_statm(5), resident - shared. This includes pages that a forked worker still shares with the
     kernel, because separating them takes milliseconds.

@@ -102,7 +102,7 @@ def _note(number: int, frame: FrameType | None) -> Any:
 
 
 def _take_out() -> None:
-    """Replace all handlers that were set from Python by :func:`_note`."""
+    """Put :func:`_note` in place of all handlers that were set from Python."""
     for number in _NUMBERS:
         handler = _signal.getsignal(number)
         if callable(handler) and handler is not _note:

@@ -39,7 +39,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A socket of TCP or of the file system.
+    """A TCP socket, or a socket in the file system.
 
     Args:
         fd: its descriptor.
@@ -63,7 +63,7 @@ class _Stream:
 
 
 def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
-    """Return the connections that this process has opened to programs which it has not started.
+    """Return the connections that this process has opened to programs that it has not started.
 
     Connections to this process itself, and connections that others have opened, are left out. So are connections
     within the machine if the system does not show who serves them.
@@ -165,7 +165,7 @@ def _inodes_of_other_ends() -> dict[tuple[Address | None, Address], str]:
 
 
 def _listed_address(text: str) -> Address:
-    """Return an address of the system's table: words of 4 bytes, printed as numbers of this machine, and a port."""
+    """Return an address from the system's table: words of 4 bytes, printed in this machine's byte order, and a port."""
     host, _, port = text.partition(":")
     words = (int(host[start : start + _DIGITS], 16) for start in range(0, len(host), _DIGITS))
     packed = b"".join(word.to_bytes(_DIGITS // 2, sys.byteorder) for word in words)

@@ -81,7 +81,7 @@ class Waits:
 
 
 def endless_waits(pid: int) -> Waits | None:
-    """Return the waits of a process; None if its main thread runs, or something else may wake it."""
+    """Return the waits of a process; None if its main thread is running, or if something else may wake it."""
     main = _endless_wait(pid, pid)  # usually the only file to read
     if main is None or _may_be_woken_by_signal(pid):
         return None

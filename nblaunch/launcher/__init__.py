@@ -8,7 +8,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       copied_variables.py  warns about variables that every worker copies
     job.py               Job: the caller's future, with state and listeners
       latch.py           waits that interrupts can't damage
-    runner.py            JobRunner: runs a job to its end, attempt after attempt
+    runner.py            JobRunner: runs a job until it ends, attempt after attempt
       joblog.py          the log files of a job; logs of old jobs are pruned at the first tick
         logtail.py       follows the files and limits their size
       requests.py        stop, interrupt, kill, show stacks, SIGINT during a launch; read by the supervisor
@@ -16,7 +16,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         store.py         the TCPStore through which workers form their process group
       supervisor.py      the wait loop until the workers have ended; reads their results
         escalation.py    when each rank gets which signal; termination with time for a checkpoint
-        sending.py       ranks that still send values or weights at an interrupt
+        sending.py       ranks that are still sending values or weights at an interrupt
         hang_watch.py    finds ranks without progress, and shows where ranks are
         unread_queues.py  saves values that ranks put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives
@@ -29,7 +29,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         weights.py       merges and loads trained weights
     timeline.py          converts the recorded file for Perfetto, with a track per rank
       profiler_traces.py  adds traces of torch's profiler
-      step_picture.py    draws a typical and the slowest step of each rank
+      step_picture.py    draws a typical step and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``

@@ -209,7 +209,7 @@ def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAt
 
 @contextmanager
 def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
-    """Turn errors of the system in the block into :class:`LaunchError`; the block must only call the system."""
+    """Turn system errors in the block into :class:`LaunchError`; the block must contain only system calls."""
     try:
         yield
     except OSError as error:
@@ -253,7 +253,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
 
 
 def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
-    """Open the socket behind which the supervisor starts the store; None if an agent hosts it."""
+    """Open the socket on which the supervisor starts the store; None if an agent hosts it."""
     if attempt.topology.master_port:
         return None
     store = attempt.store or StoreHost(attempt.topology.master_addr, attempt.spec.master_port)

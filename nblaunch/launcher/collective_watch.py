@@ -173,7 +173,7 @@ class CollectiveWatch:
             report.disagreement = explanation
 
     def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
-        """Emit what ranks were waiting for if they had been stuck for a while before the user's interrupt.
+        """Report what ranks were waiting for if they had been stuck for a while before the user's interrupt.
 
         Args:
             report: report of the attempt.

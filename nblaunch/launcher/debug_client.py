@@ -4,7 +4,7 @@ supervisor's loop ─┐                       ┌──> replies: (rank, number
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
 
 A :class:`RankValues` shows values of several ranks, and a :class:`Comparison` shows the variables of a function. A
-:class:`KeptFailure` holds the workers that stay after a failure.
+:class:`KeptFailure` holds the workers that are kept after a failure.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class DebugClient:
             self.printed[rank] = message.text
 
     def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
-        """Continue all ranks at a breakpoint, and those that reach it later; they wait where they need the rank."""
+        """Continue all ranks at a breakpoint, and ranks that reach it later; they wait where they need pdb's rank."""
         if stop is None:
             return
         with self._receiving:  # otherwise a prompt that another thread receives now would wait forever

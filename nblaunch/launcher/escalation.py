@@ -4,7 +4,7 @@ Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, time for ``fin
 Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in
 C code, such as a collective, get less than a second. This class only computes times; it sends nothing.
 
-SIGTERM to the launcher (:class:`Termination`): a batch system will soon take the machine, so let training end in an
+SIGTERM to the launcher (:class:`Termination`): a batch system will soon reclaim the machine, so let training end in an
 orderly way:
 
     SIGTERM ──> ranks that handle SIGTERM themselves get it, including ranks that begin later
@@ -140,7 +140,7 @@ class Termination:
         requests: requests of the job; receives the stop, and later the interrupt.
         now_s: ``time.monotonic()``.
         grace_s: seconds in which ranks may save a checkpoint and return.
-        pids: rank -> process of the ranks whose function runs now.
+        pids: rank -> process of the ranks whose function is running.
         slots: rank -> its slot of the board.
     """
 
@@ -185,6 +185,6 @@ class Termination:
         for rank, pid in pids.items():
             if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
                 self._handling.add(rank)
-                # Not to its group, because processes of data loaders have no handler.
+                # Do not signal its group, because processes of data loaders have no handler.
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)

@@ -156,7 +156,7 @@ def _uses(call: FunctionCall, library: str) -> bool:
 def _reached(values: Iterable[Any]) -> Iterator[Any]:
     """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
 
-    In another order, a model with many layers would use up the limit on inspected values.
+    In a different order, a model with many layers would use up the limit on inspected values.
     """
     pending = deque(values)
     seen: set[int] = set()

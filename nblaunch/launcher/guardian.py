@@ -6,8 +6,8 @@
                                     with the job's tag (host/descendants.py); a line in the log
 
 Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
-and their children do not. The guardian is a shell instead of Python, so it needs almost no memory. Starting it takes
-some milliseconds, so it starts after the workers, and short jobs end before it starts.
+and their children do not. The guardian is a shell, not a Python process, so it needs almost no memory. Starting it
+takes a few milliseconds, so it starts after the workers, and short jobs end before it starts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Guardian:
         """Watch only these groups from now on.
 
         Some groups appear later, such as the groups of a forkserver's workers. A group whose leader was reaped must be
-        removed, because the system may reuse its number.
+        removed, because the system may reuse its id.
         """
         wanted = set(process_groups)
         lines = [b"-%d\n" % group for group in self._groups - wanted]

@@ -5,8 +5,8 @@
     threads ──> DeadlockDetector ─ needs stacks ─> StackQuery ── poll ──> note, Stalled, hang
     pipes ────> full_queues ────── needs stacks ─> StackQuery ── poll ──> note
 
-``diagnosis/hang.py`` defines a hang. Ranks of this machine answer by signals and files
-(:class:`LocalStacks`), ranks of other machines through their nodes (``engines/coordinator.py``).
+``diagnosis/hang.py`` defines a hang. Ranks of this machine answer through signals and files (:class:`LocalStacks`),
+ranks of other machines through their nodes (``engines/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Hung:
         """Return the hang for the report of the attempt.
 
         Args:
-            running: ranks whose function runs, at least one.
+            running: ranks whose function is running, at least one.
         """
         explanation = self.explanation
         ranks, headline = (
@@ -182,8 +182,8 @@ class HangWatch:
 
         Args:
             readings: readings of the board.
-            pids: rank -> process, for ranks whose function runs or that still send states; on all machines if nodes
-                are asked, else on this machine.
+            pids: rank -> process, for ranks whose function is running or that are still sending states; on all machines
+                if nodes are asked, else on this machine.
         """
         now = time.monotonic()
         progress = {
@@ -294,7 +294,7 @@ class HangWatch:
         return Hung(positions, lines, advice, explanation) if finding.hung else None
 
     def _still_blocked(self, positions: Positions) -> list[int]:
-        """Return the ranks that still wait for room in a queue."""
+        """Return the ranks that are still waiting for room in a queue."""
         return [rank for rank, at in self._blocked.items() if positions.get(rank) == at]
 
     def _describe(

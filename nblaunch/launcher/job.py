@@ -2,7 +2,7 @@
 
 Every call to ``launch``, ``attach``, and ``notebook_launcher`` (without ``session=``) creates a job: a ``JobRunner``
 (``runner.py``), which runs it in this process, or a ``JobFollower`` (``detached/``), which follows a job of another
-process. ``notebook_launcher`` runs the job to its end in the calling thread and returns its result; with
+process. ``notebook_launcher`` runs the job in the calling thread until it ends and returns its result; with
 ``background=True`` it returns the Job while the workers run.
 """
 

@@ -3,14 +3,14 @@
     <log folder, mode 0700>/
       20261120-153000-4242-1/          one job: time, process id of the kernel, number in that kernel;
                                        plus a random number if another container has used that name
-        .nblaunch_job.json             marks the folder as ours: its name, kernel and machine
+        .nblaunch_job.json             marks the folder as nblaunch's: its name, kernel and machine
         attempt_0/
           rank_0.log                   everything that rank 0 printed
           rank_0.stacks                stacks that faulthandler wrote, after a crash or on request
 
-Logs of ended jobs are kept, so that you can read them after a crash; the oldest jobs are pruned. Only folders with our
-stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs are kept. A
-running job locks its folder, so that tools that clean up temporary files skip it.
+Logs of ended jobs are kept, so that you can read them after a crash; the oldest jobs are pruned. Only folders with
+nblaunch's stamp are ever removed, because the log folder may contain other files. Renamed or copied folders of jobs are
+kept. A running job locks its folder, so that tools that clean up temporary files skip it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class JobLog(LogFolder):
                 self.prune()
 
     def mark(self) -> None:
-        """Stamp the folder as ours, and lock it until the end of the job."""
+        """Stamp the folder as nblaunch's, and lock it until the end of the job."""
         stamp = _Stamp(self.path.name, ProcessMark.own())
         # On a full disk the folder stays unstamped. It is then never pruned, but it is almost empty.
         with suppress(OSError):
@@ -212,7 +212,7 @@ def _make_folder(root: Path, name: str | None, number: int) -> Path:
         path.mkdir(mode=0o700)
     except OSError as error:
         if isinstance(error, FileExistsError) and name is None:
-            # Another container, in which a process has the same number, created it.
+            # A process with the same id in another container created it.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
         raise _log_error(f"can't create the job's log folder {path}", path, error) from error
     return path
@@ -263,11 +263,11 @@ def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
         stamp = schema.load(_Stamp, path.read_bytes())
         return (status.st_mtime_ns, folder, stamp.process) if stamp.job == folder.name else None
     except (OSError, ValueError):
-        return None  # we did not write this file
+        return None  # nblaunch did not write this file
 
 
 def _prune(root: Path, max_jobs: int, current: str) -> None:
-    """Remove the oldest jobs beyond ``max_jobs``, except jobs that run or may run in any process."""
+    """Remove the oldest jobs beyond ``max_jobs``, except jobs that are running, or may be running, in any process."""
     names = [name for name in os.listdir(root) if name != current]
     if len(names) < max_jobs:
         return

@@ -172,7 +172,7 @@ class LogTail:
             except OSError as error:
                 if not exhaustion.is_exhausted(error):
                     raise
-                return False  # for the moment
+                return False  # this process has no descriptor left at the moment
         return True
 
     def _keep_within_limit(self) -> list[Event]:

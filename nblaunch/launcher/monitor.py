@@ -148,7 +148,7 @@ class MemorySampler:
 
     def _estimate(self, rank: int, pid: int) -> None:
         # Workers of a job share the same pages. Until a rank is read, the shared part of another rank is used for it,
-        # because a table without some ranks would show a wrong sum.
+        # because a table without some ranks would show an incorrect sum.
         sample = self._samples.get(rank) or next(iter(self._samples.values()), None)
         own_bytes = self._own_bytes(pid)
         if own_bytes is None or sample is None:

@@ -38,7 +38,8 @@ class LaunchPlan:
         num_threads: CPU threads of each worker.
         modules: modules in the arguments whose weights come back, by argument path.
         optimizers: optimizers in the arguments whose states come back, and their schedulers, by argument path.
-        fallback: why workers are not forked although the user did not ask for that, as a sentence; empty otherwise.
+        fallback: why workers are not forked although the user chose no other start method, as a sentence; empty
+            otherwise.
         starts_later: whether workers may start after the launching call has returned: restarts in the background, and
             starts that wait for other machines or happen there.
         warnings: possible problems, one sentence each.
@@ -314,8 +315,8 @@ def _num_threads(spec: LaunchSpec, num_processes: int) -> int:
 
 
 # --- an Accelerator of Hugging Face Accelerate from the notebook -------------------------------------------------
-# Its states join the worker that uses it (wire/accelerate_states.py), but objects that it prepared in the notebook
-# are for one process: ranks would silently train separately. (nblaunch's own Accelerator detects this itself.)
+# A worker that uses it builds its states again (wire/accelerate_states.py), but objects that it prepared in the
+# notebook are for one process: ranks would silently train separately. (nblaunch's own Accelerator detects this itself.)
 
 _HAS_PREPARED = (
     "an accelerate.Accelerator that prepared objects in the notebook for one process, so the ranks would train "

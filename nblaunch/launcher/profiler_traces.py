@@ -3,7 +3,7 @@
     accelerator.profile(ProfileKwargs(output_trace_dir=...)) ──> profile_0.json, profile_1.json ──> events on our clock
 
 Source of the format: ``torch.profiler.profile.export_chrome_trace``. Times are microseconds since
-``baseTimeNanoseconds``, which counts from 1970; timelines count on the monotonic clock.
+``baseTimeNanoseconds``, which counts from 1970; timelines use the monotonic clock.
 """
 
 from __future__ import annotations

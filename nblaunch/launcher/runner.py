@@ -1,4 +1,4 @@
-"""JobRunner: runs a job to its end, attempt after attempt, until one succeeds or no restart is left.
+"""JobRunner: runs a job, attempt after attempt, until one succeeds or no restart is left.
 
     start    in the main thread, while the kernel runs no other code: announce the job, start the first workers
     finish   in that thread or another: supervise the workers, restart them after failures, load their results
@@ -114,7 +114,7 @@ class JobRunner(Job):
     # --- from the start to the end -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the job to its end in this thread.
+        """Run the job in this thread until it ends.
 
         :attr:`outcome` keeps failures and interrupts, which ``Job.result`` raises.
 
@@ -135,7 +135,7 @@ class JobRunner(Job):
             raise late_interrupt(self.outcome, "last_job().result()")
 
     def run_in_background(self) -> None:
-        """Start the workers and continue in a thread; return when they run or could not be started.
+        """Start the workers and continue in a thread; return when they are running, or could not be started.
 
         An interrupt during the start ends the job; this method then returns after its end.
 
@@ -149,7 +149,7 @@ class JobRunner(Job):
                 self._ended.wait()
 
     def _begin_in_background(self) -> None:
-        """Start the workers and the thread that watches them; return when they run, or can't be started."""
+        """Start the workers and the thread that watches them; return when they are running, or can't be started."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main:
             self._start()
@@ -173,7 +173,7 @@ class JobRunner(Job):
         self._wait_for_launch()
 
     def _wait_for_launch(self) -> None:
-        """Wait until the workers run, or can't be started."""
+        """Wait until the workers are running, or can't be started."""
         try:
             while not self._launch_settled.wait(_LOOK_S):
                 signal_handlers.run_arrived()
@@ -223,7 +223,7 @@ class JobRunner(Job):
             self._saved = save_call((self.spec.function, self.spec.args), _ADVICE)
 
     def _finish(self) -> None:
-        """Run the job that :meth:`_start` has started to its end; do nothing if it has already ended."""
+        """Run the job that :meth:`_start` has started until it ends; do nothing if it has already ended."""
         if not self.is_running:
             return
         try:
@@ -236,7 +236,7 @@ class JobRunner(Job):
         self._end(outcome)
 
     def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
-        """Finish the job in its own thread. The thread stays while workers are kept, because they end with it.
+        """Finish the job in its own thread. The thread keeps running while workers are kept, because they end with it.
 
         Args:
             starts_here: start the workers in this thread, because the calling thread may end before them.
@@ -255,7 +255,7 @@ class JobRunner(Job):
     def _end(self, outcome: JobOutcome) -> None:
         try:
             self._publish(outcome)
-        except BaseException as error:  # of a listener
+        except BaseException as error:  # raised by a listener
             self._publish(JobOutcome.of_error(error))
         finally:
             self._release()
@@ -300,7 +300,7 @@ class JobRunner(Job):
     # --- attempts ------------------------------------------------------------------------------------------------
 
     def _must_not_restart(self, report: AttemptReport) -> bool:
-        """Return whether an interrupt, cancel or SIGTERM came, even after the attempt failed."""
+        """Return whether an interrupt, a cancellation or SIGTERM has arrived, even after the attempt failed."""
         requests = self.requests
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
@@ -409,7 +409,7 @@ class JobRunner(Job):
                 slot.keeps_weights = int(wanted)
 
     def _supervise(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Supervise the started workers to their end; return the report, and the results by rank."""
+        """Supervise the started workers until they end; return the report, and the results by rank."""
         assert self._supervisor is not None, "no attempt was started"
         supervisor, self._supervisor = self._supervisor, None
         report, rank_results = supervisor.run()

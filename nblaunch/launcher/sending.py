@@ -1,4 +1,4 @@
-"""Ranks that still send the results of their function when the user interrupts the job.
+"""Ranks that are still sending the results of their function when the user interrupts the job.
 
 A first interrupt must not lose a value or weights. A rank is therefore not signalled between the end of its function
 and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such as ``state_dict`` or
@@ -25,7 +25,7 @@ _STALL_S = 5.0
 
 
 class SendingRanks:
-    """Finds the ranks of an attempt that still send, after an interrupt.
+    """Finds the ranks of an attempt that are still sending results after an interrupt.
 
     Args:
         running: the workers of the attempt.
@@ -46,7 +46,7 @@ class SendingRanks:
         self._is_noted = False
 
     def find(self, alive: Collection[int]) -> set[int]:
-        """Return the ranks among ``alive`` that still send and do not seem to be blocked."""
+        """Return the ranks among ``alive`` that are still sending and do not seem to be blocked."""
         now = time.monotonic()
         announced = self._report.announced
         sending = {

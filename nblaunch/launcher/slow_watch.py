@@ -34,11 +34,11 @@ CHECK = "slow_steps"
 """Name of this check in ``NBLAUNCH_CHECKS``."""
 
 _LOOK_S = 1.5
-_MAX_SHARE = 0.01  # of a processor
+_MAX_SHARE = 0.01  # fraction of a processor
 _WINDOW_S = 10.0
 _MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # limits of the number of a rank's newest spans that are analysed
-_ALL_SPANS = 20_000  # of all ranks
-_NUM_LOOKS = 3  # in a row
+_ALL_SPANS = 20_000  # spans of all ranks together
+_NUM_LOOKS = 3  # checks in a row after which a cause is named
 _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
@@ -122,7 +122,7 @@ class SlowWatch:
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row; withdraw it once it was absent equally often."""
+        """Name a cause that was found several times in a row; withdraw it once it was absent just as many times."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause

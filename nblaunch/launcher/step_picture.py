@@ -1,4 +1,4 @@
-"""A typical and the slowest step of each rank, as a picture of a timeline for notebooks.
+"""A typical step and the slowest step of each rank, as a picture of a timeline for notebooks.
 
 slices ──> steps of each rank, which end with an optimizer step ──> median and slowest ──> one bar each, in SVG
 """
@@ -68,7 +68,7 @@ def steps_of(slices: Iterable[Slice]) -> list[Step]:
 
 
 def picture(by_rank: dict[int, list[Slice]]) -> str:
-    """Return the typical and the slowest step of each rank as HTML; empty if no rank has taken steps.
+    """Return a typical step and the slowest step of each rank as HTML; empty if no rank has taken steps.
 
     Args:
         by_rank: rank -> its slices.

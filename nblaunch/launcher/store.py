@@ -32,7 +32,7 @@ _running: set[int] = set()
 
 
 def is_any_store_running() -> bool:
-    """Return whether the store of a job, such as a background job, runs in this process.
+    """Return whether the store of a job, such as a background job, is running in this process.
 
     A fork could then copy a lock that the store's thread holds, such as the resolver's lock, and the child would wait
     for it forever.
@@ -72,7 +72,7 @@ class StoreHost:
         return self._socket.fileno() if self._socket is not None else -1
 
     def start(self) -> None:
-        """Start the store behind the socket.
+        """Start the store on the listening socket.
 
         Raises:
             LaunchError: the store can't be started, or there are not enough descriptors for it.
@@ -110,7 +110,7 @@ class StoreHost:
 
 
 def store_behind(fd: int, address: str, port: int) -> TCPStore:
-    """Start a store behind a listening socket, which the store then owns and closes.
+    """Start a store on a listening socket, which the store then owns and closes.
 
     Args:
         fd: descriptor of the socket.

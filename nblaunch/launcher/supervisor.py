@@ -7,8 +7,8 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     ticks (10 Hz)─┘
 
 Events, process ends, requests, debugger prompts and failures of other nodes wake the loop at once (ends are polled if
-the system has no descriptors for them). Logs, the board, memory, device utilisation and hangs are checked by the
-clock. When the last process has ended, pipes, logs and outboxes are read to their end before the outcome is decided.
+the system has no descriptors for them). Logs, the board, memory, device utilisation and hangs are checked periodically.
+When the last process has ended, pipes, logs and outboxes are read to their end before the outcome is decided.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _LATE_FAILURES_S = 0.3
 """Seconds from the first failure to the end of its job, if the workers are kept."""
 
 _MAX_NAMED = 5
-"""Largest number of processes to name that workers left running."""
+"""Largest number of processes to name in a note about processes that workers left running."""
 
 
 class Supervisor:
-    """Watches the workers of one attempt to their end.
+    """Watches the workers of one attempt until they end.
 
     Args:
         running: the workers; closed at the end.
@@ -133,14 +133,14 @@ class Supervisor:
         return self._alive - self._spared()
 
     def _spared(self) -> set[int]:
-        """Return the ranks that a first interrupt must not signal, because they send values or weights."""
+        """Return the ranks that a first interrupt must not signal, because they are sending values or weights."""
         report = self._report
         if not report.interrupted or self._requests.interrupts > 1 or report.cancelled or report.hang:
             return set()
         return self._sending.find(self._alive)
 
     def run(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Supervise the workers to their end, in any thread; return the report, and the results by rank.
+        """Supervise the workers until they end, in any thread; return the report, and the results by rank.
 
         Raises:
             LaunchError: the system denied a resource that workers need while they run.
@@ -384,8 +384,8 @@ class Supervisor:
     def _is_decided(self) -> bool:
         """Return whether the outcome is decided while processes are running: a rank failed, or all have delivered.
 
-        An interrupt then only ends the processes sooner, and no other attempt follows. With other machines, never
-        decided here.
+        An interrupt then only ends the processes sooner, and no other attempt follows. If there are other machines, it
+        is never decided here.
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
@@ -423,7 +423,7 @@ class Supervisor:
             self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
 
     def _escalate_by(self, escalation: Escalation) -> None:
-        """Stop all ranks by these steps. Ranks that wait at a failure for the debugger continue to their end."""
+        """Stop all ranks with these steps. Ranks that wait at a failure for the debugger run until they end."""
         self._escalation = escalation
         if self._debugger is not None:
             self._debugger.release()
@@ -477,7 +477,7 @@ class Supervisor:
     # --- what takes several rounds -------------------------------------------------------------------------------
 
     def _judge_hang(self) -> None:
-        """Continue to collect stacks; if they show a hang, end the workers if the user wants that."""
+        """Continue to collect stacks; if they show a hang and the user has set ``on_hang="stop"``, end the workers."""
         hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
             # If every function has returned, there is a result, and only states are late.
@@ -496,7 +496,7 @@ class Supervisor:
                 self._escalation.begin_now(time.monotonic())
 
     def _active_pids(self) -> dict[int, int]:
-        """Return rank -> process of the ranks whose function runs, or that still send states."""
+        """Return rank -> process of the ranks whose function is running, or that are still sending states."""
         running = (self._alive & self._started) - self._done() - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 

@@ -5,7 +5,8 @@
                                         step_picture.py <── Timeline, the path in a notebook <───────────┘
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
-between the last slice and a backward pass is shown as the forward pass, because no hook sees a plain model's.
+between the last slice and a backward pass is shown as the forward pass, because no hook observes the forward pass of a
+plain model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PID = 1  # the job's process in the file; its threads are the ranks
 
 
 class Timeline(type(Path())):  # type: ignore[misc]
-    """The path of a timeline. A notebook shows a typical and the slowest step of each rank."""
+    """The path of a timeline. A notebook shows a typical step and the slowest step of each rank."""
 
     __slots__ = ()
 

@@ -1,12 +1,12 @@
 """Saves values that ranks put into queues of the kernel and that no process has read when the ranks end.
 
-    rank ── PutUnread ──> UnreadQueues: once all living ranks wait like this
+    rank ── PutUnread ──> UnreadQueues: once all running ranks wait for readers
                             └── thread: reads the pipes, so that the ranks can end
                                         writes back into the pipes the values for which there is room
                                         writes the rest while the kernel reads
 
-The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that
-still runs its function may be a reader; while there is a reader, nblaunch does not touch the queues.
+The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that is
+still running its function may be a reader; while there is a reader, nblaunch does not touch the queues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nblaunch.worker.inheritance.queues import queues_of_this_process
 
 _POLL_MS = 20
 _SETTLED_S = 0.2
-"""How long the pipes stay empty before tensors that no process has read are given up."""
+"""How long the pipes stay empty before nblaunch gives up tensors that no process has read."""
 _LOCK_S = 2.0
 """How long to wait for the lock for writers. A rank that was killed while it wrote holds the lock forever."""
 _REFILL_S = 10.0
@@ -62,7 +62,7 @@ class UnreadQueues:
             self._waiting[event.rank] = event
 
     def collect(self, alive: Collection[int]) -> None:
-        """Begin to save the ranks' values if every living rank waits for readers. Never blocks."""
+        """Begin to save the ranks' values if every running rank waits for readers. Never blocks."""
         if self._thread is not None or not alive or not self._waiting.keys() >= set(alive):
             return
         pipes = {pipe for event in self._waiting.values() for pipe in event.pipes}
@@ -146,7 +146,7 @@ class _Kept:
 
     Args:
         queue: queue of the kernel.
-        has_tensors: values may refer to memory of a rank, which must be taken over while the rank lives.
+        has_tensors: values may refer to memory of a rank, which must be taken over while the rank is alive.
     """
 
     def __init__(self, queue: Any, has_tensors: bool) -> None:

@@ -153,7 +153,7 @@ class AgentClient:
                 process.wait(_EXIT_POLL_S)
         if process.poll() is None:
             kill_and_reap([process.pid])
-            process.poll()  # otherwise it would look as if it still ran
+            process.poll()  # otherwise it would seem to be still running
         descriptors.close(self._writing, self._reading)
 
     def fileno(self) -> int:

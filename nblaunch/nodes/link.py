@@ -61,12 +61,12 @@ _NUM_CURVES = 8
 
 
 class _Counts:
-    """Counts of the heartbeats of other nodes, which rise as long as a node lives.
+    """Counts of the heartbeats of other nodes, which rise as long as a node is alive.
 
     Heartbeats of earlier launches stay on the store, but their count does not rise.
 
     Args:
-        silence_s: seconds without a rise after which a node is silent.
+        silence_s: seconds after which a node whose count has not risen is considered silent.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -84,7 +84,7 @@ class _Counts:
                 self._last[heartbeat.id] = heartbeat.count, now_s
 
     def has_risen(self, heartbeat: Heartbeat) -> bool:
-        """Return whether the node has lived during this launch."""
+        """Return whether the node has been alive during this launch."""
         return heartbeat.count > self._first[heartbeat.id]
 
     def is_silent(self, heartbeat: Heartbeat) -> bool:
@@ -382,7 +382,7 @@ class NodeLink:
         return self._peers.merged(readings)
 
     def conclude(self, report: AttemptReport) -> None:
-        """Report how this node's workers ended to the agent; if the cause is on another node, wait for it."""
+        """Report to the agent how this node's workers ended; if the cause is on another node, wait for it."""
         report.remote = self._peers.failures
         # Report it even if the function has handled the interrupt on this node: ranks of other nodes have not.
         if self._requests.interrupts:

@@ -117,7 +117,7 @@ class PeerStates:
         if heartbeat.reason == messages.FINISHED or (
             heartbeat.state == messages.FAILED and self.failures.has_cause
         ):
-            return []  # expected
+            return []  # the node has ended as expected, or its failure is explained
         text = f"{peer.node} {heartbeat.reason or 'failed'}"
         self.failures.lost.setdefault(peer.node.first_rank, text)
         return [text]
@@ -191,8 +191,8 @@ class NodesStopAgreement:
     Any node may start it. The lowest node with a running rank leads. Once all its ranks have returned, it proposes and
     decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat contains the
     last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step. So proposals
-    only rise, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further ahead
-    than on one node.
+    only increase, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further
+    ahead than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.

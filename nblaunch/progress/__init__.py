@@ -7,7 +7,7 @@
 reports.py         the reports of this process, shared by all libraries in it
 board_reports.py   loops, losses, busy time, device memory
 planned_epochs.py  how many epochs the user's ``for`` loops will run
-plain_loops.py     training loops that use no Accelerator of ours, seen by hooks on torch
+plain_loops.py     training loops without nblaunch's Accelerator, observed by hooks on torch
 frameworks.py      numbers of epochs from transformers, Lightning and fastai
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.

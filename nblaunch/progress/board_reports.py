@@ -136,20 +136,20 @@ class LoopStack:
             self._slot.count_samples(samples)
 
     def begin_anew(self) -> None:
-        """Forget all loops of an earlier command, which tracebacks or variables keep alive unfinished."""
+        """Forget all loops of an earlier command: tracebacks or variables may keep unfinished loops alive."""
         self._stack, self.running, self.shown, self.plan = [], None, None, None
         self.unsettle()
         self.num_commands += 1
 
     def settle(self, counted: Loop | None, until_s: float) -> None:
-        """Let steps of optimizers count iterations of ``counted``, or of no loop, without a look at the loops.
+        """Let optimizer steps count iterations of ``counted`` (None = of no loop) without inspecting the loops.
 
-        It ends at ``until_s`` (monotonic clock), or when loops change.
+        This ends at ``until_s`` (monotonic clock), or when loops change.
         """
         self._slot.counted, self._slot.settled_until_s = counted, until_s
 
     def unsettle(self) -> None:
-        """Look at the loops in the next step."""
+        """Inspect the loops at the next step."""
         self._slot.settled_until_s = 0.0
 
     @property
@@ -233,7 +233,7 @@ _BACKWARD = SpanKind.BACKWARD  # looking up an enum member at every step is slow
 class BusyTime:
     """Measures busy time and sums it on the board, at most 200 times a second.
 
-    The caller sets ``is_in_backward`` when a backward pass begins, in which the rank may wait for others.
+    The caller sets ``is_in_backward`` when a backward pass begins, during which the rank may wait for others.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -245,7 +245,7 @@ class BusyTime:
         self.is_in_backward = False
 
     def end_backward(self, began_s: float) -> float:
-        """Add the busy time before a backward pass that has just ended; measure anew, and return that time.
+        """Add the busy time before a backward pass that has just ended; start a new measurement, and return that time.
 
         Args:
             began_s: ``monotonic()`` when the pass began.
@@ -354,7 +354,7 @@ class LossReport:
     def begin_anew(self) -> None:
         """Forget all losses, because later losses belong to another command of a session."""
         self._latest: torch.Tensor | float | None = None
-        # The last losses that are NaN, or that lie on a device and were not read yet.
+        # The last losses that are NaN, or that are on a device and were not read yet.
         self._recent: deque[tuple[int, torch.Tensor | float]] = deque(maxlen=_MAX_RECENT)
         self._bins: list[_Bin] = []  # the last bin may be incomplete
         self._steps_per_bin = 1

@@ -41,7 +41,7 @@ _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
 
 _LOOK_PAUSE = 20
-"""Least time until the next inspection, as a multiple of the processor time of the last one."""
+"""Minimum time until the next inspection, as a multiple of the processor time of the last one."""
 
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # measure one batch in this many
@@ -163,7 +163,7 @@ def _note_end_of_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     try:
         plain = plain_loops()
-        if plain._held:  # by a closure
+        if plain._held:  # the optimizer called a closure, which ran backward
             plain.show_losses()
     except Exception as error:
         give_up(error)
@@ -182,7 +182,7 @@ class _Reading:
         places: places of the user's loops around it, innermost first; None if unknown.
         num_read: number of batches that were read.
         num_ahead: number of these that are not done when the next batch is read.
-        num_late: number of these that are still to be trained after the loader has ended; 0 before.
+        num_late: number of these that are still to be trained after the loader has ended; 0 before that.
         num_rows: rows in the batches that were read before the loop was on the board.
         read_at: sequence number of its last read among the reads of all loops; 0 after a ``backward`` for it.
         loop: loop on the board; None before its kind is known.
@@ -415,7 +415,7 @@ class PlainLoops:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the hook on optimizers count the next steps, until a look at the loops is due or loops change.
+        """Let the hook on optimizers count the next steps, until an inspection of the loops is due or loops change.
 
         A prepared loader reports its own batches. A loop without a loader has one iteration per step.
         """
@@ -440,7 +440,7 @@ class PlainLoops:
             else:
                 began_s = time.thread_time()
                 self._show_iterations(running, places_around(frame, is_inside=True))
-                # A look takes longer the more items the user's loops have.
+                # The more items the user's loops have, the longer an inspection takes.
                 self._next_look_s = now_s + max(_PLACE_S, _LOOK_PAUSE * (time.thread_time() - began_s))
         num_trained = len(self._held)
         if num_trained:

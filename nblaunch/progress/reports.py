@@ -67,7 +67,7 @@ def get_reports() -> Reports:
 
 
 def _report_nan(step: int) -> None:
-    """Send the step from which on the losses of this rank are NaN; the launcher compares it with other ranks'."""
+    """Send the first step after which all losses of this rank are NaN; the launcher compares it with other ranks'."""
     if {"off", f"-{NAN_CHECK}"} & env.read("NBLAUNCH_CHECKS"):
         return
     here, frame = context.current(), user_frame()

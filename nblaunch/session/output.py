@@ -95,7 +95,7 @@ class SessionOutput:
 
         Args:
             dashboards: dashboards used from the start.
-            open_rows: returns dashboards that are added if the block takes long.
+            open_rows: returns dashboards that are added if the block takes a long time.
             signs_before: rank -> its progress counter while idle. The start of a command increments it.
 
         Raises:

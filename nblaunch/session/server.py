@@ -309,7 +309,7 @@ def _evaluate(code: CodeType, names: dict[str, Any]) -> Any:
 
 
 def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end; after an interrupt, to the end of its ``finally`` blocks."""
+    """Run a coroutine until it ends; after an interrupt, until its ``finally`` blocks have ended."""
     loop = _loop()
     task = loop.create_task(coroutine)
     try:

@@ -135,7 +135,7 @@ class Session(RankCommands):
         """
         __tracebackhide__ = True
         chosen = self._checked_ranks(ranks)
-        self._client.raise_if_ended()  # before the display
+        self._client.raise_if_ended()  # check this before anything is displayed
         in_notebook = dashboards.kernel_shell() is not None
         begun = replace(
             self._attempt(self._runner.spec).start_event(), function_name=running_cell() or "commands"
@@ -556,7 +556,7 @@ def run_in_session(
     late: KeyboardInterrupt | None = None
     try:
         with client.command():
-            client.raise_if_ended()  # before the display
+            client.raise_if_ended()  # check this before anything is displayed
             outcome = session._run_call(spec, dashboards.choose(dashboard))
             outcome.with_traceback().raise_error()
             values = [outcome.values.get(rank) for rank in session._ranks]

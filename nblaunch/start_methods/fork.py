@@ -65,7 +65,7 @@ def fork_workers(
                 _run_worker(assignment, assignments, load_call, board, originals, files)
 
             with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
-                # A thread that works takes the interpreter, and this thread waits for it.
+                # A thread that has work takes the interpreter, and this thread waits until it is free.
                 time.sleep(_PAUSE_S)
                 files.flush()  # the thread may have written meanwhile
                 return _fork_all(assignments, run)
@@ -74,7 +74,7 @@ def fork_workers(
 def _prepare(assignments: Sequence[Assignment]) -> list[Assignment]:
     """Prepare this process for the forks, and return the assignments for its children.
 
-    Before the forks, because every page that a worker writes to is copied.
+    This happens before the forks, because every page that a worker writes to is copied.
     """
     output.flush_before_fork()
     _prepare_backend(backends.find(assignments[0].backend))
@@ -102,7 +102,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
 
 _PATIENCE_S = 0.4
 """How long a thread may work while another one waits for the interpreter: longer than work under a lock takes, and
-longer than the forks take, also on a busy machine. A thread that computes forever delays the forks by this time.
+longer than the forks take, even on a busy machine. A thread that computes forever delays the forks by this time.
 """
 
 _PAUSE_S = 1e-4
@@ -116,7 +116,7 @@ def _other_threads_finishing() -> Iterator[Callable[[], None]]:
     A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
     draws a progress bar ten times a second holds a lock while it draws, and Python would interrupt it so that this
     thread can fork. The block must run for a few milliseconds before it forks: threads that already wait for the
-    interpreter keep to the former interval.
+    interpreter still use the previous interval.
 
     Yields:
         A function that restores the interval in a forked process.

@@ -15,7 +15,7 @@ from nblaunch.host import descriptors
 _REAP_INTERVAL_S = 0.002
 
 KILL_PATIENCE_S = 10.0
-"""Seconds from SIGKILL until a process is given up: tearing down hundreds of GB, or a device, takes seconds."""
+"""Seconds to wait for a process after SIGKILL: tearing down hundreds of GB, or a device, takes seconds."""
 
 
 class WorkerGroup(ABC):
@@ -23,13 +23,13 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """Return rank -> process id of the workers known so far. A worker's process group has the same number."""
+        """Return rank -> process id of the workers known so far. A worker's process group has the same id."""
 
     @abstractmethod
     def process_groups(self) -> list[int]:
         """Return every process group that must not outlive the launcher, helpers included.
 
-        Leaders that were reaped are left out: the system may give their number to another process.
+        Leaders that were reaped are left out: the system may give their id to another process.
         """
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Children(WorkerGroup):
             signal_group(self._alive[rank], signum)
 
     def abandon(self, rank: int) -> None:
-        # Not reaped: until this process takes the status, no other process gets the number.
+        # Not reaped: until this process collects the status, no other process gets the id.
         self._abandoned.append(self._alive.pop(rank))
         self._close_pidfd(rank)
 
@@ -140,9 +140,9 @@ def kill_and_reap(pids: Iterable[int]) -> set[int]:
 
 
 def reap_with_group(pid: int) -> ExitStatus | None:
-    """Kill the rest of the group of child ``pid`` if that has ended, then reap it; return how it ended.
+    """If child ``pid`` has ended, kill the rest of its group, then reap it; return how it ended.
 
-    Leftovers are killed while the child is a zombie, because no other process can get its number until it is reaped.
+    Leftovers are killed while the child is a zombie, because no other process can get its id until it is reaped.
     """
     try:
         if hasattr(os, "waitid"):

@@ -5,7 +5,7 @@ Backends call ``init_process_group``, mostly through ``backends/process_group.py
 returns when all ranks have joined. This module also has barriers, :func:`one_at_a_time`, and the board's state for
 waiting ranks. torch's ``Join``, for uneven inputs, is not related: see ``uneven_inputs.py``.
 
-Processes that ``multiprocessing`` starts in a rank have the rank's numbers, but do not join the group.
+Processes that ``multiprocessing`` starts in a rank have the rank's topology, but do not join the group.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
     """Choose this process's device, and join the process group if it has not joined yet.
 
     A process that ``multiprocessing`` started in a rank, such as a loader's worker, does not join: the rank itself has
-    this place in the group. The process gets the numbers and the device of its rank.
+    this place in the group. The process gets the topology and the device of its rank.
 
     Raises:
         RuntimeError: the environment describes several processes, but has no address for their rendezvous.
@@ -99,8 +99,8 @@ def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> Joine
 def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
     """Mark processes that ``multiprocessing`` starts from now on as children of a rank.
 
-    With every start method, a process inherits its parent's ``_config``. The environment does not suffice: a forkserver
-    keeps the one that it started with. The entry has only types that any interpreter can unpickle.
+    With every start method, a process inherits its parent's ``_config``. The environment is not sufficient: a
+    forkserver keeps the environment that it started with. The entry has only types that any interpreter can unpickle.
     """
     entry = environment, asdict(process.topology), process.backend.name, str(process.device)
     multiprocessing.current_process()._config[_RANK_ENTRY] = entry  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ Functions that remove wrappers:
     plain_module                  also removes wrappers inside the user's module, in a copy with the same tensors
     extract_model_from_parallel   the same, but can keep torch.compile (``prepare.py``)
 
-If a device has another class of tensors than the CPU, moving a module replaces its parameters. :class:`Replacements`
-ties them again where layers shared them, and gives them to existing optimizers. It also handles parameters that
-``fully_shard`` and fp8 replace.
+If tensors on a device are of a different class than on the CPU, moving a module replaces its parameters.
+:class:`Replacements` ties them again where layers shared them, and gives them to existing optimizers. It also handles
+parameters that ``fully_shard`` and fp8 replace.
 
 Models that a device map has split do not move; nor do quantised models that have a device map, or are already on the
 device (``stays_in_place``).

@@ -2,7 +2,7 @@
 
 They are plain data: they touch no device, and only ``TorchDynamoPlugin`` reads the environment. Constructors check the
 fields, and an ``Accelerator`` checks them again, because scripts may assign fields and subclasses may add some. A field
-that is missing here is not supported yet, and Python rejects it by name.
+that is missing here is not supported yet, and Python rejects it with an error that names it.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class ParallelismConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain numbers, texts and dicts."""
+        """Return the fields as plain numbers, strings and dicts."""
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return {
             name: dict(vars(item)) if hasattr(item, "__dict__") else item for name, item in values.items()

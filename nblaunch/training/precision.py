@@ -58,7 +58,7 @@ class Precision:
         """Record a prepared optimizer."""
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Run the block in this precision, outside a prepared model's forward. ``options`` override the handler."""
+        """Run the block in this precision, for code outside a prepared model. ``options`` override the handler."""
         if self.dtype is None:
             return nullcontext()
         options = options or self._handlers.get(AutocastKwargs) or AutocastKwargs()
@@ -67,7 +67,7 @@ class Precision:
         )
 
     def convert_layers(self, model: torch.nn.Module, is_sharded: bool) -> None:
-        """Replace layers by layers that compute in this precision. Called before :meth:`prepare_forward`."""
+        """Replace layers with layers that compute in this precision. Called before :meth:`prepare_forward`."""
 
     def prepare_forward(self, model: torch.nn.Module) -> None:
         """Make ``model.forward`` compute in this precision, after undoing an earlier preparation."""
@@ -166,7 +166,7 @@ class Fp16Precision(Precision):
         )  # since the last backward pass
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copying a model copies this object with its forward, but not the optimizers.
+        # Copying a model copies this object with its ``forward``, but not the optimizers.
         return {name: value for name, value in vars(self).items() if not isinstance(value, weakref.WeakSet)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -303,7 +303,7 @@ class AutocastForward:
     """A model's ``forward`` under autocast, with fp32 outputs for computing losses in full precision.
 
     It is an object rather than a closure: deep copies of the model, such as averaged weights, then call *their*
-    forward.
+    ``forward``.
     """
 
     def __init__(self, model: torch.nn.Module, precision: Precision) -> None:
@@ -323,7 +323,7 @@ class AutocastForward:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``model_forward`` with fp32 outputs, like forwards in half precision after ``prepare``."""
+    """Return ``model_forward`` with fp32 outputs, as ``prepare`` does for half precision."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -347,7 +347,8 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
     """Return the precision called ``name``.
 
     Raises:
-        ValueError: the name is unknown, the device does not support it, or there is an fp8 recipe for another one.
+        ValueError: the name is unknown, the device does not support it, or an fp8 recipe was passed with another
+            precision.
     """
     name = str(getattr(name, "value", name)).lower()
     check_choice("mixed_precision", name, MIXED_PRECISIONS)

@@ -193,7 +193,7 @@ def get_shared_state(cpu: bool = False, init: InitProcessGroupKwargs | None = No
 
 
 def _weak(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls ``method`` while its object lives: reports may outlive an inline launch."""
+    """Return a function that calls ``method`` while its object exists: reports may outlive an inline launch."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

@@ -49,7 +49,7 @@ class DistributedType(str, enum.Enum):
 
 
 def distributed_type_of(process: JoinedProcess, strategy: str = "") -> DistributedType:
-    """Return the ``DistributedType`` of a job: the strategy's label, or if that is empty, by the device type."""
+    """Return the ``DistributedType`` of a job: the strategy's label, or the devices' label if that is empty."""
     if strategy:
         return DistributedType(strategy)
     if process.topology.world_size == 1:

@@ -56,7 +56,7 @@ class ShardedTensor:
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Return the bytes of an element."""
+        """Return the size of an element in bytes."""
         return int(self.shards[0].data.element_size())
 
     @property
@@ -96,7 +96,7 @@ def is_sharded_model(model: Any) -> bool:
 def is_fsdp_module(module: Any) -> bool:
     """Return whether ``fully_shard`` was applied to ``module``."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: never applied
-    return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # from torch 2.6 on
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # torch 2.6 and later
 
 
 def is_fsdp1_module(module: Any) -> bool:

@@ -74,7 +74,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def give_own_memory(module: Any) -> None:
-    """Give each parameter and buffer whose elements share memory, as after ``expand``, its own memory.
+    """Give each parameter and buffer whose elements share memory, for example after ``expand``, its own memory.
 
     Neither the weights of rank 0 nor weights from a file can be copied into such a tensor. The object and its names
     stay the same.

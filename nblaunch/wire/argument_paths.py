@@ -118,7 +118,7 @@ def _inside(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the contents of a container, each with the step to it."""
+    """Yield the contents of a container, each with the part of the path that leads to it."""
     cls = type(value)
     if issubclass(cls, (list, tuple)):
         if len(value) <= _MAX_ITEMS:

@@ -1,4 +1,4 @@
-"""The start data of a worker: a call, and an assignment as one plain value, for every start method.
+"""What a worker starts with, under every start method: a call, and an assignment as one plain value.
 
 The launcher also sends the sources of cells to a fresh interpreter; a forked worker already has them.
 """

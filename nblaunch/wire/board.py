@@ -4,7 +4,7 @@
     worker 1 ──writes──> slot 1 ├── one anonymous memory file ──sampled 10 times a second──> launcher
     worker N ──writes──> slot N ┘
 
-Behind the slots, the same file holds the last collectives of each rank (``collective_calls.py``) and its recorded time
+After the slots, the same file holds the last collectives of each rank (``collective_calls.py``) and its recorded time
 spans (``spans.py``).
 
 Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so no locks
@@ -112,7 +112,7 @@ class SlotReading:
         device_bytes: device memory that the rank uses; 0 if unknown.
         device_peak_bytes: peak of ``device_bytes``.
         device_limit_bytes: total memory of the device; 0 if unknown.
-        busy_time_s: seconds in which the rank did not wait for others, from the end of one backward to the next.
+        busy_time_s: seconds in which the rank did not wait for others, from the end of one backward pass to the next.
         busy_steps: number of steps that ``busy_time_s`` covers.
         num_updates: steps of any optimizer.
         num_progress_signs: other signs of progress: collectives, bars that advanced.
@@ -283,7 +283,7 @@ class Slot:
         )
 
     def clear_progress(self) -> None:
-        """Forget loops and losses for the next command of a session. Values for comparisons continue."""
+        """Forget loops and losses for the next command of a session. Counters that are compared over time are kept."""
         self.start_loop(-1, 0, self.state)
         self.end_training(0, 0, 0)
         self.set_job_steps(0, 0)
@@ -367,7 +367,7 @@ class Slot:
         self._ints[_INTERRUPTS] += 1
 
     def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
-        """Add the time of steps, each from one backward to the next, without waiting for other ranks."""
+        """Add the time of steps, each from one backward pass to the next, without waiting for other ranks."""
         self.doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += num_steps
 
@@ -376,7 +376,7 @@ class Slot:
         self._ints[_PROGRESS_SIGNS] += 1
 
     def set_device_memory(self, taken: int, peak: int, limit: int = 0) -> None:
-        """Set bytes of the device: used, peak, total (0 if unknown)."""
+        """Set the device memory in bytes: used, peak, total (0 if unknown)."""
         ints = self._ints
         ints[_DEVICE_BYTES] = taken
         ints[_DEVICE_PEAK_BYTES] = peak
@@ -532,6 +532,6 @@ def create_memory_file(name: str) -> int:
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix=name)  # macOS has no memfd: an unlinked file instead
+    fd, path = tempfile.mkstemp(prefix=name)  # macOS has no memfd, so use an unlinked file
     os.unlink(path)
     return fd

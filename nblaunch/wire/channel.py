@@ -165,7 +165,7 @@ _MAX_TEXT = 10_000
 def plain(value: Any) -> Any:
     """Return ``value`` in one of Python's own types, even if the code of its class raises.
 
-    Numbers and texts of derived classes become values of the base class; enum members become their values. Tensors
+    Numbers and strings of derived classes become values of the base class; enum members become their values. Tensors
     and arrays without dimensions become numbers. Mappings, sequences and sets of derived classes become dicts and
     lists. All other objects become their ``repr``.
 

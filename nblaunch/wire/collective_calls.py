@@ -6,9 +6,9 @@ Each call has a number within its group and a chain: a digest of everything that
 call and in all earlier ones. If two ranks have equal chains at a number, they have agreed up to that call, so a
 comparison needs nothing else. Chains are computed from integers, whose hashes do not differ between processes.
 
-``backward``, the forward of ``DistributedDataParallel`` and optimizer steps are calls, too, with their own counts,
-because collectives that torch starts from C++ leave no other trace here. They are evidence and not a rule, so they are
-not part of a chain.
+``backward``, the forward pass of ``DistributedDataParallel`` and optimizer steps are calls, too, with their own counts,
+because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not agree
+on them, so they are not part of a chain.
 
 All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes about
 a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
@@ -134,7 +134,7 @@ class Call:
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
         time_s: ``monotonic()`` of the call. From another machine, only the time of a rank's last call is its own.
-        value: learning rate of a step; 1.0 for a forward after which gradients are exchanged.
+        value: learning rate of a step; 1.0 for a forward pass after which gradients are exchanged.
     """
 
     serial: int
@@ -238,7 +238,7 @@ class CallWriter:
             chain: as in :class:`Call`.
             size: as in :class:`Call`.
             shape: as in :class:`Call`, padded with zeros.
-            value: value of a step or forward.
+            value: value of a step or forward pass.
         """
         serial = next(self._serials)
         position = self._positions.get(site)
@@ -366,7 +366,7 @@ class CallReader:
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:
-        """Read the last calls; return none if the rank restarts its texts during every attempt."""
+        """Read the last calls; return no calls if the rank restarts its texts during every attempt."""
         words = self._words
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]

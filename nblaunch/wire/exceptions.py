@@ -1,6 +1,6 @@
 """Exceptions on their way from a worker to the kernel, with causes, contexts, notes and attributes.
 
-Messages also use this module to shorten long texts in the middle.
+Messages also use this module to shorten long strings in the middle.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Workers do not send unchanged tensors back.
 
 Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
 detects every change: by an optimizer, ``.data``, NumPy, or a replacement of the tensor. ``requires_grad`` does not show
-changes (an average of weights is frozen and changes), and neither does a tensor's version (``.data`` bypasses it).
+changes (averaged weights are frozen, but change), and neither does a tensor's version (``.data`` bypasses it).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Originals:
                 count = os.preadv(
                     self.fd, [memoryview(buffer)[:size]], original.address - self.address + done
                 )
-            except OSError:  # no longer there, unreadable, or the function has closed our descriptor
+            except OSError:  # no longer there, unreadable, or the function has closed the descriptor
                 return False
             if count != size or _memcmp(copy, address + done, size) != 0:
                 return False

@@ -123,7 +123,8 @@ def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
     """Return the value, and why it can't be rebuilt.
 
     Callers keep the value. A value that takes up almost all of a large file stays in the file. Any other value is
-    copied: otherwise a loss would keep the weights next to it in memory, and a thousand losses would keep a thousand
+    copied: otherwise a loss would keep the weights in the same file in memory, and a thousand losses would keep a
+        thousand
     descriptors open.
     """
     num_bytes = value_location.end - value_location.at

@@ -4,8 +4,8 @@
 
 Any process that reaches a store can write to it. The reader therefore names the class that it expects and accepts
 nothing else: it does not look up classes by names in the text, and runs no code chosen by the sender. The types are
-64-bit numbers, text, truth values, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists
-of pairs, so that keys keep their type.
+64-bit numbers, text, booleans, None, enums, dataclasses, tuples, mappings and unions of these. Mappings are lists of
+pairs, so that keys keep their type.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
         return _read_fields(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint(value)
-    # In Python, truth values are numbers; here they are not. A whole number is valid for any number.
+    # In Python, booleans are numbers; here they are not. A whole number is valid for any number.
     if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
         raise ValueError(f"{path}: a number with {value.bit_length()} bits is too large")
     if type(value) is hint or (hint is float and type(value) is int):

@@ -2,7 +2,7 @@
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
-A session and a debugger have one connection each. It is made before the worker starts and has no address: only the
+A session and a debugger have one connection each. Each is made before the worker starts and has no address: only the
 kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like events
 (``channel.py``); memory files carry objects of the user's classes. A worker sends a :class:`Reply` to each command of a
 session except :class:`Close`, and to each command to the debugger that has a number.
@@ -39,9 +39,9 @@ class CommandConnection:
     """One end of the connection, for messages with memory files. Only one thread at a time may use it.
 
     Processes that a worker has forked may hold its end open. The kernel therefore announces the end of a session
-    (:class:`Close`), and detects the end of a worker by its process.
+    (:class:`Close`), and detects the end of a worker through its process.
 
-    The descriptor lives as long as the object. The object can't be used in forked processes.
+    The descriptor stays open as long as the object exists. The object can't be used in forked processes.
 
     Args:
         fd: a socket, which this object then owns.
@@ -238,7 +238,7 @@ class Debug(DebugCommand):
 
 @dataclass(frozen=True)
 class Line(DebugCommand):
-    """A line for pdb, without its end."""
+    """A line for pdb, without its line ending."""
 
     text: str = ""
 
@@ -252,7 +252,7 @@ class Release(DebugCommand):
 
 
 PDB_PROMPT = "(Pdb) "
-"""Pdb's main prompt. At the prompts for the rest of a statement, ``interact`` and ``debug``, ``c`` resumes nothing."""
+"""Pdb's main prompt. At its other prompts (rest of a statement, ``interact``, ``debug``), ``c`` does not continue."""
 
 CONSOLE_PROMPT = ">>> "
 """The prompt of pdb's ``interact``."""

@@ -4,7 +4,7 @@
     process_control  own POSIX session, dies with its parent, drops the kernel's signal handlers, handles SIGINT
     output           descriptors 1 and 2 to the log file, 0 to /dev/null; replaces ``sys.stdin``, ``stdout``, ``stderr``
     process_control  killed first when memory runs out, stacks on request
-    inheritance      drops state that belongs only to the kernel; plain text instead of HTML; renews Trainers of a cell
+    inheritance      drops state that belongs only to the kernel; plain text instead of HTML; adapts Trainers of a cell
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
@@ -341,7 +341,7 @@ class _Worker:
         self.sender.send(PutUnread(self.assignment.rank, time.time(), pipes, has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:
-        """Report a fact for the head of the table from the first rank."""
+        """Report a fact for the header of the table from the first rank."""
         if self.assignment.rank == 0:
             self.sender.send(Fact(rank=-1, time_s=time.time(), name=name, text=text))
 

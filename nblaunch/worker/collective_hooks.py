@@ -71,7 +71,7 @@ def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
 
     @packages.replacement_of(make)
     def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
-        is_alone = bool(args) and type(args[-1]) is int and args[-1] == 1  # its size
+        is_alone = bool(args) and type(args[-1]) is int and args[-1] == 1  # the size of the group
         if vars(cls)["__init__"] is watch_and_make and not is_alone:
             cls.__init__ = held
             watch()
@@ -390,7 +390,7 @@ class _Hooks:
     # --- backward and steps ------------------------------------------------------------------------------------------
 
     def watch_backward(self, module: Any) -> None:
-        """Record each backward."""
+        """Record each backward pass."""
         backward = module.backward
         recorder = self._recorder
         torch = sys.modules["torch"]

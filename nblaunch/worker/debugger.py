@@ -215,7 +215,7 @@ class _Terminal:
         self._lines.put(text)
 
     def close(self) -> None:
-        """End pdb, even if it is waiting for the rest of a statement, where it would read ``q`` as a part of that."""
+        """End pdb, even if it is waiting for the rest of a statement, where it would read ``q`` as part of it."""
         self._is_closed = True
         self._lines.put(None)
 

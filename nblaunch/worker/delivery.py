@@ -32,7 +32,7 @@ _ABSENT = "its arguments do not contain this object; a __getstate__ may leave it
 class Delivery:
     """Sends a worker's results to its launcher.
 
-    It must be created before the function is called. It finds modules and records where their tensors lie, and the
+    It must be created before the function is called. It finds modules and records where their tensors are, because the
     function may replace modules in containers.
 
     If every rank holds the whole module, one rank sends its weights: the first of each machine, or the first of the

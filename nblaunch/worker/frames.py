@@ -23,7 +23,7 @@ def frames_of_main_thread() -> list[FrameType]:
 
 
 def frames_of_traceback(tb: TracebackType | None) -> list[FrameType]:
-    """Return the frames that an exception passed, innermost first."""
+    """Return the frames that an exception passed through, innermost first."""
     return [frame for frame, _ in walk_tb(tb)][::-1]
 
 

@@ -2,7 +2,7 @@
 
 Progress of code that does not use nblaunch: hooks count optimizer steps, tqdm updates and parameters of new modules
 in the rank's slot of the board. The counts distinguish a working rank from a hung one, and show which ranks built a
-model instead of receiving it. A step also keeps the process groups that it may have used alive.
+model instead of receiving it. A step also keeps alive the process groups that it may have used.
 
 Display: tqdm and rich write plain lines.
 
@@ -125,7 +125,7 @@ def _be_a_printer(console: Any) -> None:
 
 
 def _ignore(self: object, value: object) -> None:
-    """Ignore what a console says about the place where it runs."""
+    """Ignore the value that a console assigns to the property."""
 
 
 _MARK = "_nblaunch_worker"

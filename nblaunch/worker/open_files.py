@@ -1,7 +1,7 @@
 """Files that the function leaves open. Python closes such files when a script exits, but ``os._exit`` does not.
 
 ``inheritance/written_files.py`` handles the kernel's files. They are in the heap that is frozen before the function
-begins, so the collector does not list them.
+begins, so the garbage collector does not list them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _mark: list[None] = []
 
 
 def leave_out_present_objects() -> None:
-    """Exclude all present objects from the search for open files, which visits every object."""
+    """Exclude all existing objects from the search for open files, which would visit every object."""
     gc.freeze()
 
 

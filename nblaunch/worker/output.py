@@ -210,7 +210,7 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
 
     # tqdm.auto and others take this key to mean that widgets work.
     shell.config.pop("IPKernelApp", None)
-    # The shell's trait accepts only its own publisher class, so the existing publisher gets our methods. A new
+    # The shell's trait accepts only its own publisher class, so the existing publisher gets nblaunch's methods. A new
     # publisher would cost a forked worker 200 page faults.
     shell.display_pub.publish = publish
     shell.display_pub.clear_output = clear_output

@@ -4,7 +4,7 @@ is it intact? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
 Shards, and weights that are loaded after hooks, can be checked only while they are loaded. For other weights,
-``load_state`` checks names and shapes beforehand, not values. With another number of ranks, random states stay
+``load_state`` checks names and shapes beforehand, not values. With a different number of ranks, random states stay
 unchanged, and loaders continue after the samples that were seen.
 """
 

@@ -335,7 +335,7 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Replace tensors on the meta device by tensors from ``weights``; remove these from it and return their names."""
+    """Replace tensors on the meta device with tensors from ``weights``; remove these from it and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
     made: dict[int, torch.Tensor] = {}  # id of the meta tensor, which tied names share -> its replacement
     addresses: set[int] = set()

@@ -243,7 +243,7 @@ class SavedStates:
         """Return this rank's state of the n-th registered object, with full tensors.
 
         Raises:
-            CheckpointError: the file is damaged, or another number of ranks wrote different states.
+            CheckpointError: the file is damaged, or a different number of ranks wrote states that differ.
         """
         name, places = files.custom(index), self.places(index)
         # Map the file if tensors are sharded: each rank then reads only its own part.
@@ -328,7 +328,7 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
 
 
 def _counterparts(state: Any, other: Any) -> Iterator[Any]:
-    """Yield, for each leaf of ``state``, the leaf in the same place of ``other``; None if there is none."""
+    """Yield, for each leaf of ``state``, the leaf at the same place in ``other``; None if there is none."""
     if isinstance(state, (list, tuple)):
         others = (
             other if isinstance(other, (list, tuple)) and len(other) == len(state) else [None] * len(state)

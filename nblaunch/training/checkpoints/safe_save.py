@@ -99,7 +99,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace ``path`` by the file that ``write(other_path)`` writes; leave it unchanged if that fails."""
+    """Replace ``path`` with the file that ``write(other_path)`` writes; leave it unchanged if that fails."""
     aside = path.with_name(f".{path.name}{_PARTIAL}")
     try:
         write(aside)
@@ -112,7 +112,7 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; rename it first, so that no process finds it half removed."""
+    """Remove a folder; rename it first, so that no process finds it partially removed."""
     doomed = path.with_name(f".{path.name}{_DOOMED}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)

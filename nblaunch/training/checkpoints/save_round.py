@@ -102,7 +102,7 @@ class SaveOutcome:
     error: str = ""
 
     def check(self) -> None:
-        """Raise the error that rank 0 raised: ValueError for a wrong argument, CheckpointError otherwise."""
+        """Raise the error that rank 0 raised: ValueError for an invalid argument, CheckpointError otherwise."""
         if self.error_type:
             raise (ValueError if self.error_type == "ValueError" else CheckpointError)(self.error)
 
@@ -340,7 +340,7 @@ class Participant(_Side):
         super().__init__(backend)
         self._rank = rank
         self._store = _default_store()
-        self._thread_mail = _Mail(self._store)  # the thread waits in this one
+        self._thread_mail = _Mail(self._store)  # the thread waits with this object
         # Held while this rank answers that it is present, and while it takes the round that it answered.
         self._lock = threading.Lock()
         self._is_present = False

@@ -252,7 +252,7 @@ class Saver:
         participant.outcome(round.number).check()
 
     def _checksums_of_own(self, snapshot: Snapshot, folder: Path) -> dict[str, str]:
-        """Return checksums of this rank's files: the rank that wrote a file can read it fast, from the cache."""
+        """Return checksums of this rank's files: the rank that wrote a file can read it quickly, from the cache."""
         pattern = self._live.strategy.shard_files.format(rank=self._live.rank)
         shards = [path.relative_to(folder).as_posix() for path in folder.glob(pattern)] if pattern else []
         return files.checksums(folder, [*snapshot.objects, *shards])

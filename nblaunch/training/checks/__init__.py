@@ -7,7 +7,7 @@
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
-    noise.py       loaders whose processes draw equal random numbers
+    noise.py       loaders whose processes draw the same random numbers
     hints.py       possible mistakes that may be intended, shown on request
     scaling.py     a gradient scaler that has collapsed
 

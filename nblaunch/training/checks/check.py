@@ -33,7 +33,7 @@ class Check(ABC):
     """
 
     name: ClassVar[str]
-    """Name of the check, with which users silence it."""
+    """Name of the check, which users specify to silence it."""
 
     is_hint: ClassVar[bool] = False
     """Whether the observed behaviour may be intended. Hints are shown only on request."""

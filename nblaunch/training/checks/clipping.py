@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
 
 _MEASURES_FROM = 1e6
-"""Norms from here on limit nothing: users pass them, or infinity, to measure the norm."""
+"""Norms of at least this size do not limit anything: users pass them, or infinity, to measure the norm."""
 
 _HELPER = "_group_tensors_by_device_and_dtype"
 _CLIPPING = {"_clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_"}

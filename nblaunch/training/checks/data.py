@@ -34,8 +34,8 @@ def _sampler_of(iterator: Any) -> Any:
 class SameSamples(Check):
     """Each rank reads the same samples, in the same order as the other ranks.
 
-    Loaders that look alike may read different data, such as a file or a subset for each rank, so batches are compared;
-    and a loop may take a part of each batch, so losses are, too.
+    Loaders that look the same may read different data, such as a file or a subset for each rank, so batches are
+    compared. A loop may use only a part of each batch, so losses are compared as well.
     """
 
     name = "same_samples"

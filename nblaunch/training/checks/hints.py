@@ -82,7 +82,7 @@ class TrainModeEvaluation(Check):
             return
         for model in map(bare_module, prepared.models):
             layers = [layer for layer in model.modules() if layer.training and _differs(layer)]
-            # A loop may use only the data, or another model, and statistics may be computed anew for an average.
+            # A loop may use only the data, or another model, and statistics may be recomputed for an average.
             is_used = all(_version(layer) != self._versions.get(layer) for layer in layers if _version(layer))
             kinds = {type(layer).__name__ for layer in layers}
             if kinds and is_used:
@@ -138,7 +138,7 @@ def _differs(layer: torch.nn.Module) -> bool:
 
 
 def _version(layer: torch.nn.Module) -> int:
-    """Return a number that grows with each forward in training mode; 0 for a layer without running statistics."""
+    """Return a number that grows with each forward pass in training mode; 0 for a layer without running statistics."""
     count = (
         layer.num_batches_tracked if isinstance(layer, _BatchNorm) else None
     )  # running_mean has no versions
@@ -203,7 +203,7 @@ _METRIC = re.compile(
 """The name of a metric and a number, unless the name says that the metric is computed in training."""
 
 _RANK = re.compile(r"\b(?:rank|process|worker|gpu|device|shard)\b\W{0,3}\d", re.IGNORECASE)
-"""A rank with its number, whose own metric is shown on purpose."""
+"""Text that names a rank: the rank's own metric is shown on purpose."""
 
 
 class DifferentOrders(Check):
@@ -246,7 +246,7 @@ class NeverStepped(Check):
         self._has_stepped = True
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        # A gradient scaler leaves out steps, at first many.
+        # A gradient scaler skips steps, many of them at first.
         is_unseen = prepared.strategy.steps_by_engine or prepared.precision.scaler is not None
         is_over = self._has_stepped or self._num_cleared >= 3 * _NUM_STEPS
         if is_over or is_unseen or not prepared.optimizers:

@@ -1,11 +1,12 @@
-"""A check for loader processes that draw equal random numbers, which give samples equal noise.
+"""A check for loader processes that draw the same random numbers, so that samples get the same noise.
 
-torch seeds each worker process of a loader differently. A ``worker_init_fn`` that seeds them alike undoes that. torch
-does not seed a generator that the dataset itself holds: every process gets the same copy.
+torch seeds each worker process of a loader differently. A ``worker_init_fn`` that gives all of them the same seed
+undoes that. torch does not seed a generator that the dataset itself holds: every process gets the same copy.
 
     loader process ── digests of its generators, around two batches ──> shared memory ──> check on the rank
 
-The check examines only indexed datasets: processes of an iterable dataset may draw alike and share the samples.
+The check examines only indexed datasets: processes of an iterable dataset may draw the same numbers in order to divide
+the samples among them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Table:
         self._shuffled: dict[int, None] = {}
 
     def note_loader(self, iterator: Any) -> None:
-        """Record a loop over a loader with processes, if it shuffles: an evaluation may want equal noise."""
+        """Record a loop over a loader with processes, if it shuffles: an evaluation may need the same noise."""
         sampler = iterator._index_sampler
         while (
             inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -100,7 +101,7 @@ def _table() -> _Table:
         begin(self, *args, **kwargs)
         table.note_loader(self)
 
-    @functools.wraps(loop)  # keeps the name, with which a new process finds the original
+    @functools.wraps(loop)  # keeps the name, by which a new process finds the original
     def watch_and_loop(*args: Any, **kwargs: Any) -> None:
         _watch_fetches(table)
         loop(*args, **kwargs)

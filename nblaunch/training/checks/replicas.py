@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
 
 _NUM_TENSORS = 64
-_NUM_ELEMENTS = 2  # of each
+_NUM_ELEMENTS = 2  # of each tensor
 _NUM_PASSES = 8
 """Number of first backward passes in which changes of weights are counted."""
 

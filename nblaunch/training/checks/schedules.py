@@ -25,7 +25,8 @@ class ZeroLearningRate(Check):
 
     def begin_window(self) -> None:
         self._streaks = Streaks()
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that change weights
+        # Optimizers that change weights.
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
         rates = _rates(optimizer)

@@ -198,7 +198,7 @@ class Watch:
             except Exception:
                 self._checks.remove(check)
         while self._warnings:
-            warn(self._warnings.pop(0))  # raises if the user's filters make warnings errors
+            warn(self._warnings.pop(0))  # raises if the user's filters turn warnings into errors
 
 
 _ended: list[Callable[[], None]] = []

@@ -160,7 +160,7 @@ def _copied(data: Any) -> Any:
 
 
 def _constructed(data: Any, contents: Any, is_right: Any) -> Any:
-    """Return an immutable container's class called with ``contents``, after checking that it contains exactly these."""
+    """Call an immutable container's class with ``contents``, and return the result after checking its contents."""
     try:
         made = type(data)(contents)
     except Exception as error:

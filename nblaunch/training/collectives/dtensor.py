@@ -46,7 +46,7 @@ def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: Any, like: Any) -> Any:
-    """Return this rank's shard of ``full``, placed as ``like``; ``full`` itself if ``like`` is not a shard of it."""
+    """Return this rank's shard of ``full``, placed like ``like``; ``full`` itself if ``like`` is not a shard of it."""
     if not is_sharded(like) or is_sharded(full) or full.shape != like.shape:
         return full
     return with_local(like, slice_for(like, full).to(device=like.to_local().device, copy=True))

@@ -10,7 +10,7 @@ rows, so the added ones are cut off at the end. The size of an item decides whet
     one row per rank                                  a value of the rank's batch, such as a loss: all are kept
     any other number                                  an error: the rows can't be assigned to samples
 
-Tensors are gathered as tensors. Other objects, next to or instead of tensors, are pickled:
+Tensors are gathered as tensors. Other objects, in addition to or instead of tensors, are pickled:
 
     a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
     another object, such as a number or a text        a value of the rank; becomes a list with one item per rank

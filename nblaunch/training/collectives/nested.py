@@ -21,7 +21,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
-    """Replace every leaf of ``data`` by ``function(leaf)``; :func:`children` defines leaves."""
+    """Replace every leaf of ``data`` with ``function(leaf)``; :func:`children` defines leaves."""
     parts = children(data)
     if parts is None:
         return function(data)
@@ -39,7 +39,7 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Replace every tensor of ``data`` by ``function(tensor)``; other leaves are kept."""
+    """Replace every tensor of ``data`` with ``function(tensor)``; other leaves are kept."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 

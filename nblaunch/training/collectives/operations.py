@@ -9,11 +9,11 @@ If values are only copied, tensors are sent as bytes: process groups differ in t
 bool), but all support bytes, and the result is exact.
 
 If tensors differ between ranks, gloo ends the process from C++, without an exception. Ranks therefore first compare
-digests of all shapes if that is cheap, that is over gloo; on a GPU every comparison would wait for the device. Only the
-process group decides whether they compare, never a rank's data: a rank that has no tensor, or has it on another device,
-must take part in the same collectives as the others.
+digests of all shapes if that is cheap, that is, over gloo; on a GPU, every comparison would wait for the device. Only
+the process group decides whether they compare, never a rank's data: a rank that has no tensor, or has it on another
+device, must take part in the same collectives as the others.
 
-Objects travel pickled. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
+Objects are sent as pickles. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
 ``torchrun``, share no secret: there, as with torch's own object collectives, the network must be trusted.
 """
 
@@ -41,7 +41,7 @@ _DIGEST_BYTES = 8  # size of the digest of a compared structure
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
 _OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
 _HINT = "\nCall pad_across_processes first, or use even_batches=True for loaders."
-_RELEASE_TIMEOUT_S = 1.0  # much longer than it takes
+_RELEASE_TIMEOUT_S = 1.0  # much longer than a release takes
 
 # torch 2.13 renamed it and warns about the old name; remove this when 2.13 is the oldest supported version.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -194,7 +194,7 @@ def _check_alike(operation: str, described: str) -> None:
 
 
 def _describe(operation: str, data: Any) -> str:
-    """Describe a structure in a text that must be equal on all ranks. Lists and tuples count as equal.
+    """Describe a structure as text that must be equal on all ranks. Lists and tuples count as equal.
 
     For padding, sizes may differ, but types and the number of dimensions may not.
     """

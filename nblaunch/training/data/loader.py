@@ -188,11 +188,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 get_reports().report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
-        """Return to the enclosing loop after a look at the data or an evaluation; an epoch has no enclosing loop."""
+        """Return to the enclosing loop after an evaluation, or after a single batch was read; an epoch has none."""
         if not is_epoch:
             self.epochs.start = start
         if is_epoch or outer is None:
-            self._loop, self._begins_at = None, EpochPosition()  # later epochs are whole
+            self._loop, self._begins_at = None, EpochPosition()  # later epochs are read in full
         else:
             self._loop, (self.end_of_dataloader, self.remainder) = outer, ends
 
@@ -243,7 +243,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _has_even_batches(self) -> bool:
-        """Whether all batches but the last have the same number of rows, so that their count is a position.
+        """Whether all batches but the last have the same number of rows, so that counting batches gives a position.
 
         A stream is not even: each worker process may end with a short batch. A custom collate_fn may return any number
         of rows.
@@ -391,7 +391,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _is_of_dividing_stream(self) -> bool:
-        """Whether the data comes divided, by the user or the dataset, so that each rank's part may have any length."""
+        """Whether the data is already divided, by the user or the dataset, so that each part may have any length."""
         return self.shard is None and self.reads_on_every_rank and self.num_processes > 1
 
     @property
@@ -443,7 +443,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def has_portable_position(self) -> bool:
-        """Whether another number of ranks can continue from the position.
+        """Whether a different number of ranks can continue from the position.
 
         They can't if several processes read separate parts of the data.
         """
@@ -455,13 +455,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.num_workers == 0 and (is_shared_here or self.split_batches)
 
     def rounds(self, number: int) -> EpochPosition:
-        """Return what all ranks together have read once this rank has got ``number`` batches."""
+        """Return what all ranks together have read once this rank has received ``number`` batches."""
         batches = 1 if self.split_batches else self.num_processes
         return EpochPosition(number * (self.total_batch_size or batches), number * batches)
 
     @property
     def _rounds_behind(self) -> int:
-        """Number of this rank's batches, at their present size, that lie before the loader's first one."""
+        """Number of this rank's batches, at their present size, that precede the loader's first one."""
         return self._begins_at.samples // self.rounds(1).samples
 
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
@@ -501,7 +501,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if not self._is_rest:
             super()._note_position(is_end)
         elif self.use_stateful_dataloader:
-            # The base loader's state would belong to another order.
+            # The base loader's state would belong to a different order.
             order = self._order_state(is_end)
             if self._loop is not None and not is_end:
                 order["position"] = vars(self._position_at(self._loop.step + 1))

@@ -133,8 +133,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     is_dispatched = _is_dispatched(config, target, is_iterable)
     if is_dispatched and target.world_size > 1:
         return _dispatch(loader, target, config, common)
-    # Some programs check the class. In a single process both classes read alike; ranks that share a model each read
-    # the same data.
+    # Some programs check the class, and in a single process both classes read in the same way. Ranks that share a model
+    # each read the same data.
     is_alone = current_topology().world_size == 1
     kind: type[PreparedLoader] = DataLoaderDispatcher if is_dispatched and is_alone else DataLoaderShard
     if is_dispatched and is_alone:

@@ -4,8 +4,8 @@ A checkpoint from the middle of an epoch stores the generator states from the *s
 drawn. Reading the epoch again and skipping the samples already seen gives exactly the rest. An :class:`EpochPosition`
 records which samples were seen; any number of ranks can continue from it.
 
-A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader
-reads one batch ahead of the training loop, and so do these generators.
+A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader reads
+one batch ahead of the training loop, so these generators are one batch ahead, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int | None = None) -
     Args:
         dataloader: the loader, prepared or not. It keeps its position, and both loaders can read later epochs.
         num_batches: number of this rank's batches to leave out of the new loader's first epoch. None: all samples
-            before the position in the last loaded checkpoint, which another number of ranks may have saved; none if
+            before the position in the last loaded checkpoint, which a different number of ranks may have saved; none if
             it was saved between epochs. An indexed dataset does not load the skipped samples; a stream reads and drops
             them.
 
@@ -129,7 +129,7 @@ def capture(loader: PreparedLoader, shared: SharedState) -> dict[str, Any]:
 
 
 def can_continue(loader: PreparedLoader, state: dict[str, Any]) -> bool:
-    """Return whether ``loader`` can continue from a position that another number of ranks saved."""
+    """Return whether ``loader`` can continue from a position that a different number of ranks saved."""
     return state["position"] is None or (state["is_portable"] and loader.has_portable_position)
 
 

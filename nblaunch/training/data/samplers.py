@@ -1,7 +1,7 @@
 """The samplers nested in a loader, from the index sampler to the sampler of single indices; two new samplers.
 
 Ranks share an order because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
-state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler, by a
+state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler with a
 :class:`SeedableRandomSampler`.
 
 The index sampler is the outermost one, as in torch's ``DataLoader._index_sampler``: the batch sampler, if there is one.
@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 class SeedableRandomSampler(RandomSampler):
     """A random permutation that depends only on seed and epoch, so all ranks draw the same one.
 
-    A complete iteration ends the epoch; the next one has another order. ``initial_seed`` is the seed of epoch 0; epoch
-    ``e`` uses ``initial_seed + e``.
+    A complete iteration ends the epoch; the next one has a different order. ``initial_seed`` is the seed of epoch 0;
+    epoch ``e`` uses ``initial_seed + e``.
 
     Args:
         data_source, replacement, num_samples, generator: as for :class:`torch.utils.data.RandomSampler`.

@@ -5,7 +5,7 @@ A :class:`TrainingSetup` gives a strategy the ranks, the device, the precision a
 
     on_prepare         with all arguments of the call
     for each model:
-                       (prepare sets the precision of layers and forward; not of the forward with ``casts_models``)
+                       (prepare sets the precision of layers and, without ``casts_models``, of the forward pass)
       place            moves the model to its device, unless it stays where it is
       setup_module     wraps or shards it
       compile
@@ -239,7 +239,8 @@ class Strategy(ABC):
         return nullcontext()
 
     def sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context manager in which ``backward`` reduces gradients even if the forwards ran under ``no_sync``.
+        """Return a context manager in which ``backward`` reduces gradients even if forward passes ran under
+        ``no_sync``.
 
         Does nothing if another strategy set up ``model``.
         """

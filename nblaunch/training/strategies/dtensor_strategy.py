@@ -1,7 +1,8 @@
 """The common base of strategies with sharded weights, as DTensors over any mesh.
 
 This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
-``shard_files.py`` reads and writes the files. The caller decides when the files take their place in the folder.
+``shard_files.py`` reads and writes the files. The caller decides when the files are moved to their final place in the
+folder.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
     """Load a sharded or full state, keyed by parameter names.
 
     Raises:
-        ValueError: the optimizer's groups have other parameters.
+        ValueError: the optimizer's groups have different parameters.
     """
     groups_here = optimizer_state(owner, inner)["param_groups"]
     load_by_places(
@@ -271,7 +272,7 @@ def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]
         names_here: the possible names of each parameter, by groups; a parameter that layers share has several.
 
     Raises:
-        ValueError: the optimizer's groups have other parameters.
+        ValueError: the optimizer's groups have different parameters.
     """
     saved = state["param_groups"]
     groups = [

@@ -2,7 +2,7 @@
 
 DDP averages only the gradients of parameters that required them when DDP was constructed. If a layer is unfrozen, added
 or replaced later, each rank keeps its own gradients for it. :class:`LateParameters` finds such parameters before a
-forward, in the same way on all ranks, and averages their gradients after a backward that synchronises.
+forward pass, in the same way on all ranks, and averages their gradients after a backward pass that synchronises.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LateParameters:
         self._num_registrations = -1  # another process has its own count
 
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Find late parameters before a forward with gradients. A collective if there are new parameters."""
+        """Find late parameters before a forward pass with gradients. A collective if there are new parameters."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return  # a compiled wrapper traces its hooks only once, with the parameters of that moment
         self._check_frozen(model)

@@ -172,7 +172,8 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
-        # DDP decides in each forward whether the following backward reduces gradients. Overrule that decision here.
+        # DDP decides in each forward pass whether the following backward pass reduces gradients. Overrule that decision
+        # here.
         ddp = _own(model)
         if not isinstance(ddp, DistributedDataParallel):
             yield
@@ -276,10 +277,10 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
 
 
 def _learns_graph(model: DistributedDataParallel) -> bool:
-    """Return whether DDP learns a static graph in the next backward.
+    """Return whether DDP learns a static graph in the next backward pass.
 
-    That backward must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one
-    more micro-step does not change the gradients.
+    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one more
+    micro-step does not change the gradients.
     """
     return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 

@@ -29,7 +29,7 @@ from nblaunch.wire.channel import plain
 Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 """Name of the project, settings, and further arguments by tracker name."""
 
-_MAX_TEXT = 200  # characters of a text that travels to the launcher
+_MAX_TEXT = 200  # characters of a string that is sent to the launcher
 
 _LOGGED = (int, float, str, enum.Enum)
 """The types of logged values that are sent to the launcher; single elements are already converted to numbers."""
@@ -65,7 +65,7 @@ class LoggerType(Word):
 
 
 def register_tracker_class(kind: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a tracker class by its ``name``. Replacing a class warns.
+    """Let ``log_with`` find a tracker class by its ``name``. Replacing a class emits a warning.
 
     Raises:
         ValueError: it is not a subclass of ``GeneralTracker``, or has no ``name``.
@@ -103,7 +103,7 @@ class TrackerHub:
         self._has_warned_of_values = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
-        """Start the trackers that were started in the notebook on their first use in this process.
+        """On their first use in this process, start the trackers that were started in the notebook.
 
         Starting them earlier would create a run even if the function logs nothing, or starts its own trackers.
         """
@@ -146,7 +146,7 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
 
     def _values_to_show(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the numbers and texts among the values; warn about the first others that no tracker receives."""
+        """Return the numbers and strings among the values; warn about the first other values that no tracker gets."""
         logged, lost = {}, {}
         for name, value in flat(named):
             if isinstance(value, _LOGGED):
@@ -164,7 +164,7 @@ class TrackerHub:
         return logged
 
     def _step_to_show(self, step: Any) -> int | float | str | None:
-        """Return ``step`` as a number or a text; warn about the first step that is not a number."""
+        """Return ``step`` as a number or a string; warn about the first step that is not a number."""
         step = _plain(as_number(step))
         if step is None or isinstance(step, int) or (isinstance(step, float) and math.isfinite(step)):
             return step
@@ -211,7 +211,7 @@ def _report_location(tracker: Any, rank: int) -> None:
 
 
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
-    """Return the tracker classes and trackers that ``log_with`` selects, each once, except uninstalled ones."""
+    """Return the installed tracker classes and the trackers that ``log_with`` selects, each once."""
     choices = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     choices = [
         str(choice) if isinstance(choice, (str, enum.Enum)) else choice

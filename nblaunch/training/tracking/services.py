@@ -1,4 +1,4 @@
-"""Trackers of further services: Comet, SwanLab and trackio.
+"""Trackers for further services: Comet, SwanLab and trackio.
 
 Names, arguments and methods follow Hugging Face Accelerate's trackers.
 """
@@ -100,7 +100,7 @@ class CometMLTracker(_RunTracker):
         self.run.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, texts separately, and mappings as several metrics."""
+        """Log numbers as metrics, strings separately, and mappings as several metrics."""
         if step is not None:
             self.run.set_step(step)
         for name, value in values.items():

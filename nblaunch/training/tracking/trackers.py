@@ -1,4 +1,4 @@
-"""Trackers of experiments: the base class, JSON lines, MLflow, TensorBoard and Weights & Biases.
+"""Experiment trackers: the base class, JSON lines, MLflow, TensorBoard and Weights & Biases.
 
 The interface follows Hugging Face Accelerate, so trackers written for it work here. A tracker imports its library only
 when it starts.
@@ -218,7 +218,7 @@ class MLflowTracker(GeneralTracker):
         description: description of the run.
 
     Raises:
-        ValueError: tags are not JSON, or MLFLOW_NESTED_RUN is not a truth value.
+        ValueError: tags are not JSON, or MLFLOW_NESTED_RUN is not a boolean.
     """
 
     name = "mlflow"
@@ -280,7 +280,7 @@ class MLflowTracker(GeneralTracker):
         return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log settings as parameters of the run; cut texts to MLflow's limit."""
+        """Log settings as parameters of the run; cut strings to MLflow's limit."""
         import mlflow
 
         items = iter([(name, str(value)[:_MAX_PARAM_LENGTH]) for name, value in flat(settings_of(values))])
@@ -364,7 +364,7 @@ class TensorBoardTracker(GeneralTracker):
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, texts as texts, mappings of numbers as several scalars in one chart."""
+        """Log numbers as scalars, strings as text, mappings of numbers as several scalars in one chart."""
         for name, value in values.items():
             value = plain(value)
             if isinstance(value, (int, float)):

@@ -41,7 +41,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
         requirement_version: the version to compare with.
 
     Raises:
-        ValueError: another ``operation``.
+        ValueError: ``operation`` is not one of these.
         importlib.metadata.PackageNotFoundError: no such library is installed.
     """
     check_choice("operation", operation, tuple(_COMPARISONS))
@@ -205,7 +205,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the truth value of the variable ``key``; ``default`` if it is unset. Raise ValueError for other words."""
+    """Return the boolean value of the variable ``key``; ``default`` if unset. Raise ValueError for other words."""
     return bool(str_to_bool(env.snapshot().get(key, str(default))))
 
 

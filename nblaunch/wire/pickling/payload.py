@@ -504,13 +504,13 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 
 
 def _is_plain_array(array: Any) -> bool:
-    """Return whether the array consists only of dense numbers or fixed-size texts, each with its own memory."""
+    """Return whether the array consists only of dense numbers or fixed-size strings, each with its own memory."""
     dtype = array.dtype
     return (
         dtype.kind in _PLAIN_KINDS
         and not dtype.hasobject
         and array.nbytes > 0
-        and (array.flags.c_contiguous or 0 not in array.strides)  # not one element for many indices
+        and (array.flags.c_contiguous or 0 not in array.strides)  # not one element that many indices share
     )
 
 

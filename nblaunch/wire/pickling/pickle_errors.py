@@ -1,4 +1,4 @@
-"""Names the part of a value that can't be pickled in the terms of the user's code."""
+"""Names the part of a value that can't be pickled, as the user's code names it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The inventory of inherited state: every kind of state that a kernel may hold, and what a worker gets.
 
-A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker that
-forkserver or spawn starts is a fresh interpreter. It gets only what the launch sends: the call, and the state that
+A forked worker starts with a copy of the kernel's memory and descriptors, but not of its threads. A worker started with
+forkserver or spawn is a fresh interpreter. It gets only what the launch sends: the call, and the state that
 ``start_methods/saved_call.py`` captures. Every row has a contract test of the same name for each start method in
 ``tests/contracts/inheritance/``; ``docs/how-a-launch-works.md`` shows the same table.
 """
@@ -47,7 +47,7 @@ class Kind:
     Args:
         name: unique; contract tests and documentation refer to it.
         fork: what a forked worker gets.
-        fresh: what a worker gets that forkserver or spawn starts.
+        fresh: what a worker started with forkserver or spawn gets.
     """
 
     name: str
@@ -367,4 +367,4 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
 )
-"""In the order in which users meet them."""
+"""All kinds, in the order in which users encounter them."""

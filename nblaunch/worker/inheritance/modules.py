@@ -102,7 +102,7 @@ def _found(name: str) -> Place | None:
     """Return where an import would find a module now."""
     try:
         spec = PathFinder.find_spec(name)
-    except Exception:  # from a finder of the user
+    except Exception:  # raised by a user's finder
         return None
     return None if spec is None else _place_of(spec)
 

@@ -1,4 +1,4 @@
-"""Lets workers use pools that the kernel has created, of the standard library, loky and joblib.
+"""Lets workers use pools of the standard library, loky and joblib that the kernel has created.
 
 A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool whose
 bookkeeping lists threads starts no new ones, so its first task would wait forever. nblaunch therefore recreates a

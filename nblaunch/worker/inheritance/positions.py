@@ -41,7 +41,7 @@ class OpenFile:
     """A regular file or a folder that this process has open.
 
     Args:
-        fds: its descriptors; several if they share a position, as after ``os.dup``.
+        fds: its descriptors; several if they share a position, for example after ``os.dup``.
         flags: the flags with which it was opened.
         position: its position, in bytes.
         device: device of its file system.

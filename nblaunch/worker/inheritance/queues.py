@@ -6,8 +6,8 @@ kernel reads nothing while it waits for the ranks. For this reason a rank report
 all ranks wait, the launcher buffers what they write and passes it to the kernel's queues
 (``launcher/unread_queues.py``).
 
-A tensor is sent as a handle of memory, which the reader requests from the sending process. A rank therefore also
-waits until its tensors have been read.
+A tensor is sent as a handle to memory, which the reader requests from the sending process. A rank therefore also waits
+until its tensors have been read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nblaunch.wire.board import Slot
 
 _PACKAGES = ("multiprocessing", "multiprocess")
 _WRITES_S = 0.1
-"""Time for a thread to write as much as fits into its pipe, before the rank reports that it waits."""
+"""Time for a thread to write as much as fits into its pipe, before the rank reports that it is waiting."""
 _POLL_S = 0.01
 
 _LOST = (
@@ -51,7 +51,8 @@ def hand_over(
 
     Args:
         slot: slot of this rank.
-        report: called if the wait takes long, with the inodes of the queues' pipes and whether they hold tensors.
+        report: called if the wait takes a long time, with the inodes of the queues' pipes and whether they hold
+            tensors.
         warn: receives a sentence for the user.
     """
     used = {pipe: queue for pipe, queue in queues_of_this_process() if _has_put(queue)}

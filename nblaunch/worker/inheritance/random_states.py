@@ -29,7 +29,7 @@ _TORCH_SEED_BYTES = 8  # a state begins with the seed that initial_seed() return
 
 @dataclass(frozen=True)
 class RandomStates:
-    """States of the generators that a process had loaded at one moment.
+    """States of the generators that a process had loaded at a point in time.
 
     Args:
         random: state of ``random``.
@@ -139,7 +139,7 @@ def _imported(name: str) -> Any:
 
 
 def _move_numpy_on(numpy_random: Any) -> None:
-    # NumPy 1.24 can replace the generator by one that the global functions can't seed.
+    # NumPy 1.24 can replace the generator with one that the global functions can't seed.
     generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
     if generator is None or isinstance(generator, numpy_random.MT19937):
         # Not randint(), which calls functions of NumPy and so copies pages that workers share.

@@ -45,7 +45,7 @@ class LibrarySetting:
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """The settings of a process at one moment.
+    """The settings of a process at a point in time.
 
     Args:
         values: name of a row -> pickled value; unpickling may import its library.

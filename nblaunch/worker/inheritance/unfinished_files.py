@@ -5,7 +5,7 @@ that part. A worker's writes never reach the kernel's part, so closing the file 
 a worker, writing to such a file or adding a member therefore raises an error. Closing the file there, explicitly or
 by garbage collection, writes nothing; only the kernel completes it.
 
-A worker started by forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
+A worker started with forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
 """
 
 from __future__ import annotations

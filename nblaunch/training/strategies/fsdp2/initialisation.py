@@ -1,4 +1,4 @@
-"""Initialise the modules of a model on the meta device, and find tensors that stay without values.
+"""Initialise the modules of a model on the meta device, and find tensors that remain uninitialised.
 
 ``weights.py`` initialises one module after the other, so no rank ever holds the whole model.
 
@@ -23,7 +23,7 @@ _META = "meta"
 
 
 class StandIns:
-    """Replaces all tensors of a model by meta tensors with the same ties, in a ``with`` block.
+    """Replaces all tensors of a model with meta tensors that have the same ties, in a ``with`` block.
 
     The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
     writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that
@@ -87,7 +87,7 @@ _UNWRITTEN_BYTE = 0xAA
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor with shape and dtype of ``like``, filled with a marker for unwritten elements."""
+    """Return a CPU tensor with the shape and dtype of ``like``, filled with a marker for unwritten elements."""
     if like.is_floating_point() or like.is_complex():
         return torch.full(like.shape, torch.nan, dtype=like.dtype)
     tensor = torch.empty(like.shape, dtype=like.dtype)

@@ -60,7 +60,7 @@ class ShardingSettings:
         fsdp_version: must be 2.
         sharding_strategy: the older form of the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
             and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
-        reshard_after_forward: True (default): free a layer's weights after its forward, and gather them again for
+        reshard_after_forward: True (default): free a layer's weights after its forward pass, and gather them again for
             backward. False: keep them until then, which needs more memory and less communication. A number: keep them
             sharded over this many ranks.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``, a dict of its fields (dtypes may be names), or

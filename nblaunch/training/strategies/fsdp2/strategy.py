@@ -40,7 +40,7 @@ class Fsdp2Strategy(DTensorStrategy):
     Args:
         process: the ranks and the device of this process.
         settings: the user's settings, read when a model is set up.
-        dtype: the dtype of gathered weights; None: keep theirs.
+        dtype: the dtype of gathered weights; None: keep the weights' own dtypes.
         parallelism: how the ranks are divided; None: all ranks shard together, or the ranks of each machine.
     """
 
@@ -134,7 +134,7 @@ class Fsdp2Strategy(DTensorStrategy):
         odd = fsdp2_units.odd_weights(model, units, ignored, is_one_dtype=self._dtype is None)
         if self._dtype is not None:
             for parameter in odd:
-                if parameter.requires_grad and parameter.is_floating_point():  # like sharded ones
+                if parameter.requires_grad and parameter.is_floating_point():  # as for sharded parameters
                     parameter.data = parameter.data.to(torch.float32)
         return [name for name, parameter in model.named_parameters() if parameter in odd]
 

@@ -1,11 +1,12 @@
-"""The units of a sharded model. The weights of a unit are gathered before its forward, and freed together after it.
+"""The units of a sharded model. The weights of a unit are gathered together before its forward pass, and freed together
+after it.
 
 model (the rest)         one unit for the rest of the model: embedding, norm, head
   layers.0 ... layers.N  one unit each: memory holds the full weights of only one at a time
 
 A unit never returns views, but separate tensors that use the same memory. torch gathers a unit's weights for backward
 in a hook on the tensors that it returned. A linear layer returns a view for batches of sequences, and the user's next
-``x += y`` would remove the hook from a view. torch (from 2.12) also warns of each such unit.
+``x += y`` would remove the hook from a view. torch (2.12 and later) also warns about each such unit.
 
 A unit can recompute its activations in backward instead of keeping them.
 
@@ -313,8 +314,8 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past")
 def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
     """Make ``module`` recompute its activations in backward, instead of keeping them.
 
-    This wraps the module's ``forward`` inside the hooks that gather and free weights: the second forward uses the
-    weights gathered for backward. Empty caches of a generating model are left out, because the first forward would
+    This wraps the module's ``forward`` inside the hooks that gather and free weights: the second forward pass uses the
+    weights gathered for backward. Empty caches of a generating model are left out, because the first forward pass would
     fill them.
     """
     forward = module.forward
@@ -359,7 +360,7 @@ def register_new_parameters(module: nn.Module) -> None:
     """Make torch use the parameters that have replaced the ones created by ``fully_shard``."""
     for group in _groups(module):
         for parameter in group.fsdp_params:
-            parameter.reset_sharded_param()  # as after ``load_state_dict(assign=True)``
+            parameter.reset_sharded_param()  # for example after ``load_state_dict(assign=True)``
             parameter._setattr_on_modules(parameter.sharded_param)
 
 

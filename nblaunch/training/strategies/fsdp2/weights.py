@@ -75,7 +75,8 @@ class FullWeights:
         return self._trained_dtype if is_trained and self._trained_dtype is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
-        """Replace the parameters to be sharded by meta tensors with the same ties, and move the rest to the device.
+        """Replace the parameters to be sharded with meta tensors that have the same ties, and move the rest to the
+        device.
 
         The rest are buffers and ignored parameters, which every rank holds in full.
         """
@@ -125,7 +126,7 @@ class FullWeights:
                     held[name] = new  # type: ignore[assignment]
 
     def fill_shards(self, device: torch.device, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Replace the model's meta shards by shards on ``device``, and fill them.
+        """Replace the model's meta shards with shards on ``device``, and fill them.
 
         ``initialise`` initialises the weights of a module that no rank has yet; None: the module initialises itself.
         """
@@ -195,7 +196,7 @@ class FullWeights:
     def _initialise_one(
         self, module: nn.Module, names: set[str], make: Callable[[nn.Module], Any], stand_ins: StandIns
     ) -> set[str]:
-        """Have ``make`` write the full tensors ``names`` of a module; return the names that stay unwritten.
+        """Let ``make`` write the full tensors ``names`` of a module; return the names that remain unwritten.
 
         The module's other tensors already have values. ``make`` gets copies of these, or blank tensors in place of
         shards, and its writes to them are dropped.
