@@ -144,8 +144,8 @@ def notebook_launcher(
         sync_optimizers: load the states of the optimizers in ``args`` and of torch's schedulers (moments, steps,
             learning rates) into these objects, so that the next launch continues from them. For data parallel training
             only; save sharded states with ``accelerator.save_state``.
-        background: return a :class:`Job` as soon as the workers run, and leave the kernel free; ``job.result()`` waits.
-            An interrupt before that ends the job.
+        background: return a :class:`Job` as soon as the workers are running, and leave the kernel free;
+            ``job.result()`` waits. An interrupt before that ends the job.
         detach: with ``background=True``, let the job outlive this process. It then runs in its own process, and
             :func:`nblaunch.attach` returns its :class:`Job` in any kernel, script or shell (:func:`nblaunch.jobs` lists
             all jobs). The call is pickled. Trained weights stay with the job until :meth:`Job.load_weights` loads them.
@@ -186,7 +186,7 @@ def notebook_launcher(
     Raises:
         TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
         LaunchError: the workers could not be started.
-        JobHung: the job made no progress, with ``on_hang="stop"``; the message has the position of every rank.
+        JobHung: the job made no progress, with ``on_hang="stop"``; the message contains the position of every rank.
         WorkerDied: a worker ended without raising an exception; the message says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` has the parts that can.
         KeyboardInterrupt: the launch was interrupted before any rank failed.
@@ -293,7 +293,7 @@ def launch(
             exists.
         return_all: return the list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
-        background: return a :class:`Job` as soon as the workers run; its ``result()`` waits.
+        background: return a :class:`Job` as soon as the workers are running; its ``result()`` waits.
         **settings: any option of ``nblaunch launch`` by name, such as ``num_processes=4, mixed_precision="bf16"``.
 
     Returns:

@@ -258,7 +258,7 @@ FAULTS = (
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",
-        "NCCL found no room in /dev/shm, which GPUs without direct links communicate through; a container has 64 MB.",
+        "NCCL found no space in /dev/shm, which GPUs without direct links communicate through; a container has 64 MB.",
         "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
     ),
 )  # fmt: skip

@@ -214,7 +214,7 @@ def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchError(
-            f"the system denied resources for {len(attempt.ranks)} workers: {error}. If descriptors ran out "
+            f"the system did not provide resources for {len(attempt.ranks)} workers: {error}. If descriptors ran out "
             "(ulimit -n), close some files or use fewer processes."
         ) from error
 

@@ -64,7 +64,7 @@ class Guardian:
         """Start the process.
 
         Raises:
-            OSError: the system denied a process or a pipe.
+            OSError: a process or a pipe could not be created.
         """
         with descriptors.forks_held_back():
             reading, self._writing = os.pipe()

@@ -39,7 +39,7 @@ class WakePipe:
     another file with the same number. Drop the last reference instead.
 
     Raises:
-        LaunchError: the system denied a pipe.
+        LaunchError: a pipe could not be created.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class WakePipe:
         except OSError as error:
             self._pid = -1
             raise LaunchError(
-                f"the system denied a pipe: {error}. If file descriptors ran out (ulimit -n), close "
+                f"a pipe could not be created: {error}. If file descriptors ran out (ulimit -n), close "
                 "some files."
             ) from error
         os.set_blocking(self.reading, False)
@@ -94,7 +94,7 @@ class JobRequests:
         endings: number of requests to end the job in any way.
 
     Raises:
-        LaunchError: the system denied a pipe.
+        LaunchError: a pipe could not be created.
     """
 
     def __init__(self) -> None:

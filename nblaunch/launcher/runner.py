@@ -86,7 +86,7 @@ class JobRunner(Job):
         slots: rank -> its slot of the board, in the current attempt.
 
     Raises:
-        LaunchError: the system denied a pipe or the log folder.
+        LaunchError: a pipe or the log folder could not be created.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class JobRunner(Job):
             begun.wait()
         except RuntimeError as error:
             text = (
-                f"the system denied a thread to watch the workers: {error}. Use fewer processes, or close "
+                f"the thread that watches the workers could not be started: {error}. Use fewer processes, or close "
                 "other programs."
             )
             self._end(JobOutcome.of_error(LaunchError(text)))

@@ -143,7 +143,7 @@ class Supervisor:
         """Supervise the workers until they end, in any thread; return the report, and the results by rank.
 
         Raises:
-            LaunchError: the system denied a resource that workers need while they run.
+            LaunchError: the system did not provide a resource that workers need while they run.
         """
         try:
             self._register()
@@ -460,7 +460,7 @@ class Supervisor:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
         text = (
             f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks "
-            f"it. The job went on without it. It keeps its memory and devices until the system ends it{hint}"
+            f"it. The job continued without it. It keeps its memory and devices until the system ends it{hint}"
         )
         self._group.abandon(rank)
         self._watch_ends()

@@ -512,8 +512,8 @@ def _check_machine(engine: str, num_nodes: int | str) -> None:
         return
     wanted = f"engine={engine!r}, num_nodes={num_nodes!r}"
     raise ValueError(
-        f"Session({wanted}) is not possible: commands, variables and replies of a session travel over sockets of this "
-        "machine, so its ranks run here. Leave both out, or start ranks on other machines for one call with "
+        f"Session({wanted}) is not possible: commands, variables and replies of a session are sent over sockets of "
+        "this machine, so its ranks run here. Leave both out, or start ranks on other machines for one call with "
         f"notebook_launcher(function, args, {wanted}); nblaunch.Nodes(...) keeps these machines ready between calls"
     )
 

@@ -112,7 +112,7 @@ class Accelerator(AcceleratorProperties):
             use an earlier Accelerator's, if there is one.
 
     Raises:
-        ValueError: an argument is invalid, contradicts another argument, or requests another device than an earlier
+        ValueError: an argument is invalid, contradicts another argument, or requests a different device from an earlier
             Accelerator of this process.
         TypeError: an unknown argument.
         NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
@@ -397,9 +397,9 @@ class Accelerator(AcceleratorProperties):
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Reduce gradients in the next ``backward`` of the block, even if its forwards ran under :meth:`no_sync`.
+        """Reduce gradients in the next ``backward`` of the block, even if its forward passes ran under :meth:`no_sync`.
 
-        Use it for several forwards and one backward. Does nothing for a model that no strategy prepared.
+        Use it for several forward passes and one backward pass. Does nothing for a model that no strategy prepared.
         """
         return gradients.sync_in_backward(model)
 
@@ -412,7 +412,7 @@ class Accelerator(AcceleratorProperties):
         gradient accumulation, the end of an uneven loader does not close a window: all ranks synchronise in the same
         steps, and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data
         get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
-        collectives in the loop, such as ``gather``, or a second forward of a model before the next batch.
+        collectives in the loop, such as ``gather``, or a second forward pass of a model before the next batch.
 
         Args:
             joinables: the prepared models (and optimizers that communicate) of the loop.
@@ -588,10 +588,10 @@ class Accelerator(AcceleratorProperties):
         complete and on disk, so it survives a failure or the end of the process at any time. Other files are kept.
 
         Continued training gives the same numbers. With three or more ranks they are equal up to rounding, because
-        DistributedDataParallel adds its first gradients in another order.
+        DistributedDataParallel adds its first gradients in a different order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-        collective or end, nblaunch concludes that only the main process shall save (``if is_main_process:``). It then
+        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). It then
         saves without their random states, or raises an error if they hold shards of the weights.
 
         Args:

@@ -175,7 +175,7 @@ class UntrainedParameters(Check):
         if names:
             self.report(
                 f"{formatting.first(names, _MAX_NAMED)} got no gradient in {2 * _NUM_STEPS} steps",
-                "If the forward should use them, look for a detach() or a layer that is left out",
+                "If the forward pass should use them, look for a detach() or a layer that is left out",
             )
 
 

@@ -30,7 +30,7 @@ from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 _MAX_NAMED = 3
 _SHARED = (
-    "all ranks share one position in {names}, which {are} open in the kernel and can't be opened anew: open {them} "
+    "all ranks share one position in {names}, which {are} open in the kernel and can't be reopened: open {them} "
     "inside the function if it reads {them}"
 )
 

@@ -335,7 +335,7 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.RENEWED,
             "a `DataLoader` starts its own processes; an iterator that the kernel has started continues if it has no "
-            "processes, and raises an error if it has",
+            "processes, and raises an error if it has any",
         ),
         fresh=Way(
             Treatment.RENEWED,

@@ -89,7 +89,7 @@ class KernelSettings:
             return None
         return (
             "workers do not have these settings of the kernel, which can't be sent to another process: "
-            f"{'; '.join(self.left)}. Make these settings inside the function"
+            f"{'; '.join(self.left)}. Apply these settings inside the function"
         )
 
     def _write(self, setting: LibrarySetting, module: Any) -> None:
