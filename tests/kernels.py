@@ -347,8 +347,6 @@ class Kernel:
             AssertionError: the cell ended otherwise than expected.
             KernelTimeout: it did not end.
         """
-        if raises:
-            request.setdefault("stop_on_error", False)
         cell = self.submit(source, **request).wait(timeout_s)
         raised = cell.reply.get("ename") if cell.reply else None
         if raised != raises or cell.status == "aborted":
@@ -372,8 +370,8 @@ class Kernel:
             "store_history": True,
             "user_expressions": {},
             "allow_stdin": False,
-            # with it, ipykernel 6 would also abort a cell that is sent right afterwards
-            "stop_on_error": not is_typed_into,
+            # with it, ipykernel 6 would also abort a cell that is sent right after an error or an interrupt
+            "stop_on_error": False,
         } | request
         message = self._manager.session.send(self._shell, "execute_request", content)
         cell = Cell(self, source, message["header"]["msg_id"])

@@ -125,4 +125,7 @@ def comparable(text: str) -> str:
     text = re.sub(
         r" on (node \d+ \(host [^)]*\)|[\w.-]+); complete log: \S+", " on HOST; complete log: PATH", text
     )
-    return re.sub(r"complete logs: \S+", "complete logs: PATH", text)
+    text = re.sub(r"complete logs: \S+", "complete logs: PATH", text)
+    # The launcher stops ranks that have not noticed the lost connection in time.
+    ends = "lost the connection to it|stopped by the launcher"
+    return re.sub(rf"ranks? [\d, -]+: ({ends})(; ranks? [\d, -]+: ({ends}))*", "others: ended with it", text)

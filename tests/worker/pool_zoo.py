@@ -450,7 +450,7 @@ NEXT = "nblaunch.notebook_launcher(len, ('ab',), num_processes=2, dashboard='non
 
 def outcome(kernel: Kernel, start_method: str, limit_s: float) -> str:
     """Launch ``use`` once; return the outcome in one line."""
-    cell = kernel.submit(f"value = launch({start_method!r})", stop_on_error=False)
+    cell = kernel.submit(f"value = launch({start_method!r})")
     cell.wait_for(lambda cell: cell.is_done or "entered" in text_of(cell), CELL_LIMIT_S)
     began_s = time.monotonic()
 
