@@ -124,8 +124,7 @@ def _read_value(fd: int, value_location: ValueLocation) -> tuple[Any, str]:
 
     Callers keep the value. A value that takes up almost all of a large file stays in the file. Any other value is
     copied: otherwise a loss would keep the weights in the same file in memory, and a thousand losses would keep a
-        thousand
-    descriptors open.
+    thousand descriptors open.
     """
     num_bytes = value_location.end - value_location.at
     is_most = num_bytes >= max(_MIN_KEPT_BYTES, os.fstat(fd).st_size // 2)
