@@ -23,7 +23,7 @@ _MEASURES_FROM = 1e6
 
 _HELPER = "_group_tensors_by_device_and_dtype"
 _CLIPPING = {"_clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_"}
-"""Functions of torch that call the helper to change gradients; ``clip_grad_norm_`` itself does before torch 2.6."""
+"""Functions of torch that call the helper to change gradients; in older releases, ``clip_grad_norm_`` itself does."""
 
 
 class LateClipping(Check):
