@@ -93,7 +93,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-aB3dEf (size 963
                 "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
                 SHM,
             ),
-            "no room in /dev/shm",
+            "/dev/shm",
             "--shm-size",
         ),
     ],

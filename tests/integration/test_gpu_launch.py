@@ -138,7 +138,7 @@ def train(model):
     )
     assert cell.value == (1, False, (2.0, 2.0), True, [7.0], "forkserver")
     text = " ".join(cell.stdout.split())
-    assert "every worker loads the function by itself" in text
+    assert "every worker loads the function" in text
     assert "this process has used the device, says the module" in text
     _check_failing_and_stopping(fresh)
 

@@ -412,3 +412,20 @@ def test_every_loss_counts_after_a_backward_failed_in_the_kernel() -> None:
         notebook_launcher(fail, num_processes=1, backend="cpu", engine="inline", dashboard="none")
     view, _ = run_job(train, ranks=1)
     assert [epoch.loss for _, epoch in sorted(view.epochs.items())] == pytest.approx([3.0, 8.0])
+
+
+def test_checks_of_an_accelerator_in_the_kernel_ignore_the_loops_of_workers() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(4, 1))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+
+    def train() -> int:
+        """Train with a learning rate of 0 and clip after each step; a warning raises an error."""
+        model = Model()
+        for _ in range(2 * LENGTH):
+            model.optimizer.zero_grad()
+            model.step()
+            nn.utils.clip_grad_norm_(model.linear.parameters(), 1.0)
+        return model.num_steps
+
+    assert run_job(train)[1] == [2 * LENGTH] * 2

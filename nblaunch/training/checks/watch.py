@@ -179,15 +179,20 @@ class Watch:
         self.due_at = max(16, 1 << num_steps.bit_length())
         self._until = self.due_at + _WINDOW
 
+    def _is_at_home(self) -> bool:
+        """Return whether this process still is the one that made the watch; a worker inherits the notebook's."""
+        process = self._context()
+        return process is not None and process.is_current
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._is_at_home():
             self._num_looked_at += 1
             if self._prepared is not None and not self._prepared.strategy.steps_by_engine:
                 self._call("before_step", self._prepared, optimizer)
 
     def _before_torch_clips(self, gradients: Sequence[torch.Tensor]) -> None:
         # The observation outlives the window if other code has replaced torch's helper in the meantime.
-        if self.is_looking:
+        if self.is_looking and self._is_at_home():
             self._call("before_clip", self._prepared, gradients, True)
 
     def _call(self, method: str, *arguments: Any) -> None:
