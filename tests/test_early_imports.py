@@ -60,6 +60,7 @@ def test_an_early_launch_imports_before_forking(kernel: Kernel) -> None:
     assert found == (False, [True, True], True)
 
 
+@pytest.mark.thorough
 def test_an_interrupt_of_an_awaiting_cell_leaves_no_partial_module(kernel: Kernel, tmp_path: Path) -> None:
     """The event loop imports while the cell awaits, and the interrupt comes in the middle."""
     interrupt = 'when_imported("sympy.core", lambda module: os.kill(os.getpid(), signal.SIGINT))'

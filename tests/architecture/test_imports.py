@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.source import Module, listing, modules
 from tests.kernels import Kernel
 
@@ -108,8 +106,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
     found = {
         (module.name, name): module.at(node)
         for module in modules()
-        for function in module.functions()
-        for node, name in _own_imports(module, function)
+        for node, name in _own_imports_in_functions(module)
     }
     offenders = [
         f"{where} imports {key[1]}" for key, where in found.items() if key not in OWN_IMPORTS_IN_FUNCTIONS
@@ -119,23 +116,18 @@ def test_own_modules_are_imported_at_the_top() -> None:
     assert not stale, f"no longer there, take them out of OWN_IMPORTS_IN_FUNCTIONS:{listing(stale)}"
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
-def test_module_exports_exist(module: Module) -> None:
-    if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(module.tree)):
-        return
-    loaded = importlib.import_module(module.name)
+def test_module_exports_exist() -> None:
     missing = []
-    for name in loaded.__all__:
-        try:
-            getattr(loaded, name)
-        except (AttributeError, ImportError) as error:
-            missing.append(f"{module.name}.{name}: {error}")
+    for module in modules():
+        if any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(module.tree)):
+            exports = importlib.import_module(module.name).__all__
+            missing += [f"{module.name}.{name}" for name in exports if not _exists(module.name, name)]
+            missing += [f"{module.name}.{name} again" for name in exports if exports.count(name) > 1]
     assert not missing, listing(missing)
-    assert len(set(loaded.__all__)) == len(loaded.__all__), "a name is listed twice"
 
 
-def _own_imports(module: Module, function: ast.AST) -> list[tuple[ast.AST, str]]:
-    inside = set(ast.walk(function))
+def _own_imports_in_functions(module: Module) -> list[tuple[ast.AST, str]]:
+    inside = {node for function in module.functions() for node in ast.walk(function)}
     return [
         (node, name)
         for node, name in module.imports()

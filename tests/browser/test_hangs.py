@@ -27,6 +27,7 @@ def page(lab: Lab, browser: Browser) -> Iterator[Page]:
         yield page
 
 
+@pytest.mark.thorough
 def test_a_hang_is_shown_and_rates_fall_to_0(page: Page) -> None:
     page.run(REPORTED)
     page.wait_until(
@@ -50,6 +51,7 @@ def test_a_hang_is_shown_and_rates_fall_to_0(page: Page) -> None:
     wait_for_table(page, REPORTED)
 
 
+@pytest.mark.thorough
 def test_the_rank_that_others_wait_for_has_failed(page: Page) -> None:
     page.run(STOPPED)
     page.wait_for_text(STOPPED, "failed in rank 1 after")

@@ -89,6 +89,7 @@ def driven(lab: Lab, page: Page, cell: int) -> Iterator[None]:
         page.wait_until_idle(cell)
 
 
+@pytest.mark.thorough
 def test_eight_ranks_have_moving_rows(lab: Lab, page: Page) -> None:
     output = page.output(EIGHT)
     rows = output.locator(".nbl-job tr", has=page.page.locator("[role=rowheader]"))

@@ -59,6 +59,7 @@ def estimated(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_estimate_agrees_with_measured_training() -> None:
     """With Adam, momentum and plain SGD, fp32 and bf16, alone, under DDP and under FSDP2, it is at most 10 % off."""
     ended = subprocess.run(

@@ -93,8 +93,10 @@ ENGINES: dict[str, Callable[[ExitStack, str], Subject]] = {
 }
 
 
-on_every_engine = pytest.mark.parametrize("subject", ENGINES, indirect=True)
 # ssh and Slurm only start the node programs of the engine "processes" by another command.
+on_every_engine = pytest.mark.parametrize(
+    "subject", ["processes", "ray", "ssh", thorough("slurm")], indirect=True
+)
 on_both_kinds = pytest.mark.parametrize(
     "subject", ["processes", "ray", thorough("ssh"), thorough("slurm")], indirect=True
 )

@@ -15,7 +15,7 @@ from nblaunch.debugging import answer_prompt, takes_breakpoints
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.wire.worker_commands import Prompted
 from tests.kernels import Kernel
-from tests.profiles import PROFILES, python_of
+from tests.profiles import python_of
 from tests.thorough import thorough
 
 PREAMBLE = """
@@ -42,7 +42,7 @@ def shared() -> Iterator[Kernel]:
         yield kernel
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", ["newest", thorough("colab")])
 def test_a_blocking_cell_prompts_once_for_all_ranks(profile: str) -> None:
     with Kernel.start(python=python_of(profile)) as kernel:
         kernel.run(PREAMBLE)

@@ -83,6 +83,7 @@ def put():
     notebook.run(f"ray.init({address!r}, log_to_driver=False)")
 
 
+@pytest.mark.thorough
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
     size = notebook.run(
         "go(lambda: int(os.environ['WORLD_SIZE']), num_nodes='1:4', num_processes=8)", timeout_s=180

@@ -38,6 +38,7 @@ def _train(mixed_precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+@pytest.mark.thorough
 def test_training_of_ranks(mixed_precision: str) -> None:
     for answers in ranks.run(_train, 2, mixed_precision):
         assert answers["devices"] == ("cpu", "cpu", "cpu")
@@ -86,6 +87,7 @@ def test_spinning_ranks_are_detected(kernel: Kernel) -> None:
     test_cuda_kernel.assert_spinning_is_a_hang(kernel, "cpu")
 
 
+@pytest.mark.thorough
 def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(
@@ -208,6 +210,7 @@ driver.nvmlDeviceGetCount = lambda: int(os.environ["GPUS"])  # torch imports it 
 """
 
 
+@pytest.mark.thorough
 def test_machines_with_several_gpus(tmp_path: Path) -> None:
     machines: list[tuple[dict[str, str], int]] = [
         ({"GPUS": "1"}, 1),

@@ -88,6 +88,7 @@ def test_notebook_python_and_torchrun_train_alike(kernel: Kernel, tmp_path: Path
         torch.testing.assert_close(answer["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_no_thread_uses_the_store_when_a_rank_exits(tmp_path: Path) -> None:
     """Before Python 3.14, a thread that returns from C++ at exit makes the process abort."""
     script = tmp_path / "script.py"

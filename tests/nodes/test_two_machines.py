@@ -119,7 +119,8 @@ def test_machines_without_restarts_are_not_awaited(pair: Pair, static: Settings)
         assert error_of(launch.result(limit_s)).startswith("LookupError: no such sample")
 
 
-@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), thorough("1:3", 5)], ids=["full", "open"])
+@pytest.mark.parametrize(("num_nodes", "last_call_s"), [("1:2", 1), ("1:3", 5)], ids=["full", "open"])
+@pytest.mark.thorough
 def test_a_machine_may_join_later(pair: Pair, c10d: Settings, num_nodes: str, last_call_s: int) -> None:
     """If more machines may join, all wait until the end of the last call."""
     conf = {**c10d["rdzv_conf"], "last_call_timeout": last_call_s}
@@ -340,6 +341,7 @@ def test_returned_machines_wait_until_interrupted(uneven: list[Launch]) -> None:
     assert uneven[1].result(SOON_S)["error"] == "NodeLost"
 
 
+@pytest.mark.thorough
 def test_a_machine_that_returned_does_not_wait_for_a_dead_one(uneven: list[Launch]) -> None:
     uneven[1].kill(whole_machine=True)
     assert uneven[0].result(SOON_S)["value"] == [10]
@@ -380,6 +382,7 @@ def test_a_short_network_cut_is_survived(cable: Pair, static: Settings) -> None:
         assert "sends heartbeats again, after" in launch.output
 
 
+@pytest.mark.thorough
 def test_a_long_network_cut_ends_the_job(cable: Pair, static: Settings) -> None:
     launches = [cable[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[0].wait_for("step 10 ")
@@ -436,6 +439,7 @@ def test_machines_lost_during_a_wait_are_named(pair: Pair, static: Settings) -> 
     again.wait_for("joined: node 0 (host ")
 
 
+@pytest.mark.thorough
 def test_duplicate_machine_ranks_are_rejected(pair: Pair, static: Settings) -> None:
     launches = [pair[rank].start("step_on", 10_000, **static) for rank in range(2)]
     launches[1].wait_for("step 10 ")

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import Kernel
-from tests.profiles import PROFILES, python_of
+from tests.profiles import python_of
+from tests.thorough import thorough
 
 
-@pytest.fixture(scope="module", params=PROFILES)
+@pytest.fixture(scope="module", params=["newest", thorough("colab")])
 def shared(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Start a kernel in which the magics use a session of three ranks."""
     with Kernel.start(python=python_of(request.param)) as kernel:

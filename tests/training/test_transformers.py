@@ -192,6 +192,7 @@ def _fine_tune() -> dict[str, Any]:
 
 @pytest.mark.alarms("training_in_eval_mode")
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fine_tuned_encoder_has_the_same_metric_on_two_processes() -> None:
     expected = ranks.run(_fine_tune, 1, timeout_s=100)[0]
     accuracy, loss, rows = expected["after"]
