@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_AMOUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
+_AMOUNT = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([KMBGT]?)")
 
 
 def model_size(arguments: argparse.Namespace) -> ModelSize:

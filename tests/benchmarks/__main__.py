@@ -12,6 +12,7 @@ import argparse
 import importlib
 import inspect
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,7 @@ def main(words: Sequence[str]) -> int:
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(TITLES)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # end the kernels, too
     is_good = True
     for name in names or TITLES:
         measure = importlib.import_module(f"tests.benchmarks.{name}").measure

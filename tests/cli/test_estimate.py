@@ -236,6 +236,7 @@ def test_every_column_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
         (["--parameters", "0"], "'0' is not a number"),
         (["--parameters", "1e400"], "'1e400' is not a number"),
         (["--parameters", "_"], "'_' is not a number"),
+        (["--parameters", "1__0"], "'1__0' is not a number"),
         (["--parameters", "7B", "--trainable", "__M"], "'__M' is not a number"),
         (["--parameters", "7B", "--trainable", "8B"], "more than the model's"),
         (["--parameters", "7B", "--num_devices", "0"], "--num_devices 0"),
