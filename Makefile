@@ -110,7 +110,7 @@ $(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
 ifeq ($(strip $(ARGS)),)
 # Run every part, even after a failure. The last lines list the parts that failed.
 test:  ## lint, then run all tests, including XLA; the last lines list failed parts. With ARGS: run only the tests they select
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env || $(MAKE) --no-print-directory setup
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env browser colab-env || $(MAKE) --no-print-directory setup
 	@failed=; for part in lint test-xla test-main; do \
 		echo; echo "== $$part =="; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
 	if [ -n "$$failed" ]; then echo "make test: failed:$$failed"; exit 1; fi; \
