@@ -110,9 +110,9 @@ _T = TypeVar("_T")
 def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num_processes: int | None=None, mixed_precision: MixedPrecision='no', use_port: str | int | None=None, master_addr: str='127.0.0.1', node_rank: int=0, num_nodes: int | str=1, rdzv_backend: RendezvousBackend='static', rdzv_endpoint: str='', rdzv_conf: Mapping[str, Any] | None=None, rdzv_id: str='none', max_restarts: int=0, monitor_interval: float=0.1, log_line_prefix_template: str | None=None, *, backend: BackendName | str='auto', engine: 'EngineName | Nodes'='auto', start_method: StartMethod='auto', strategy: LaunchStrategy='auto', return_all: Literal[False]=False, sync_weights: bool=True, sync_optimizers: bool=False, background: Literal[False]=False, detach: bool=False, dashboard: DashboardKind='auto', threads_per_process: int | None=None, interrupt_grace_s: float=5.0, hang_timeout_s: float | None=300.0, on_hang: HangPolicy='report', post_mortem: bool=False, log_dir: str | None=None, rdzv_timeout_s: float | None=None, hosts: Sequence[str]=(), resources_per_node: Mapping[str, float] | None=None, runtime_env: Mapping[str, Any] | None=None, session: 'Session | None'=None) -> _T:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
-    nblaunch forks the workers from this process. They share the function, its closure and the modules in ``args`` with
-    it, without a pickle; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads
-    the trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
+    nblaunch forks the workers from this process. They inherit the function, its closure and the modules in ``args``
+    without pickling; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads the
+    trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
     workers start through a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
     plain ``torch.distributed.init_process_group()`` and other frameworks find the ranks by themselves.
 
@@ -132,7 +132,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is in memory once, and its
             trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
             dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the function.
-        num_processes: number of workers; with an engine for several machines, on all of them together. None =
+        num_processes: number of workers; with an engine for several machines, the total on all machines. None =
             ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a machine without GPUs or TPUs).
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the default of ``Accelerator()`` in the
             function.
@@ -148,9 +148,9 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often to restart all workers after a failure or, with several machines, after a machine was
-            lost, once it is back. With ``background=True``, restarts never fork the kernel, which may be running other
-            code: they load a pickled copy of the call, which stays in memory until the job ends.
+        max_restarts: how many times to restart all workers after a failure or, with several machines, when a lost
+            machine is back. With ``background=True``, restarts never fork the kernel, which may be running other code:
+            they load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
             None = ``[rank]``.
@@ -188,7 +188,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
             as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
-            processor time do not. It is a hang if no rank makes progress while one waits in a collective, or has stayed
+            processor time do not. A job hangs if no rank makes progress while one waits in a collective, or has stayed
             on one line since its last step. Other work without progress is reported as a possible hang.
         on_hang: ``"report"`` a hang, or also ``"stop"`` the job.
         post_mortem: keep the workers where they are when a rank raises; the cell still raises the exception at once.
@@ -200,7 +200,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         hosts: with ``engine="ssh"``, the names of the machines for ``ssh``. They must accept connections without a
             password, and have Python and nblaunch.
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
-            4}``. None = a core for each rank, and a GPU if the cluster has any.
+            4}``. None = one core per rank, and one GPU per rank if the cluster has GPUs.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
         session: run on the workers of a :class:`Session` instead of new ones. Arguments that control the start of the
             workers must then have their default or the session's value.

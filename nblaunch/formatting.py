@@ -67,7 +67,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return text -> the ranks that have it, in the order of their first rank; ``texts``: rank -> text."""
+    """Return the ranks that have each text, ordered by the first rank; ``texts``: rank -> text."""
     grouped: dict[str, list[int]] = {}
     for rank in sorted(texts):
         grouped.setdefault(texts[rank], []).append(rank)

@@ -83,9 +83,9 @@ def notebook_launcher(
 ) -> Any:
     """Run ``function(*args)`` on every device of this machine, one process each, and return rank 0's value.
 
-    nblaunch forks the workers from this process. They share the function, its closure and the modules in ``args`` with
-    it, without a pickle; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads
-    the trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
+    nblaunch forks the workers from this process. They inherit the function, its closure and the modules in ``args``
+    without pickling; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads the
+    trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
     workers start through a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
     plain ``torch.distributed.init_process_group()`` and other frameworks find the ranks by themselves.
 
@@ -105,7 +105,7 @@ def notebook_launcher(
         args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is in memory once, and its
             trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
             dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the function.
-        num_processes: number of workers; with an engine for several machines, on all of them together. None =
+        num_processes: number of workers; with an engine for several machines, the total on all machines. None =
             ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a machine without GPUs or TPUs).
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the default of ``Accelerator()`` in the
             function.
@@ -121,9 +121,9 @@ def notebook_launcher(
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
-        max_restarts: how often to restart all workers after a failure or, with several machines, after a machine was
-            lost, once it is back. With ``background=True``, restarts never fork the kernel, which may be running other
-            code: they load a pickled copy of the call, which stays in memory until the job ends.
+        max_restarts: how many times to restart all workers after a failure or, with several machines, when a lost
+            machine is back. With ``background=True``, restarts never fork the kernel, which may be running other code:
+            they load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
             None = ``[rank]``.
@@ -161,7 +161,7 @@ def notebook_launcher(
         hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
             as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
-            processor time do not. It is a hang if no rank makes progress while one waits in a collective, or has stayed
+            processor time do not. A job hangs if no rank makes progress while one waits in a collective, or has stayed
             on one line since its last step. Other work without progress is reported as a possible hang.
         on_hang: ``"report"`` a hang, or also ``"stop"`` the job.
         post_mortem: keep the workers where they are when a rank raises; the cell still raises the exception at once.
@@ -173,7 +173,7 @@ def notebook_launcher(
         hosts: with ``engine="ssh"``, the names of the machines for ``ssh``. They must accept connections without a
             password, and have Python and nblaunch.
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
-            4}``. None = a core for each rank, and a GPU if the cluster has any.
+            4}``. None = one core per rank, and one GPU per rank if the cluster has GPUs.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.
         session: run on the workers of a :class:`Session` instead of new ones. Arguments that control the start of the
             workers must then have their default or the session's value.
@@ -219,7 +219,7 @@ def _machines(engine: "EngineName | Nodes", detach: bool, **given: Any) -> dict[
     """Return the settings of a launch that say where it runs: ``given``, or the machines of :class:`nblaunch.Nodes`.
 
     Raises:
-        ValueError: ``engine`` has other machines than ``given``, or the job is to outlive this process.
+        ValueError: ``engine`` has machines that differ from ``given``, or the job must outlive this process.
     """
     kept_nodes: Any = sys.modules.get("nblaunch.engines.kept_nodes")
     if kept_nodes is None or not isinstance(engine, kept_nodes.Nodes):
@@ -372,7 +372,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
             job = start(spec, plan, listeners)
         else:
             job = make_runner(spec, plan, listeners)
-            # Not earlier: a rejected launch ends kept failures only if they may hold the devices.
+            # Release them only now: if the launch was rejected, failures that hold no devices stay available.
             release_kept_failures()
     except BaseException as error:
         dashboards.close_rejected(listeners, error)
@@ -383,7 +383,7 @@ def _prepared_job(spec: LaunchSpec, *, background: bool, dashboard: str) -> Job:
 
 
 def make_runner(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobRunner:
-    """Return the runner of a job, not started. Code for several machines is imported only if needed."""
+    """Return the runner of a job without starting it. Code for several machines is imported only if needed."""
     if spec.is_on_nodes:
         from nblaunch.engines.runner import EngineRunner
 

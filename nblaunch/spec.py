@@ -40,7 +40,7 @@ StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 RendezvousBackend = Literal["static", "c10d"]
 HangPolicy = Literal["report", "stop"]
 BackendName = Literal["auto", "cpu", "cuda", "rocm", "xpu", "mps", "xla", "torch_tpu"]
-"""Built-in device families; ``nblaunch.backends.register`` adds names of others."""
+"""Built-in device families; ``nblaunch.backends.register`` adds others."""
 LaunchStrategy = Literal["auto", "spmd"]
 DashboardKind = Literal["auto", "widgets", "html", "text", "none"]
 
@@ -301,7 +301,7 @@ class LaunchSpec:
     max_restarts: int = _set(
         0,
         Whole(0),
-        "how often to restart all processes after a failure",
+        "how many times to restart all processes after a failure",
         group="machines",
         needs_workers=True,
     )
@@ -409,7 +409,7 @@ class LaunchSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the launch uses torch's rendezvous of several machines; a single machine requests it with an
+        """Whether the launch joins a torch rendezvous of several machines. A launch on one machine does if it gives an
         address.
         """
         if self.is_on_nodes:
@@ -446,7 +446,7 @@ def uses() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def options() -> dict[str, Setting]:
-    """Return name of the field -> its row in the table of settings, for options of ``nblaunch launch``."""
+    """Return the settings that are options of ``nblaunch launch``, by name of the field."""
     return {
         spec_field.name: Setting(
             name=use.option or spec_field.name,
@@ -546,8 +546,7 @@ _NOT_ON_NODES = (
     *("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"),
     "post_mortem",
 )
-"""Settings for launches that meet others at a rendezvous, or for a single machine. Engines for several machines can't
-honour them.
+"""Settings of launches that join a rendezvous or run on one machine. Engines for several machines can't honour them.
 """
 
 
@@ -569,7 +568,7 @@ def _check_engine(spec: LaunchSpec) -> None:
             )
     if spec.engine == "ssh" and len(spec.hosts) < spec.min_nodes:
         raise ValueError(
-            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, by the names that ssh uses, such as "
+            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, by their names for ssh, such as "
             f"hosts=['host1', 'host2'], but hosts={list(spec.hosts)!r}"
         )
     if spec.is_on_nodes and spec.num_processes is not None and spec.num_processes % spec.max_nodes:

@@ -12,7 +12,7 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
-"""Path with symbolic links, like the file names of code objects."""
+"""nblaunch's folder. Symbolic links are not resolved, as in the file names of code objects."""
 
 _LIBRARY_FOLDERS = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -50,8 +50,7 @@ def cell_name(filename: str) -> str:
     if hasattr(compiler, "format_code_name"):
         parts = compiler.format_code_name(filename)
         return " ".join(parts) if parts else filename
-    # IPython 7 does not store cell names, but derives them from the text; with one setting, all cells have the same
-    # name.
+    # IPython 7 does not store the names of cells: it derives them from the text, or gives all cells the same name.
     if compiler is None or not filename.endswith(".py") or compiler.get_code_name("", "", 0) == filename:
         return filename
     cells = shell.history_manager.input_hist_raw  # without newlines at the end

@@ -84,7 +84,7 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "TPU":
             return 20 if xla_runtime.num_chips() else 0
         if xla_runtime.kind() == "CPU":
-            # The user chose it in the environment, or it is only usable on request and ranks below the CPU family.
+            # If the environment does not request the CPU stand-in, it ranks below the CPU family.
             return 5 if first_use.wanted_xla_device() else 1
         return 0
 
@@ -278,8 +278,8 @@ class XlaBackend(Backend):
             if self._has_fp32_doubles:
                 variable, other = other, variable
                 types = "float is bfloat16, double is float32"
-            # The runtime reads these once, at the first tensor of the process. torch_xla 2.6 has deprecated them
-            # without an equivalent successor; the computed value below shows when they have stopped working.
+            # The runtime reads these once, at the first tensor of the process. torch_xla 2.6 deprecated them without an
+            # equivalent; the value computed below shows whether they still work.
             env.apply({variable: "1", other: None})
             single, double = _computed_thirds()
             has_bf16_doubles = double == _THIRD_IN_BF16

@@ -151,11 +151,11 @@ def _link(location: str) -> str:
 def last_known(view: JobView) -> str:
     """Return a sentence with the time at which a view was up to date."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now_s)) if view.now_s else "its start"
-    return f"last known at {at}; a job that has ended replaces this with its result"
+    return f"last known at {at}; the result replaces this once the job has ended"
 
 
 def title(view: JobView, table: Table) -> str:
-    """Return name, progress, state and setting of the job; a second line if its start method is unusual."""
+    """Return the name, progress, state and setting of the job, and a second line if its start method is unusual."""
     look = outcome_look(view.outcome)
     still = table.stall
     is_failing = bool(table.failures) and not view.is_over
@@ -225,7 +225,7 @@ def figures(table: Table) -> str:
 
 
 def _rows_or_summary(view: JobView, table: Table) -> str:
-    """Return the rows: folded behind a line if they say nothing new, none for a single rank that has ended."""
+    """Return the rows: collapsed under a summary if they add nothing, or no rows for a single rank that has ended."""
     if shows_rows(view, table):
         return rows_html(table)
     if not table.alike:
@@ -294,7 +294,7 @@ def _tail(tail: Tail, *, is_live: bool) -> str:
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
-# Columns have the width of their usual texts from the start, in digits, so that growing numbers do not move columns.
+# Columns start at the width of their usual text, in digits, so that they do not move when numbers grow.
 _WIDTHS = {
     "state": 20, "epoch": 4, "steps/s": 6, "samples/s": 8, "ETA": 5, "loss": 6, "peak memory": 8, "peak device": 8,
 }  # fmt: skip

@@ -51,7 +51,7 @@ class JobStall:
 
     Args:
         text: a sentence, with the seconds.
-        is_certain: no rank can continue by itself; False if some may work without steps.
+        is_certain: whether no rank can continue by itself; False if a rank may be working without taking steps.
         advice: what to do; empty if the job may still continue.
     """
 
@@ -97,7 +97,7 @@ SLOW_RATIO = 1.3
 """A rank is slow if its step takes this many times as long as the usual one."""
 
 _CLAIMS = (_Claim(SLOW_RATIO, WINDOW_S - 1.0, 8), _Claim(3.0, 3.0, 3))
-_MIN_STEPS = 3  # for a comparison of rates
+_MIN_STEPS = 3  # needed to compare rates
 
 _MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
 
@@ -131,7 +131,8 @@ def _slow_in_step(view: JobView) -> list[Notice]:
 def _slower_for_long(
     view: JobView, measure: Callable[[RatePoint], tuple[float, int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the seconds of a step by rank, and how many times slower the slow ranks are, for the first true claim.
+    """Return the seconds of a step by rank, and how many times slower the slow ranks are, for the first of ``_CLAIMS``
+    that holds.
 
     Args:
         view: view of the job.
@@ -154,7 +155,7 @@ def _slower_for_long(
 
 
 def _last_points(rank: RankView, span_s: float) -> tuple[RatePoint, ...]:
-    """Return only as many last points as are needed to cover a span and enough steps; none if there are too few."""
+    """Return the latest points that cover the span and enough steps; no points if there are too few."""
     points = rank.rate_points
     if len(points) < _MIN_STEPS:
         return ()
@@ -236,8 +237,8 @@ _BRIEF_S = 1.0  # a wait in a collective at every step is normal
 def _stalled(view: JobView) -> list[Notice]:
     """Find ranks that have not changed for a long time; waiting ranks count only if no other rank has stalled."""
     if view.is_over:
-        # If a hang stopped the job, the exception contains the positions. A job that has succeeded has overcome the
-        # hang, unless ranks were killed while they sent their weights.
+        # If a hang stopped the job, the exception contains the positions. A job that succeeded got past the hang,
+        # unless ranks were killed while they sent their weights.
         codes = {rank.exit_status.code for rank in view.ranks if rank.exit_status is not None}
         is_overcome = view.outcome == "done" and codes <= {0}
         is_shown = view.hang and not view.end.has_hung and not is_overcome
@@ -311,7 +312,7 @@ def _next_step(others: Sequence[RankView]) -> str:
     places = [rank for rank in others if rank.stall is not None and rank.stall.where]
     look = ""
     if places and places[0].stall is not None:
-        look = f"Look at what rank {places[0].rank} does in {places[0].stall.where}. "
+        look = f"Check what rank {places[0].rank} is doing in {places[0].stall.where}. "
     return f"{look}Interrupt the cell to end the job; on_hang='stop' ends such jobs automatically."
 
 
@@ -345,7 +346,7 @@ def stall_text(view: JobView, rank: RankView) -> str:
 
 
 def settled_state(view: JobView, rank: RankView) -> WorkerState:
-    """Return the state of a rank, without the brief waits in the collectives of each step."""
+    """Return the state of a rank, ignoring the brief waits in the collectives of each step."""
     if rank.state is not WorkerState.WAITING:
         return rank.state
     since_s = max(rank.state_s, rank.stepped_s)

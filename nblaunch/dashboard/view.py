@@ -85,7 +85,7 @@ class Curve:
         num_seen: number of points added.
         latest: the last point added, kept or not; None before the first.
         lowest: the point with the smallest value, kept or not.
-        highest: likewise, with the largest.
+        highest: the point with the largest value, kept or not.
     """
 
     xs: tuple[float, ...] = ()
@@ -162,8 +162,8 @@ class RankView:
         reading: the last reading of the board; once the rank has finished, with the numbers of its training.
         state: state of the worker.
         steps_per_s: averaged over about 10 s; None if unknown.
-        samples_per_s: likewise.
-        busy_step_s: seconds per step without waiting for other ranks, likewise.
+        samples_per_s: averaged over about 10 s; None if unknown.
+        busy_step_s: seconds per step without waiting for other ranks, averaged over about 10 s; None if unknown.
         metrics: the last value of each metric logged by ``accelerator.log``.
         metrics_step: the step of these values.
         training: number of the training run, from 0: a function may train several times, for example once per fold.

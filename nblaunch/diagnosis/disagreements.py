@@ -146,7 +146,7 @@ def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
 
 
 def _by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int, Call]]]:
-    """Return group -> rank -> number -> collective."""
+    """Return the collectives by group, rank and number."""
     groups: dict[Group, dict[int, dict[int, Call]]] = {}
     for rank, rank_calls in calls.items():
         last: Group | None = None
@@ -180,7 +180,7 @@ def _first_difference(group: Group, by_rank: Mapping[int, Mapping[int, Call]]) -
 
 
 def _steps_by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dict[int, Call]]]:
-    """Return group -> rank -> number -> optimizer step with a known learning rate."""
+    """Return the optimizer steps with a known learning rate by group, rank and number."""
     steps: dict[Group, dict[int, dict[int, Call]]] = {}
     for rank, rank_calls in calls.items():
         for call in rank_calls.calls:

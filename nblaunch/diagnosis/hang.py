@@ -154,7 +154,7 @@ class HangDetector:
         return self._is_checking
 
     def still_for(self, now_s: float) -> dict[int, float]:
-        """Return rank -> seconds without progress, for running ranks that are due for a check."""
+        """Return the seconds without progress of each running rank that is due for a check."""
         still = {rank: now_s - self._ranks[rank].moved_s for rank in self._running if rank in self._ranks}
         return {rank: for_s for rank, for_s in still.items() if for_s >= _CHECKS_AT[0] * self.timeout_s}
 

@@ -58,7 +58,7 @@ class NodeCalls:
         return marks
 
     def read(self) -> dict[int, RankCalls]:
-        """Return rank -> its last calls."""
+        """Return the last calls of each rank."""
         return sharing({rank: self._board.calls(rank).read() for rank in self._ranks})
 
 
@@ -162,5 +162,5 @@ class AllCalls:
         return dict(sorted(self._calls.items()))
 
     def steps(self) -> dict[int, int]:
-        """Return rank -> batches of its current loop over a prepared loader."""
+        """Return the batches of each rank's current loop over a prepared loader."""
         return {reading.rank: reading.step for reading in self._readings()}

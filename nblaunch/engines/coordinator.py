@@ -436,7 +436,7 @@ class Coordinator:
         return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
 
     def _active_pids(self) -> dict[int, int]:
-        """Return rank -> process of the ranks whose function is running, or that are still sending states."""
+        """Return the processes, by rank, of the ranks whose function is running or that are still sending states."""
         report = self._report
         over = report.exits.keys() | report.failed.keys() | self._done()
         return {rank: pid for rank, pid in self._pids.items() if rank not in over}

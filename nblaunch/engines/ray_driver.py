@@ -36,7 +36,7 @@ _STEP_S = 0.25
 _LEAVE_S = 3.0
 _REMOVAL_S = 5.0
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""File in which Ray stores the address of this machine's cluster, even after it was killed."""
+"""File in which Ray stores the address of this machine's cluster. It remains after the cluster was killed."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -160,8 +160,8 @@ class Driver:
         free_now = [node for node in suitable if _holds(free.get(node["NodeID"], {}), bundle)]
         if len(suitable) < task.min_nodes and not task.waits_for_others:
             raise LaunchError(
-                f"{_needs(task.min_nodes, bundle)}, but of the {len(nodes)} nodes of this Ray cluster "
-                f"{len(suitable)} could ever provide them: {self._describe(nodes, free)}. Request less with "
+                f"{_needs(task.min_nodes, bundle)}, but only {len(suitable)} of the {len(nodes)} nodes of this Ray "
+                f"cluster could ever provide them: {self._describe(nodes, free)}. Request less with "
                 "resources_per_node or num_nodes; if an autoscaler may add nodes, rdzv_timeout_s sets how long to wait"
             )
         count = max(task.min_nodes, min(task.max_nodes, len(free_now)))
@@ -256,7 +256,7 @@ class Driver:
     # --- bytes ---------------------------------------------------------------------------------------------------
 
     def _move_up(self, number: int, actor: Any) -> None:
-        """Move bytes from a node program to the launching process, until it has ended."""
+        """Move bytes from a node program to the launching process until the program ends."""
         end: str | tuple[int | None, bytes] = ""
         try:
             while not end:
@@ -328,7 +328,7 @@ def _answers(address: str) -> bool:
 
 
 def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the default resources per node: for each rank a core, and a GPU if there are any.
+    """Return the default resources per node: one core per rank, and one GPU per rank if there are any.
 
     If the number of ranks is not set, return all resources of the smallest of the best nodes.
     """

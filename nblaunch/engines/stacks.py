@@ -49,5 +49,5 @@ class NodesStacks:
             self._missing.discard(link)
 
     def checks(self) -> dict[int, Check]:
-        """Return rank -> its position, and its processor time."""
+        """Return each rank's position and processor time."""
         return dict(sorted(self._checks.items()))

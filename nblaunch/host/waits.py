@@ -223,7 +223,7 @@ def _private_wait(pid: int, thread: int, has_deadline: bool) -> Wait | None:
 
 
 def _num_sleeps(folder: str) -> str:
-    """Return how often a thread has gone to sleep. Source: proc_pid_status(5), voluntary_ctxt_switches."""
+    """Return how many times a thread has gone to sleep. Source: proc_pid_status(5), voluntary_ctxt_switches."""
     return proc.read(f"{folder}/status").partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0].strip()
 
 

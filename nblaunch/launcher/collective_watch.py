@@ -60,7 +60,7 @@ class CallSource(Protocol):
         """Return the calls that have arrived."""
 
     def steps(self) -> Mapping[int, int]:
-        """Return rank -> batches of its current loop over a prepared loader."""
+        """Return the batches of each rank's current loop over a prepared loader."""
 
 
 class BoardCalls:
@@ -99,7 +99,7 @@ class BoardCalls:
     last = read
 
     def steps(self) -> dict[int, int]:
-        """Return rank -> batches of its current loop over a prepared loader."""
+        """Return the batches of each rank's current loop over a prepared loader."""
         return {reading.rank: reading.step for reading in self._board.read()}
 
 

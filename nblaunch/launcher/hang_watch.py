@@ -88,7 +88,7 @@ class StackQuery(Protocol):
         """Look for replies."""
 
     def checks(self) -> dict[int, Check]:
-        """Return rank -> its position, and its processor time so far."""
+        """Return each rank's position, and its processor time so far."""
 
 
 class LocalStacks:
@@ -111,7 +111,7 @@ class LocalStacks:
         return self._dump.is_done
 
     def checks(self) -> dict[int, Check]:
-        """Return rank -> its position, and its processor time so far."""
+        """Return each rank's position, and its processor time so far."""
         posix_session_s = proc.posix_session_cpu_seconds(self._pids.values())
         positions = self._dump.positions()
         return {

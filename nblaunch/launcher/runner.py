@@ -76,7 +76,7 @@ class JobRunner(Job):
         listeners: receive its events.
         on_prompts: called with the runner while ranks wait for input to pdb.
         log: the job's log folder; None = a new folder.
-        requests: requests to the job, if there may be some before it starts.
+        requests: the job's requests, if they may arrive before it starts.
 
     Attributes:
         spec: what to run; a job that has ended drops the function and its arguments.

@@ -496,7 +496,7 @@ class Supervisor:
                 self._escalation.begin_now(time.monotonic())
 
     def _active_pids(self) -> dict[int, int]:
-        """Return rank -> process of the ranks whose function is running, or that are still sending states."""
+        """Return the processes, by rank, of the ranks whose function is running or that are still sending states."""
         running = (self._alive & self._started) - self._done() - self._report.failed.keys()
         return {rank: pid for rank, pid in self._group.pids().items() if rank in running}
 

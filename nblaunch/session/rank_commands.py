@@ -83,7 +83,7 @@ class RankCommands(ABC):
             session._outcome(replies).with_traceback().raise_error()
 
     def __getitem__(self, name: str) -> RankValues:
-        """Return rank -> the value of a variable.
+        """Return the value of a variable on each rank.
 
         Raises:
             NameError: a rank has no such variable.

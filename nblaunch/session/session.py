@@ -351,7 +351,7 @@ class Session(RankCommands):
         return self._runner.is_running
 
     def status(self) -> RankValues:
-        """Return rank -> ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
+        """Return for each rank ``"idle"``, ``"busy for 3 s"`` or ``"ended"``."""
         ended = self._output.ended if self.is_running else self._ranks
         busy, busy_s = self._client.busy, time.monotonic() - self._client.busy_since_s
         return RankValues(

@@ -23,7 +23,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def pids(self) -> dict[int, int]:
-        """Return rank -> process id of the workers known so far. A worker's process group has the same id."""
+        """Return the process ids, by rank, of the workers known so far. A worker's process group has the same id."""
 
     @abstractmethod
     def process_groups(self) -> list[int]:

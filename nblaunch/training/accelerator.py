@@ -112,8 +112,8 @@ class Accelerator(AcceleratorProperties):
             use an earlier Accelerator's, if there is one.
 
     Raises:
-        ValueError: an argument is invalid, contradicts another argument, or requests a different device from an earlier
-            Accelerator of this process.
+        ValueError: an argument is invalid, contradicts another argument, or requests a device other than the one that
+            an earlier Accelerator of this process uses.
         TypeError: an unknown argument.
         NotImplementedError: an argument of Hugging Face Accelerate that is not supported here yet.
     """

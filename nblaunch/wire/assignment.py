@@ -55,7 +55,8 @@ class Assignment:
         is_main: whether it sends data that all ranks share, such as the weights of a model that each rank holds.
         wanted_modules: argument paths of the modules whose weights the kernel wants, equal on every rank;
             ``worker/delivery.py`` decides which ranks send them when the function has returned.
-        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, likewise.
+        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, equal on every
+            rank.
         restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
         key: key of the job, for objects between its ranks (``wire/signing.py``); b"" if the machines do not share
             one.

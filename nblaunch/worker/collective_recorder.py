@@ -40,7 +40,7 @@ class OpenGroup:
         ranks: the members, as ranks of the job.
         number: how many collectives this process has called in the group.
         chain: digest of these calls.
-        serial: number of the last of them among all calls.
+        serial: number of the last of these calls, counting the calls in all groups.
         num_steps: number of steps of the optimizers whose parameters the group keeps in sync.
     """
 
@@ -164,7 +164,7 @@ class CollectiveRecorder:
         Args:
             pg: its process group.
             sent: rows for each rank of the group, or a tensor that is sent in equal parts.
-            received: likewise.
+            received: rows from each rank of the group, or a tensor that is received in equal parts.
         """
         group = self.group_of(pg)
         if group is not None:
@@ -247,7 +247,7 @@ class CollectiveRecorder:
             ValueError: the tensor has no data, so no collective begins.
         """
         if tensor.is_meta:
-            raise ValueError("a tensor without data is not exchanged")
+            raise ValueError("a tensor without data can't be exchanged")
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:

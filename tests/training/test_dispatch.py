@@ -248,7 +248,7 @@ def _failing_loader(kind: str) -> DataLoader:
         ("different shapes", "these can't be joined"),
         ("words", "a batch has a str"),
         ("numbers and words, split", "a batch has a str"),
-        ("nothing", "sends tensors, but found none in a batch of type list"),
+        ("nothing", "sends tensors, but a batch of type list has none"),
         ("the collate_fn fails", "found <class 'NoneType'>"),
     ],
 )

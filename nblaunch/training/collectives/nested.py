@@ -95,8 +95,8 @@ def send_to_device(
 ) -> Any:
     """Return ``tensor`` with every leaf that has a ``to`` moved to ``device``; other leaves stay unchanged.
 
-    If an object has its own ``to`` (a tokenizer's batch, a graph, a packed sequence), that moves the whole object, even
-    if it is a mapping or a tuple.
+    If an object has its own ``to`` (a tokenizer's batch, a graph, a packed sequence), that method moves the whole
+    object, even if it is a mapping or a tuple.
 
     Args:
         tensor: tensor or nested structure.
@@ -174,7 +174,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return ``tensor[tensor_slice]`` for every tensor; ``process_index`` is for functions that need the rank."""
+    """Return ``tensor[tensor_slice]`` for every tensor; the other arguments are ignored."""
     check_independent("slice_tensors", data)
     return map_tensors(lambda tensor: tensor[tensor_slice], data)
 

@@ -102,7 +102,7 @@ class DataLoaderAdapter(Base):
 
     Args:
         dataset: as in :class:`torch.utils.data.DataLoader`.
-        batch_sampler: likewise.
+        batch_sampler: as in :class:`torch.utils.data.DataLoader`.
         use_stateful_dataloader: read with torchdata, which makes :meth:`state_dict` return the position in the epoch.
         options: more arguments of the loader.
 

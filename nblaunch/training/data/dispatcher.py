@@ -226,7 +226,7 @@ class DataLoaderDispatcher(PreparedLoader):
             _check_leaves(batches[0])
         if nested.count_rows(batches[0]) == 0:
             raise RuntimeError(
-                f"dispatch_batches=True sends tensors, but found none in a batch of type {type(batches[0]).__name__}"
+                f"dispatch_batches=True sends tensors, but a batch of type {type(batches[0]).__name__} has none"
             )
         try:
             return nested.concatenate(batches)

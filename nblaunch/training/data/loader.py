@@ -113,7 +113,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._loop: Loop | None = None
         self._is_rest = False
         self._begins_at = EpochPosition()
-        # A saved position that this loader ignores: it was created to begin at another one.
+        # This loader was created to begin at a given position, so it ignores the saved one.
         self._left_position: EpochPosition | None = None
         self._global_now: torch.Tensor | None = None
 
@@ -188,7 +188,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 get_reports().report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
-        """Return to the enclosing loop after an evaluation, or after a single batch was read; an epoch has none."""
+        """Return to the enclosing loop after an evaluation, or after a single batch was read. An epoch has no enclosing
+        loop.
+        """
         if not is_epoch:
             self.epochs.start = start
         if is_epoch or outer is None:
@@ -288,7 +290,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _begin_step(shared: SharedState, loop: Loop, batch: Any) -> None:
         backend = shared.process.backend
         if backend.is_lazy:
-            # Read the losses between the two steps, so that neither includes the time.
+            # Read the losses between the two steps, so that neither step's time includes the read.
             backend.end_step()
             shared.losses.show_due()
         backend.begin_step(loop.state.name.lower(), batch)
@@ -424,7 +426,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def shuffled_by(self) -> list[Any]:
-        """What decides the random order of this epoch, equal for loaders with equal orders; empty without one."""
+        """What decides the random order of this epoch; equal for loaders with equal orders, empty if the order is not
+        random.
+        """
         sampler = nested_samplers(index_sampler_of(self))[-1]
         if isinstance(sampler, SeedableRandomSampler):
             return [sampler.initial_seed, sampler.epoch]
@@ -549,7 +553,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples in the dataset. TypeError if it has no length."""
+        """Number of samples in the dataset. Raises TypeError if the dataset has no length."""
         dataset = self.dataset
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)  # type: ignore[arg-type]
 

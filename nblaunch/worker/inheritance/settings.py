@@ -61,7 +61,7 @@ class KernelSettings:
 
     @classmethod
     def of_this_process(cls) -> KernelSettings:
-        """Return the current settings, without imports."""
+        """Return the current settings without importing anything."""
         values: dict[str, bytes] = {}
         left: list[str] = []
         loggers = message_settings.read_loggers()

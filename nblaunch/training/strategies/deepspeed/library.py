@@ -58,9 +58,9 @@ def check_installed() -> None:
 
 def load(process: JoinedProcess) -> Any:
     """Import ``deepspeed``, and make it use this process's device type and process group."""
-    with suppress(importlib.metadata.PackageNotFoundError):  # a source folder on the path has no version
+    with suppress(importlib.metadata.PackageNotFoundError):  # a source folder has no version
         version = importlib.metadata.version("deepspeed")
-        if TorchVersion(version) < OLDEST:  # it would silently train incorrectly
+        if TorchVersion(version) < OLDEST:  # would train incorrectly without an error
             raise ImportError(
                 f"DeepSpeed {version} is too old: stage 2 accumulates gradients wrongly in 0.17 and fails in 0.18; "
                 f"{OLDEST} or newer is needed: pip install -U deepspeed"
@@ -76,7 +76,7 @@ def load(process: JoinedProcess) -> Any:
     library: Any = importlib.import_module("deepspeed")
     chosen: Any = importlib.import_module("deepspeed.accelerator.real_accelerator")
     if library.get_accelerator().device_name().partition(":")[0] != kind:
-        chosen.ds_accelerator = None  # drop the choice that it made when the kernel imported it
+        chosen.ds_accelerator = None  # DeepSpeed chose a device when the kernel imported it
         library.get_accelerator()
     # Turn off DeepSpeed's shared-memory all-reduce, which only inference uses: each rank would compile it for half a
     # minute once there is a process group.
@@ -129,7 +129,7 @@ def _take_over_group() -> None:
 
 @contextmanager
 def _compiling_later() -> Iterator[None]:
-    """Make ``torch.compile`` defer its work, in the block, until the function is called."""
+    """Within the block, make ``torch.compile`` wait until the compiled function is called."""
     compiler: Any = torch
     compile_now = compiler.compile
 
