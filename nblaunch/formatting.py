@@ -150,7 +150,7 @@ def single_line(text: str) -> str:
 
 
 def short_name(name: str, max_length: int = 28) -> str:
-    """Return a name as one line; the middle of a long one is left out, because names often differ at their ends."""
+    """Return a name as one line; the middle of a long name is left out, because names often differ at their ends."""
     text = single_line(name)
     if len(text) <= max_length:
         return text

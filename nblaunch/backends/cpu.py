@@ -73,7 +73,7 @@ class CpuBackend(Backend):
         return None
 
     def computes_in_full(self, precision: str) -> bool:
-        return precision == "fp16"  # like Accelerate: users try a script for GPUs on a CPU unchanged
+        return precision == "fp16"  # as in Accelerate, so that a script for GPUs runs unchanged
 
 
 def usable_cores() -> int:

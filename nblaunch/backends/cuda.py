@@ -62,7 +62,7 @@ class CudaBackend(GpuBackend):
         notes = list(super().launch_notes(num_processes))
         if not notes and num_processes > 1 and self._instances():
             notes.append(
-                "each worker has its own MIG instance; the workers communicate by gloo through host memory, "
+                "each worker has its own MIG instance; the workers communicate over gloo through host memory, "
                 "because NCCL does not join instances"
             )
         model = gpus.lacks_p2p()

@@ -73,7 +73,7 @@ class GpuBackend(Backend):
             return ()
         shared = "one GPU" if count == 1 else f"{count} GPUs"
         return (
-            f"{num_processes} workers share {shared} and communicate by gloo through host memory: good for "
+            f"{num_processes} workers share {shared} and communicate over gloo through host memory: good for "
             "experiments, but slower than one worker per GPU",
         )
 
@@ -102,7 +102,7 @@ class GpuBackend(Backend):
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
         import torch.distributed as dist
 
-        # torch advises init_process_group(device_id=...), which users can't pass here; the device is already right.
+        # torch advises init_process_group(device_id=...), which users can't pass here; the device is already set.
         warnings.filterwarnings("ignore", _ADVICE_ON_DEVICE, UserWarning)
         # NCCL rejects two ranks on one GPU, or on instances of one GPU; gloo accepts them.
         count = self._torch_module().device_count()
@@ -258,7 +258,8 @@ FAULTS = (
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",
-        "NCCL found no space in /dev/shm, which GPUs without direct links communicate through; a container has 64 MB.",
+        "NCCL found no space in /dev/shm, which GPUs without direct links communicate through; containers have 64 MB "
+        "by default.",
         "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
     ),
 )  # fmt: skip

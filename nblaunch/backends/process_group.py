@@ -203,7 +203,7 @@ def _identity_of_socket(fd: int) -> tuple[int, int] | None:
 
 
 def leave_at_exit() -> None:
-    """Destroy the groups of a process that is about to end, if its end alone is not enough.
+    """Destroy the groups of a process that is about to end, if ending the process is not enough.
 
     NCCL and similar backends need their groups destroyed before the process ends. Gloo's groups own nothing that
     outlives the process, and destroying one waits 10 to 20 ms for threads that end with the process anyway.

@@ -2,7 +2,7 @@
 
 Each answer is a line of input, typed or piped: the number or first word of a choice, or a value.
 
-    Which devices should compute?
+    Which devices should the job use?
       1) CPU (4 cores)
       2) GPUs
     [1]: _
@@ -284,14 +284,14 @@ QUESTIONS = (
     Question("machine_rank", "What is the rank of this machine? (from 0)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
-    Question("main_process_ip", "Address of machine 0, as the others reach it?",
+    Question("main_process_ip", "At which address do the other machines reach machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
     Question("main_process_port", "Port of the rendezvous on machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),
     Question("rdzv_endpoint", "Address of the rendezvous, as host:port?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "c10d", None),
     Question("max_restarts", "How many restarts after failures?", _has_several, 0),
-    Question("backend", "Which devices should compute?", lambda a: True, lambda a, m: m.best, _devices),
+    Question("backend", "Which devices should the job use?", lambda a: True, lambda a, m: m.best, _devices),
     Question("gpu_ids", "Which GPUs of this machine? (such as 0,2)", lambda a: a["backend"] in GPU_VARIABLES, "all"),
     Question("num_processes", "How many processes in total, on all machines?", lambda a: True, _total),
     Question("mixed_precision", "Mixed precision?", lambda a: True, "no", _precisions),

@@ -20,7 +20,7 @@ from nblaunch.host.waits import Waits, endless_waits
 
 _PERIOD_S = 0.4
 CERTAIN_S = 1.0
-"""How long every thread of a rank must have slept: threads of a pool take turns, and a signal may be under way."""
+"""How long every thread of a rank must have slept: threads of a pool take turns, and a signal may be on its way."""
 
 _LIKELY_S = 1.5
 """How long the main thread must have slept while other threads, such as gloo's, wait for clocks or sockets."""
@@ -80,7 +80,7 @@ class DeadlockDetector:
 
 
 def is_confirmed(position: Position) -> bool:
-    """Return whether a rank waits for a Python thread but has no other; it may have native threads."""
+    """Return whether a rank waits for a Python thread but has no other Python thread; it may have native threads."""
     inner = frames_inside_user_code(position)
     is_python_wait = bool(inner) and any(part in inner[0].filename for part, _ in _AWAITED)
     return is_python_wait and position.num_threads == 1

@@ -121,7 +121,7 @@ def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Ca
 
 
 def explain_splits(calls: Mapping[int, RankCalls]) -> Explanation | None:
-    """Return which rank sends more or fewer rows in an ``all_to_all`` than its peer expects; None if all fit."""
+    """Return which rank sends more or fewer rows in an ``all_to_all`` than its peer expects; None if all match."""
     last = {
         rank: (rank_calls.splits, call)
         for rank, rank_calls in calls.items()

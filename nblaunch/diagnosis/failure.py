@@ -241,7 +241,7 @@ def _mismatched(
         rank: str(status) for rank, (status, _) in report.exits.items() if status.signal_name == "SIGABRT"
     }
     how = [
-        f"{formatting.ranks(ranks)}: {text}, because torch's backend ends a process whose tensors do not fit"
+        f"{formatting.ranks(ranks)}: {text}, because torch's backend ends a process whose tensors do not match"
         for text, ranks in formatting.ranks_by_text(ended).items()
     ]
     error = CollectiveMismatch("\n".join([f"{mismatch.text}", *how, *notes]), ranks=mismatch.ranks)

@@ -26,7 +26,7 @@ MIN_STEPS = 5
 MIN_PERIOD_S = 2.0
 """Seconds that these steps must take in total."""
 
-_MIN_STEP_S = 2e-3  # shorter steps are toys, dominated by overhead
+_MIN_STEP_S = 2e-3  # overhead dominates shorter steps, as in toy examples
 _MIN_LOST_S = 5e-3  # of a step
 
 
@@ -364,7 +364,7 @@ def _garbage(times: Times, uses: Uses) -> Cause | None:
     return Cause(
         "garbage", _named(slow, times),
         f"garbage collection takes {share} of each step {_on(slow, times)}: call gc.collect() less often, and "
-        "gc.freeze() after setting up",
+        "gc.freeze() after setup",
     )  # fmt: skip
 
 
@@ -464,7 +464,7 @@ def _may_wait(use: Processors | None) -> bool:
 
 def _workers(spent: StepTimes) -> str:
     if spent.num_workers:
-        return f"num_workers={spent.num_workers} are too few"
+        return f"num_workers={spent.num_workers} is too low"
     return "num_workers=0: pass num_workers=2 or more to the DataLoader"
 
 

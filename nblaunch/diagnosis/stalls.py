@@ -328,7 +328,7 @@ def _what(call: Call) -> str:
 
 _UNEVEN = (
     "Every rank must take the same number of batches: prepare the loader (even_batches=True), or put the loop into "
-    "accelerator.join_uneven_inputs([model]), or without an Accelerator into model.join()."
+    "accelerator.join_uneven_inputs([model]) or, without an Accelerator, into model.join()."
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = (

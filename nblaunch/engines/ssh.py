@@ -26,7 +26,7 @@ _OPTIONS = (
 
 
 class SshEngine(Engine):
-    """Starts each node program by ``ssh``."""
+    """Starts each node program over ``ssh``."""
 
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
         """Connect to the first ``max_nodes`` hosts."""

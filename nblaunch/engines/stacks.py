@@ -39,7 +39,7 @@ class NodesStacks:
         return all(link.is_over for link in self._missing)
 
     def poll(self) -> None:
-        """Do nothing: replies arrive by :meth:`take`."""
+        """Do nothing: replies arrive through :meth:`take`."""
 
     def take(self, stacks: Stacks, link: NodeLink) -> None:
         """Store a reply if it belongs to this query."""

@@ -132,7 +132,7 @@ def reserve(folder_fd: int, name: str, num_bytes: int) -> None:
     """Create a file that reserves disk space for :func:`replace_within`.
 
     Raises:
-        OSError: the disk has too little room.
+        OSError: the disk has too little space.
     """
     zeros = bytes(num_bytes)
     replace(folder_fd, name, lambda file: file.write(zeros), is_lasting=False)

@@ -336,7 +336,7 @@ class HangWatch:
         have = "has" if len(finding.suspected) == 1 else "have"
         return (
             f"{formatting.ranks(finding.suspected)} {have} shown no step, collective or bar for {timeout_s:g} s. This "
-            "may be a hang, or work without steps (tqdm or accelerator.progress around it would show its progress):"
+            "may be a hang, or work without steps (tqdm or accelerator.progress shows its progress):"
         )
 
 

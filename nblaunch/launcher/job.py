@@ -258,7 +258,8 @@ class Job(Generic[T]):
 
         Raises:
             RuntimeError: no worker on this machine has trained yet.
-            OSError, ValueError: the file can't be written, or a trace is missing, unreadable or another job's.
+            OSError, ValueError: the file can't be written, or or a trace is missing, is unreadable, or belongs to
+                another job.
         """
         chosen = Timeline(self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser())
         if not write_timeline(recorded(self.log), chosen, self.spec.function_name, profiles):
@@ -385,7 +386,7 @@ class Job(Generic[T]):
     def stacks(self) -> str:
         """Return the current line of every rank in the user's code, with equal lines merged. Takes up to a second.
 
-        If no rank makes progress, a line names the ranks that the others wait for.
+        If no rank makes progress, one line names the ranks that the others wait for.
         """
         return self.ask_stacks().result()
 

@@ -117,7 +117,7 @@ class JobRequests:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether all workers are to be killed."""
+        """Whether all workers must be killed."""
         return self._is_cancelled or bool(self._lost_owners)
 
     @property

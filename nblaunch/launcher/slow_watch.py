@@ -122,7 +122,7 @@ class SlowWatch:
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row; withdraw it once it was absent just as many times."""
+        """Name a cause that was found several times in a row; withdraw it once it was absent as many times in a row."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause

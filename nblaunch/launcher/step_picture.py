@@ -36,7 +36,7 @@ class Step:
 
     Args:
         number: number of the step, from 1.
-        began: end of the step before.
+        began: end of the previous step.
         ended: end of the optimizer step.
         slices: periods of the rank's work, in order.
     """

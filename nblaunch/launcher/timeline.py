@@ -48,7 +48,7 @@ class Timeline(type(Path())):  # type: ignore[misc]
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        """Return a picture of the steps; None if the file has none, or if the path is another file's."""
+        """Return a picture of the steps; None if the file has no steps, or is not a timeline."""
         try:
             with gzip.open(self, "rt") if self.suffix == ".gz" else self.open() as file:
                 events = json.load(file)["traceEvents"]

@@ -36,7 +36,7 @@ _REFILL_S = 10.0
 _INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes of multiprocessing
 
 _UNKNOWN = (
-    "the function has put values into a queue that this process does not have. No process reads them, so that the rank "
+    "the function has put values into a queue that this process does not have. No process reads them, so the rank "
     "can't end: return the values instead"
 )
 _CUT = "a value that a rank has put into a queue of the kernel is lost: the rank was killed while it wrote the value"

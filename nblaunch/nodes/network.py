@@ -41,7 +41,7 @@ def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
     except LaunchError as error:
         raise LaunchError(
             f"the rendezvous is at {host}:{port}, but on this machine {host!r} is {addresses[0]}, which no "
-            "other machine reaches: set master_addr or rdzv_endpoint to an address that they can reach"
+            "other machine can reach: set master_addr or rdzv_endpoint to an address that they can reach"
         ) from error
 
 

@@ -506,7 +506,7 @@ def _results(replies: Replies) -> dict[int, RankResult]:
 
 
 def _check_machine(engine: str, num_nodes: int | str) -> None:
-    """Raise ValueError if the ranks of a session are to run on other machines."""
+    """Raise ValueError if the ranks of a session would have to run on other machines."""
     __tracebackhide__ = True
     if engine in ("auto", "local") and num_nodes in (1, "1", "1:1"):
         return

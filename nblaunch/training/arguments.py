@@ -83,7 +83,7 @@ def reject_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, tor
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Return ``kwargs_handlers`` by their type. ValueError for an unknown type, or two handlers of one type."""
+    """Return ``kwargs_handlers`` by their type; raise ValueError for an unknown type, or two handlers of one type."""
     by_type: dict[type, Any] = {}
     for handler in handlers:
         kind = next((kind for kind in HANDLERS if isinstance(handler, kind)), None)

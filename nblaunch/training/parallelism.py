@@ -25,7 +25,7 @@ from nblaunch.training.options import check_choice
 
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SEQUENCE = (
-    "sequence parallelism of DeepSpeed (sp_size) is not available in nblaunch. ParallelismConfig(cp_size=...) "
+    "DeepSpeed's sequence parallelism (sp_size) is not available in nblaunch. ParallelismConfig(cp_size=...) "
     "shards sequences over ranks with torch's context parallelism, on NVIDIA GPUs; for DeepSpeed's sequence "
     "parallelism, use Hugging Face Accelerate inside the function"
 )

@@ -89,7 +89,7 @@ BOUNDARY_CHECKS, _BOUNDARY_REPLY, BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
 
-# Tries to read a curve that changes in the meantime; a rank that dies while writing leaves its version odd forever.
+# Attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd forever.
 _MAX_READS = 5
 
 

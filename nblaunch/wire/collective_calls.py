@@ -97,12 +97,12 @@ class Site:
 
     Args:
         kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`.
-        group: its process group; None without one.
+        group: its process group; None if the call has none.
         dtype: data type of the tensors; empty without tensors.
         num_tensors: number of the call's tensors with this shape.
         num_dimensions: number of dimensions of the shape.
-        reduction: such as ``SUM``; empty without one.
-        root: rank of the job that sends, receives or is the peer; -1 without one.
+        reduction: such as ``SUM``; empty if the call has none.
+        root: rank of the job that sends, receives or is the peer; -1 if there is none.
         name: name of the library's function that the user's code called.
         filename: file of the user's code; empty if unknown.
         line: line in that file.

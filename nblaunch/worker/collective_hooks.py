@@ -106,7 +106,7 @@ class _Hooks:
         self._backwards, self._forwards, self._transfers = count(1), count(1), count(1)
         self._is_uneven = False
         self._owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Optimizer -> the group that keeps its parameters in sync, None without one; its share of a model."""
+        """Optimizer -> the group that keeps its parameters in sync, None if there is none; and its share of a model."""
         self._wrapped: list[weakref.ref[Any]] = []
 
     # --- process groups ----------------------------------------------------------------------------------------------

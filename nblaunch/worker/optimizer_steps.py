@@ -2,7 +2,7 @@
 
 Parameters change only in optimizer steps. After an interrupt between two steps, a model has the weights of the last
 complete step. An interrupt during a step is held until the step ends, for at most :data:`HOLD_S`, because a step may
-wait for another rank, or run a closure over a whole data set.
+wait for another rank, or run a closure over a whole dataset.
 
     handler of SIGINT ── is_held(frame)? ──> no: raises KeyboardInterrupt
                                         └──> yes: the hook after the step raises it

@@ -146,7 +146,7 @@ def test_other_cards_are_left_alone(nvml: NvmlMaker) -> None:
 def test_sharing_a_gpu_is_reported(nvml: NvmlMaker) -> None:
     nvml(FakeGpu("GPU-0"))
     (note,) = BACKEND.launch_notes(2)
-    assert note.startswith("2 workers share one GPU and communicate by gloo")
+    assert note.startswith("2 workers share one GPU and communicate over gloo")
 
 
 def test_more_ranks_than_gpus_join_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

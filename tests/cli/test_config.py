@@ -180,7 +180,7 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
     [
         ("", ["ended before", "Where will the script run?"]),
         ("here\ncpu\n", ["ended before", "How many processes"]),
-        ("here\nabacus\n", ["Which devices should compute?", "'abacus'", "number from 1 to 7"]),
+        ("here\nabacus\n", ["Which devices should the job use?", "'abacus'", "number from 1 to 7"]),
         ("here\ncpu\nmany\n", ["'many'", "whole number"]),
         ("several\n1\n", ["'1'", "at least 2"]),
         ("several\n1:1\n", ["'1:1'", "at least 2"]),
@@ -206,7 +206,7 @@ def test_a_question_is_asked_again_after_a_wrong_answer(
     monkeypatch.setattr(sys, "stdin", io.StringIO("here\nabacus\ncpu\nmany\n0\n2\nno\nddp\n1\nno\n"))
     ended = command("config")
     assert ended.code == 0, ended.err
-    assert ended.out.count("Which devices should compute?") == 2
+    assert ended.out.count("Which devices should the job use?") == 2
     assert ended.out.count("How many processes") == 3
     assert files.read(files.default_path()).values["num_processes"] == 2
 
@@ -293,7 +293,7 @@ def test_a_user_answers_in_a_terminal_and_the_file_launches() -> None:
     try:
         for question, answer in (
             ("1) here", "1"),
-            ("Which devices should compute?", "cpu"),
+            ("Which devices should the job use?", "cpu"),
             ("How many processes", "two"),
             ("must be a whole number", "2"),
             ("Mixed precision?", "3"),

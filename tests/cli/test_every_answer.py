@@ -102,7 +102,7 @@ def walk(where: str, num_cpus: int, **typed: str) -> Iterator[Answers]:
     """Yield the answers of every path on a machine with only CPUs, each list of settings once."""
 
     def allowed(question: str, label: str) -> bool:
-        start = {"Where will the script run?": where, "Which devices should compute?": "CPU"}.get(
+        start = {"Where will the script run?": where, "Which devices should the job use?": "CPU"}.get(
             question, ""
         )
         return label.startswith(start)

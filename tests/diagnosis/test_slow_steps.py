@@ -65,7 +65,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
         "data", (), "62 % of each step waits for data on all ranks (num_workers=0",
     ),
     "too few workers": (
-        lambda: all_alike({SpanKind.DATA: 0.62}, num_workers=2), "data", (), "num_workers=2 are too few",
+        lambda: all_alike({SpanKind.DATA: 0.62}, num_workers=2), "data", (), "num_workers=2 is too low",
     ),
     "data on one rank": (
         lambda: judged(WAITING, times({SpanKind.DATA: 0.5, SpanKind.BACKWARD: 0.3})),

@@ -90,7 +90,7 @@ def test_conversions_compile_without_breaks(function: Any) -> None:
 def test_features_are_detected() -> None:
     assert utils.is_transformers_available()
     assert utils.is_torchdata_stateful_dataloader_available()
-    assert utils.is_tensorboard_available.__doc__ == "Whether ``tensorboard`` is installed."
+    assert utils.is_tensorboard_available.__doc__ == "Return whether ``tensorboard`` is installed."
     assert utils.is_bf16_available()
     assert utils.is_fp16_available(), "on a CPU, where full precision takes its place"
     assert utils.is_cuda_available() == torch.cuda.is_available()

@@ -144,8 +144,8 @@ class Saver:
         if self._project.automatic_checkpoint_naming:
             if target.exists():
                 raise ValueError(
-                    f"checkpoint {target} exists; continue its numbers with ProjectConfiguration(iteration=...), or "
-                    "load it first: load_state() does that"
+                    f"checkpoint {target} already exists; call load_state() first, which continues its numbers, or set "
+                    "ProjectConfiguration(iteration=...)"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
             safe_save.remove_leftovers(target.parent, lambda name: files.iteration_of(Path(name)) is not None)

@@ -221,7 +221,7 @@ class DifferentOrders(Check):
             if len(active.dataset) == len(other.dataset) and first != second:
                 self.report(
                     f"two loaders of {len(active.dataset):,} samples each, shuffled differently, are read alternately",
-                    "If samples of the two belong together, put them into one data set, which one loader shuffles",
+                    "If samples of the two belong together, put them into one dataset, which one loader shuffles",
                 )
 
 

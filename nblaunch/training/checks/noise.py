@@ -30,7 +30,7 @@ _NUM_BATCHES = 2
 _NUM_ROWS = 64
 _MAX_LOADERS = 256
 _MAX_OBJECTS = 64  # objects of a dataset to search for generators
-_SOURCES = ("random", "numpy.random", "torch", "a generator that the data set holds")
+_SOURCES = ("random", "numpy.random", "torch", "a generator in the dataset")
 _ROW = struct.Struct(f"qq{len(_SOURCES)}q")
 """Seed of the loader, number of the process, digest of each source."""
 
@@ -47,7 +47,7 @@ class EqualNoise(Check):
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         for source in self._table.find_equal():
             self.report(
-                f"processes of a DataLoader draw the same random numbers from {source}, so samples get equal noise",
+                f"processes of a DataLoader draw the same random numbers from {source}, so samples get the same noise",
                 "Seed with get_worker_info().seed, which differs between processes, in worker_init_fn or at the first "
                 "sample",
             )

@@ -85,7 +85,7 @@ def prepare_data_loader(
             samplers' generators, if all ranks of the job share the data.
         slice_fn_for_dispatch: see :class:`DataLoaderDispatcher`.
         split_batches, dispatch_batches, even_batches: see :class:`DataLoaderConfiguration`.
-        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: see there as well.
+        use_seedable_sampler, data_seed, non_blocking, use_stateful_dataloader, data_is_sharded: see the same class.
 
     Raises:
         ValueError: these arguments don't allow sharing the data; the message says why.

@@ -90,7 +90,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches in the global order. TypeError if the batch sampler has no length."""
+        """Number of batches in the global order. Raises TypeError if the batch sampler has no length."""
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -302,7 +302,7 @@ class IterableDatasetShard(IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Return the number of this rank's rows. TypeError if the dataset has no length."""
+        """Return the number of this rank's rows; raise TypeError if the dataset has no length."""
         whole, rest = divmod(len(self.dataset), self._block * self.num_processes)
         return (whole + (1 if rest and not self.drop_last else 0)) * self._block
 

@@ -89,9 +89,9 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
     is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = (
-        "Whether jobs can use it: no, nblaunch does not support it."
+        "Return False, because nblaunch does not support it."
         if package is None
-        else f"Whether ``{package}`` is installed."
+        else f"Return whether ``{package}`` is installed."
     )
     globals()[name] = is_available
     return is_available

@@ -152,7 +152,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the current NVIDIA GPU computes in FP8 (compute capability 8.9); False without one."""
+    """Return whether the current NVIDIA GPU computes in FP8 (compute capability 8.9); False without a GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 

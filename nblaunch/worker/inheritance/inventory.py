@@ -24,7 +24,7 @@ class Treatment(Enum):
     REJECTED = "rejected"
     """An error before the function starts, or on first use, says why and what to do."""
     NOTED = "noted"
-    """Missing or unusable; one line says so."""
+    """Missing or unusable; a note says so."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ KINDS: tuple[Kind, ...] = (
         "files open for writing",
         fork=Way(
             Treatment.KEPT,
-            "all ranks share the kernel's position, and nothing is lost or written twice; a line names a file in which "
+            "all ranks share the kernel's position, and nothing is lost or written twice; a note names a file in which "
             "ranks may damage each other's data",
         ),
         fresh=Way(Treatment.REJECTED, f"an open file {_NOT_PICKLED}"),
@@ -82,7 +82,7 @@ KINDS: tuple[Kind, ...] = (
             Treatment.REJECTED,
             "the kernel holds part of an unfinished gzip, bz2, xz, lz4, zip, HDF5, PyTables, netCDF, Parquet, Arrow, "
             "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory: a rank's first write raises an error, and "
-            "only the kernel completes the file. A line names a `zstandard` compressor. Ranks may add to a plain tar "
+            "only the kernel completes the file. A note names a `zstandard` compressor. Ranks may add to a plain tar "
             "archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
@@ -131,7 +131,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.REJECTED,
-            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with the same values, and a line "
+            f"a plain map {_NOT_PICKLED}; a `numpy.memmap` arrives as an array with the same values, and a note "
             "names a `numpy.memmap` that is open for writing",
         ),
     ),
@@ -238,7 +238,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.KEPT,
-            "levels, and handlers that write to a standard stream or append to a file; a line names other handlers",
+            "levels, and handlers that write to a standard stream or append to a file; a note names other handlers",
         ),
     ),
     Kind(
@@ -264,7 +264,7 @@ KINDS: tuple[Kind, ...] = (
         "Optuna studies",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy of a study in memory; a line says that the function's changes to it are lost",
+            "each worker gets a copy of a study in memory; a note says that the function's changes to it are lost",
         ),
         fresh=Way(Treatment.NOTED, "the same"),
     ),
@@ -272,7 +272,7 @@ KINDS: tuple[Kind, ...] = (
         "debuggers",
         fork=Way(
             Treatment.DROPPED,
-            "breakpoints that you set in the front end do not stop workers, and a line says so; `breakpoint()` in "
+            "breakpoints that you set in the front end do not stop workers, and a note says so; `breakpoint()` in "
             "the function opens pdb in the cell",
         ),
         fresh=Way(Treatment.DROPPED, "the same"),
@@ -347,7 +347,7 @@ KINDS: tuple[Kind, ...] = (
         "generators and iterators",
         fork=Way(
             Treatment.NOTED,
-            "each rank gets a copy that continues from the kernel's position; a line says that all ranks get the same "
+            "each rank gets a copy that continues from the kernel's position; a note says that all ranks get the same "
             "values, even if the iterator is an attribute of one of your objects",
         ),
         fresh=Way(
@@ -359,7 +359,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "log queue listeners",
         fork=Way(Treatment.RENEWED, "a `QueueListener` starts a thread in each worker on the first record"),
-        fresh=Way(Treatment.NOTED, "a line names the handler, which can't be sent"),
+        fresh=Way(Treatment.NOTED, "a note names the handler, which can't be sent"),
     ),
     Kind(
         "event loops",

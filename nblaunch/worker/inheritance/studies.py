@@ -1,4 +1,4 @@
-"""Optuna studies in the kernel's memory. A worker's changes to its copy are lost, and a line says so.
+"""Optuna studies in the kernel's memory. A worker's changes to its copy are lost, and a note says so.
 
 A study without a storage keeps its trials in an object of the kernel, and each worker has a copy. Values that the
 function reports, attributes that it sets and parameters that it suggests never reach the study. Storages in files and

@@ -180,7 +180,7 @@ def num_elements_of(parameter: Any) -> int:
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:
-    """Return the hidden size of a Hugging Face model from its configuration; None if it has none."""
+    """Return the hidden size of a Hugging Face model from its configuration; None if unknown."""
     described: Any = getattr(model, "config", None)
     for settings in (described, getattr(described, "text_config", None)):
         sizes: Any = getattr(settings, "hidden_size", None) or getattr(settings, "hidden_sizes", None)

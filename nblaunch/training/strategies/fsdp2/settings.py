@@ -85,7 +85,7 @@ class ShardingSettings:
             0 sends them shard by shard. False: reject such a model instead.
         param_init_fn: initialises a module that is on the meta device on every rank. It is called with each module that
             directly holds such weights or buffers, in CPU memory. None: call the module's ``reset_parameters``, then
-            the model's ``_init_weights``, if they exist. Tensors that stay without values are an error.
+            the model's ``_init_weights``, if they exist. Tensors that remain without values are an error.
         limit_all_gathers: accepted without effect; version 2 never gathers further ahead than memory allows.
         backward_prefetch, forward_prefetch, state_dict_config: fields of version 1, ignored with a warning.
         optim_state_dict_config, use_orig_params, sync_module_states: fields of version 1, ignored with a warning.
