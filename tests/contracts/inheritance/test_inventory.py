@@ -38,7 +38,7 @@ def test_the_documentation_shows_the_inventory(pytestconfig: pytest.Config) -> N
 
 def table() -> str:
     rows = [
-        "| In the kernel | Forked worker | Worker of forkserver or spawn |",
+        "| In the kernel | Forked worker | Worker started by forkserver or spawn |",
         "|---|---|---|",
         *(f"| {kind.name} | {_cell(kind.fork)} | {_cell(kind.fresh)} |" for kind in KINDS),
     ]
