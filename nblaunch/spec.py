@@ -568,7 +568,7 @@ def _check_engine(spec: LaunchSpec) -> None:
             )
     if spec.engine == "ssh" and len(spec.hosts) < spec.min_nodes:
         raise ValueError(
-            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs as many hosts, by their names for ssh, such as "
+            f"engine='ssh' with num_nodes={spec.num_nodes!r} needs at least {spec.min_nodes} hosts, such as "
             f"hosts=['host1', 'host2'], but hosts={list(spec.hosts)!r}"
         )
     if spec.is_on_nodes and spec.num_processes is not None and spec.num_processes % spec.max_nodes:

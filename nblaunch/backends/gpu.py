@@ -254,7 +254,7 @@ FAULTS = (
         r"Duplicate GPU detected",
         "Two ranks compute on the same GPU, which NCCL rejects.",
         "accelerator.device, or torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before CUDA is used, instead of "
-        "'cuda' or 'cuda:0'; as many ranks as GPUs at most, or init_process_group('gloo')",
+        "'cuda' or 'cuda:0'; at most one rank per GPU, or init_process_group('gloo')",
     ),
     Fault(
         r"shared memory segment|/dev/shm/nccl",

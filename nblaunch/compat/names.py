@@ -284,7 +284,7 @@ _INSTEAD = {
         "MegatronLMDummyScheduler", "MegatronLMPlugin", "T5TrainStep", "add_model_config_to_megatron_parser",
         "avg_losses_across_data_parallel_group", "megatron_lm",
     ),
-    "with DeepSpeed's stage 3, use deepspeed.zero.GatheredParameters(parameters) itself": ("GatheredParameters",),
+    "with DeepSpeed's stage 3, use deepspeed.zero.GatheredParameters(parameters) directly": ("GatheredParameters",),
     "accelerator.prepare(model, optimizer) makes DeepSpeed's engine": ("DeepSpeedEngineWrapper",),
     _MIXED: ("get_mixed_precision_context_manager",),
     _SHARDING: (

@@ -162,7 +162,8 @@ def _check_machines(resolved: Resolved) -> None:
         return
     if resolved["rdzv_endpoint"] is None and resolved["main_process_ip"] is None:
         raise ConfigError(
-            f"num_machines={num_machines} needs main_process_ip, the address at which the others reach machine 0"
+            f"num_machines={num_machines} needs main_process_ip, the address at which the other machines reach "
+            "machine 0"
         )
     num_processes = resolved["num_processes"]
     if num_processes is not None and num_processes % num_machines:

@@ -123,7 +123,8 @@ def _made_key(path: Path) -> bytes:
     """Return the user's key in the folder of jobs; create both if they are missing.
 
     Raises:
-        OSError: that failed. Without an errno, the folder exists but other users can change it.
+        OSError: the folder or the key can't be created. Without an errno, the folder exists but other users can change
+            it.
     """
     files.make_private_folder(path)
     try:

@@ -40,7 +40,7 @@ _OPENMP_ABORT = "fork() called from a process already using GNU OpenMP"
 _CLOSED_DESCRIPTORS = ("nfds != -1", "[Errno 9] Bad file descriptor")  # messages of gloo and of Python
 _HEADLINE = 500  # characters
 _LOOK_THERE = (
-    "Look at the launcher's output there and at the network between the machines; with --max_restarts, the job starts "
+    "Check the launcher's output there and the network between the machines; with --max_restarts, the job starts "
     "again once the node is back."
 )
 _KILLING_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS")

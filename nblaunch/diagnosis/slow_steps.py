@@ -91,7 +91,7 @@ class Neighbour:
     num_more: int = 0
 
     def joined_by(self, other: Neighbour | None) -> Neighbour:
-        """Return two pinned neighbours as one; otherwise the pinned one, or the one that uses the processor more."""
+        """Combine two pinned neighbours; otherwise return the pinned one, or the one that uses the processor more."""
         if other is None or self.is_pinned != other.is_pinned:
             return self if other is None or self.is_pinned else other
         larger = max(self, other, key=lambda neighbour: neighbour.use)
@@ -308,7 +308,7 @@ def _limits(uses: Uses, machine: Machine) -> Cause | None:
     if machine.throttled_share >= _MIN_LIMITED:
         return Cause(
             "throttled", (),
-            f"the control group's limit stops the ranks {_percent(machine.throttled_share)} of the time: give the "
+            f"the control group's limit pauses the ranks {_percent(machine.throttled_share)} of the time: give the "
             "container more processors, or launch fewer processes",
         )  # fmt: skip
     if machine.stolen_share >= _MIN_LIMITED:

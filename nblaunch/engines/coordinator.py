@@ -79,7 +79,7 @@ _LOST_S = 15.0
 """How long nodes may take to end their ranks after a kill."""
 
 _LOST_ADVICE = (
-    "Look at that machine and at the network to it. With max_restarts, the job starts again on the nodes that are "
+    "Check that machine and the network to it. With max_restarts, the job starts again on the nodes that are "
     "available then."
 )
 

@@ -148,7 +148,7 @@ class KeptEngine(Engine):
             raise LaunchError("these nodes were closed; make new ones with Nodes(...)")
         if not self._in_use.acquire(blocking=False):
             raise LaunchError(
-                "another job runs on these nodes; wait for its result, or start this one on other Nodes(...)"
+                "another job runs on these nodes; wait for its result, or start this job on other Nodes(...)"
             )
         return self
 

@@ -153,7 +153,7 @@ def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -
 def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
     """Return a process that uses the chips through libtpu: one that has the lock file or a device open.
 
-    If this process is one of them, return this one; if there are none, return None.
+    If several processes use the chips, prefer this process. Return None if no process uses them.
 
     The file alone proves nothing: it remains when a process is killed (jax-ml/jax#10192), and nblaunch never deletes
     it. Processes of other users can't be inspected.

@@ -34,8 +34,8 @@ _COUNTERS = (itertools.count, itertools.repeat)
 """Iterators that objects keep to number or to fill something."""
 
 _SAME_VALUES = (
-    "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so that all ranks get "
-    "the same values. To give each rank a different part, create it inside the function and use the rank"
+    "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so all ranks get "
+    "the same values. To give each rank a different part, create it inside the function, depending on the rank"
 )
 _LOST = (
     "{name} compresses into a file that a cell has opened, and each rank has a copy of its state. Writes by "

@@ -258,8 +258,7 @@ class Job(Generic[T]):
 
         Raises:
             RuntimeError: no worker on this machine has trained yet.
-            OSError, ValueError: the file can't be written, or or a trace is missing, is unreadable, or belongs to
-                another job.
+            OSError, ValueError: the file can't be written, or a trace is missing, unreadable or from another job.
         """
         chosen = Timeline(self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser())
         if not write_timeline(recorded(self.log), chosen, self.spec.function_name, profiles):

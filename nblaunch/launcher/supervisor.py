@@ -462,7 +462,7 @@ class Supervisor:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
         text = (
             f"{name} did not end within {KILL_PATIENCE_S:g} s of SIGKILL: a device driver or a file system blocks "
-            f"it. The job continued without it. It keeps its memory and devices until the system ends it{hint}"
+            f"it. The job continued without it. The process keeps its memory and devices until the system ends it{hint}"
         )
         self._group.abandon(rank)
         self._watch_ends()

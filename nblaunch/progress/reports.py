@@ -78,7 +78,7 @@ def _report_nan(step: int) -> None:
             time.time(),
             NAN_CHECK,
             f"losses have been NaN since step {step} on this rank, and since the next step on all others",
-            "Look at the samples that the rank has read for this step: their gradients made all weights NaN",
+            "Check the samples that the rank has read for this step: their gradients made all weights NaN",
             step,
             step,
             "first",

@@ -179,7 +179,7 @@ class ParallelismConfig:
             raise ValueError(
                 f"ParallelismConfig total_size ({self.total_size}) does not match num_processes ({num_processes}): "
                 f"{' x '.join(f'{name}_size={size}' for name, size in self._sizes.items() if size > 1)}. Please adjust "
-                "dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size, or start as many processes"
+                "dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size, or start that many processes"
             )
         if is_sharded and num_processes > 1 and not self.is_for_fsdp:
             raise ValueError(

@@ -111,7 +111,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "a limit": (
         lambda: judged(CLEAN, CLEAN, machine=Machine(2, throttled_share=0.4)),
-        "throttled", (), "the control group's limit stops the ranks 40 % of the time",
+        "throttled", (), "the control group's limit pauses the ranks 40 % of the time",
     ),
     "stolen": (
         lambda: judged(CLEAN, CLEAN, machine=Machine(2, stolen_share=0.3)),

@@ -101,7 +101,9 @@ def test_without_a_network_names_are_unreachable(monkeypatch: pytest.MonkeyPatch
 
     know(monkeypatch, OWN_NAME)
     monkeypatch.setattr(network, "address_towards", reject)
-    with pytest.raises(LaunchError, match=r"'machine' is 127\.0\.1\.1, which no other machine can reach: set"):
+    with pytest.raises(
+        LaunchError, match=r"'machine' is 127\.0\.1\.1, which no other machine can reach: set"
+    ):
         network.resolve("machine", 29500)
 
 

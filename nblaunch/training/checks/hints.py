@@ -88,7 +88,7 @@ class TrainModeEvaluation(Check):
             if kinds and is_used:
                 self.report(
                     f"the {type(model).__name__} was evaluated in training mode, in which {', '.join(sorted(kinds))} "
-                    "computes other values",
+                    "behaves differently",
                     "Call model.eval() before the evaluation, and model.train() after it",
                 )
 
@@ -122,7 +122,7 @@ class EvalModeTraining(Check):
             if self._count == 2 * _NUM_STEPS:
                 self.report(
                     f"the {type(model).__name__} is trained in evaluation mode, in which {', '.join(sorted(kinds))} "
-                    "computes something else",
+                    "behaves differently",
                     "Call model.train() before the training, and after each evaluation",
                 )
 

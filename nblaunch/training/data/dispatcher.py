@@ -195,7 +195,7 @@ class DataLoaderDispatcher(PreparedLoader):
         super()._note_position(is_end)
         state = self.epochs.state
         if state is not None and self._loop is not None and not is_end and self._needs_first_round:
-            # A loader that begins at this position still knows the first round. torchdata's would not.
+            # A loader that begins at this position still knows the first round; a torchdata loader would not.
             position = vars(self._position_at(self._loop.step + 1))
             self.epochs.state = {**state, ORDER: {**self._order_state(is_end), "position": position}}
 

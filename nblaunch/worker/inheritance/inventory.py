@@ -18,7 +18,7 @@ class Treatment(Enum):
     KEPT = "kept"
     """As in the kernel."""
     RENEWED = "renewed"
-    """The worker gets a working one of its own."""
+    """The worker gets its own working copy."""
     DROPPED = "dropped"
     """The state belongs to the kernel alone; the worker starts without it."""
     REJECTED = "rejected"
@@ -149,7 +149,7 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.DROPPED, "the kernel's `atexit` and `weakref.finalize` calls run only in the kernel"
         ),
-        fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
+        fresh=Way(Treatment.DROPPED, "a fresh interpreter does not have the kernel's"),
     ),
     Kind(
         "signal handlers",
@@ -364,7 +364,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "event loops",
         fork=Way(Treatment.DROPPED, "`asyncio.run` and `asyncio.get_event_loop` create one for the worker"),
-        fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
+        fresh=Way(Treatment.DROPPED, "a fresh interpreter does not have the kernel's"),
     ),
 )
 """All kinds, in the order in which users encounter them."""

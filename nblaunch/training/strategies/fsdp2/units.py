@@ -149,7 +149,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Module] | str | No
         modules = [module for name, module in model.named_modules() if re.fullmatch(ignored, name)]
         if not modules:
             names = ", ".join(name for name, _ in list(model.named_modules())[1:9])
-            raise ValueError(f"ignored_modules={ignored!r} matches no module name; there are {names} ...")
+            raise ValueError(f"ignored_modules={ignored!r} matches no module name; the names are {names} ...")
     else:
         modules = list(ignored)
     return {parameter for module in modules for parameter in module.parameters()}
