@@ -372,8 +372,9 @@ class DataLoaderConfiguration(KwargsHandler):
         even_batches: fill up the end of the epoch with samples from its start, so that all ranks get the same number of
             batches of equal size; ``gather_for_metrics`` drops the added samples. It adds nothing if a stream divides
             itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
-        use_seedable_sampler: shuffle only by seed and epoch, independently of the global random state.
-        data_seed: the seed for that; None: rank 0's ``torch.initial_seed()``, which ``set_seed`` sets.
+        use_seedable_sampler: make the order depend only on seed and epoch, not on the global random state.
+        data_seed: the seed of ``use_seedable_sampler``; None: rank 0's ``torch.initial_seed()``, which ``set_seed``
+            sets.
         non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
         use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``: a loader's ``state_dict`` then has its
             position in the epoch.

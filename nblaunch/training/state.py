@@ -160,7 +160,7 @@ class PartialState(View, ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """A derived label; nothing branches on it."""
+        """A one-word description of the job, for scripts that read it."""
         return distributed_type_of(self._process)
 
     @staticmethod
@@ -204,7 +204,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """A derived label; nothing branches on it."""
+        """A one-word description of the job, for scripts that read it."""
         return distributed_type_of(self._process, self._live().label)
 
     @property

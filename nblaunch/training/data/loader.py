@@ -576,11 +576,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """Number of batches that the reading process reads for one batch of this rank."""
 
     def get_sampler(self) -> Any:
-        """Return the sampler of indices below the batch samplers; None if there is none."""
+        """Return the sampler of single indices nested in the batch samplers; None if there is none."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler of indices below the batch samplers."""
+        """Replace the sampler of single indices nested in the batch samplers."""
         batch_sampler = innermost(index_sampler_of(self))
         if not hasattr(batch_sampler, "sampler"):
             raise TypeError(f"the loader's {type(batch_sampler).__name__} has no sampler to replace")
@@ -595,7 +595,7 @@ def _count_none(batch: Any) -> int:
 
 
 def get_sampler(dataloader: DataLoader | PreparedLoader) -> Any:
-    """Return the sampler of indices below a loader's batch samplers; None if there is none."""
+    """Return the sampler of single indices nested in a loader's batch samplers; None if there is none."""
     return sampler_of(index_sampler_of(dataloader))
 
 

@@ -82,7 +82,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler below the batch sampler; None if it has none."""
+        """The sampler nested in the batch sampler; None if there is none."""
         return sampler_of(self.batch_sampler)
 
     @sampler.setter
@@ -139,5 +139,5 @@ def innermost(batch_sampler: Any) -> Any:
 
 
 def sampler_of(batch_sampler: Any) -> Any:
-    """Return the sampler of single indices below any number of batch samplers; None if there is none."""
+    """Return the sampler of single indices nested in any number of batch samplers; None if there is none."""
     return getattr(innermost(batch_sampler), "sampler", None)

@@ -81,7 +81,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler below the batch sampler; None if it has none."""
+        """The sampler nested in the batch sampler; None if there is none."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
