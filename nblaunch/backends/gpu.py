@@ -218,22 +218,23 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         r"device-side assert triggered",
-        "An operation on the GPU got an index out of range: usually a class that is not below the number of the "
-        "model's outputs, or a token that has no row in the embedding. This rank's log shows the failed check, as "
-        "`Assertion ... failed`.",
+        "An operation on the GPU got an index out of range: usually a class label that is not less than the "
+        "number of the model's outputs, or a token that has no row in the embedding. This rank's log shows the "
+        "failed check, as `Assertion ... failed`.",
         "the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at the failing line. "
         f"{_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
-        "An operation on the GPU accessed memory outside its tensors. The operation itself has a bug; usually it is a "
-        "compiled or hand-written one.",
+        "An operation on the GPU accessed memory outside its tensors. The operation itself has a bug; usually it is "
+        "compiled or hand-written.",
         "without torch.compile, and without libraries that bring their own operations, such as for attention or "
         f"quantisation. {_LATER}",
     ),
     Fault(
         r"no kernel image is available",
-        "The installed torch has no code for this GPU: the GPU is older or newer than those that torch was built for.",
+        "The installed torch has no code for this GPU: the GPU is older or newer than the GPUs that torch was "
+        "built for.",
         "another build of torch: https://pytorch.org/get-started lists them by CUDA version, and the oldest GPUs need "
         "an older torch",
     ),

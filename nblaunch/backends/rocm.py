@@ -49,7 +49,7 @@ class RocmBackend(GpuBackend):
         return bool(drm.amd_gpus())
 
     def clean_start_reason(self) -> str | None:
-        return "whether ROCm works in a fork of a kernel has not been tried"
+        return "ROCm has not been tested in a fork of a kernel"
 
     def open_meter(self) -> DeviceMeter:
         return drm.AmdMeter(drm.visible_amd_gpus())

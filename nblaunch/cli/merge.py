@@ -12,7 +12,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Merge the shards that FSDP2 wrote into a checkpoint into model.safetensors. The whole model must fit into "
-        "the memory of this machine; a device is not needed."
+        "the memory of this machine; no device is needed."
     )
     parser.set_defaults(run=run)
     parser.add_argument(

@@ -196,8 +196,8 @@ def _check_versions(label: str, hello: Hello) -> None:
     here = Hello.of_this_process()
     if hello.python != here.python:
         raise LaunchError(
-            f"{label} has Python {hello.python}, and this process {here.python}: functions of one can't be read by the "
-            "other. Use the same minor version on all machines"
+            f"{label} has Python {hello.python}, and this process {here.python}: neither can read functions that the "
+            "other pickled. Use the same minor version on all machines"
         )
     if hello.nblaunch != here.nblaunch:
         raise LaunchError(

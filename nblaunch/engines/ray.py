@@ -61,7 +61,7 @@ class RayEngine(Engine):
         return self._notes
 
     def close(self) -> None:
-        """End the driver process, which ends the actors and the placement group, without waiting for that."""
+        """Make the driver process end the actors, the placement group and itself, without waiting for it."""
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.close()

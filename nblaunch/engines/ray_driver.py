@@ -122,7 +122,7 @@ class Driver:
             address, origin = _current_cluster(), f"which {_CURRENT_CLUSTER} names"
             if address and not _answers(address):
                 notes.append(
-                    f"the Ray cluster at {address}, {origin}, does not answer (`ray stop` removes it)"
+                    f"the Ray cluster at {address}, {origin}, does not answer (remove it with `ray stop`)"
                 )
                 address = ""
         elif not address.startswith("ray://") and address not in ("auto", "local") and not _answers(address):

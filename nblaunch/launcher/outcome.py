@@ -239,13 +239,13 @@ def _load_optimizers(
         name = f"{path_name(path)} ({type(optimizer).__name__})"
         problem = unsent.get(path) or result.state_errors.get(path, "")
         if not problem and is_scheduler(optimizer) and id(optimizer.optimizer) not in loaded:
-            problem = "the state of its optimizer did not"
+            problem = "the state of its optimizer was not"
         if not problem and path not in result.states:
             continue
         problem = problem or _load_optimizer(optimizer, result.states[path])
         if problem:
             notes.append(
-                Note.of_job(f"the state of the {kind} {name} did not come back: {problem}", "warning")
+                Note.of_job(f"the state of the {kind} {name} was not copied back: {problem}", "warning")
             )
             continue
         loaded.add(id(optimizer))

@@ -127,7 +127,7 @@ def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
     if rank == 0 and accumulation.plugin.divide_by_actual is None:
         warn(
             f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients "
-            f"are divided by {num_steps}, as in Accelerate: a step of {size}/{num_steps} of the size. "
+            f"are divided by {num_steps}, as in Accelerate, so its step is {size}/{num_steps} of the usual size. "
             f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it "
             "to False to silence this warning, for example if the loss is a sum divided by a token count"
         )

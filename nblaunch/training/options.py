@@ -107,7 +107,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_state_option: arguments of torch's ``PowerSGDState``, for POWER_SGD.
 
     Raises:
-        ValueError: the hook is unknown or does not work in torch, or options exclude each other.
+        ValueError: the hook is unknown or does not work in torch, or options contradict each other.
     """
 
     dim: int = 0

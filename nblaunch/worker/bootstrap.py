@@ -387,7 +387,7 @@ _EXITED = object()
 
 _ONE_THREAD = (
     "every worker computes with one thread instead of {}, because this process's OpenMP library can't be paused "
-    "for a fork; start_method='forkserver' allows all of them"
+    "for a fork; start_method='forkserver' avoids this"
 )
 
 

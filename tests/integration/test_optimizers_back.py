@@ -123,7 +123,7 @@ def test_sharded_states_do_not_come_back_and_a_note_names_them(capsys: pytest.Ca
     )
     assert not optimizer.state
     out = capsys.readouterr().out
-    assert "the state of the optimizer args[1]['optimizer'] (AdamW) did not come back" in out
+    assert "the state of the optimizer args[1]['optimizer'] (AdamW) was not copied back" in out
     assert "save_state" in out
 
 

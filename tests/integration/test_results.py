@@ -66,7 +66,7 @@ def test_state_dropped_by_pickling_is_named(shared: Kernel, launch: str) -> None
     assert cell.value == (False, [[7.0, 7.0]])
     shown = " ".join(cell.shown.split())
     assert "args[0].cache (Linear) could not be copied back" in shown
-    assert ("args[0].optimizer (SGD) did not come back" in shown) == ("sync_optimizers" in launch)
+    assert ("args[0].optimizer (SGD) was not copied back" in shown) == ("sync_optimizers" in launch)
 
 
 @pytest.mark.parametrize("leaving", ["one", "all"])

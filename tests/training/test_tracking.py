@@ -470,7 +470,7 @@ def test_mlflow_is_set_up_by_environment_variables_first(
         MLflowTracker("project")
     monkeypatch.delenv("MLFLOW_TAGS")
     monkeypatch.setenv("MLFLOW_NESTED_RUN", "perhaps")
-    with pytest.raises(ValueError, match=r"MLFLOW_NESTED_RUN true or false.*perhaps"):
+    with pytest.raises(ValueError, match=r"MLFLOW_NESTED_RUN must be true or false.*perhaps"):
         MLflowTracker("project")
 
 

@@ -59,7 +59,7 @@ class Saver:
         if main_process_only and strategy.holds_shards and self._live.world_size > 1:
             raise ValueError(
                 f"main_process_only=True, but with {strategy.name} every rank holds a shard of the weights; call "
-                "save_state on all ranks, without it"
+                "save_state on all ranks, without main_process_only"
             )
         if self._live.rank == 0:
             coordinator = None if main_process_only else self._side_of_round()

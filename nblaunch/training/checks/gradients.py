@@ -140,7 +140,7 @@ class ForeignParameters(Check):
         if self._partly_foreign.add(optimizer, bool(left_out)) == _NUM_EMPTY:
             self.report(
                 f"{formatting.first(left_out, _MAX_NAMED)} of the trained model belong to no optimizer, and the "
-                f"{type(optimizer).__name__} has parameters of no model instead, which never get a gradient",
+                f"{type(optimizer).__name__} instead has parameters that belong to no model and never get a gradient",
                 "Layers were replaced after the optimizer was built: build it from model.parameters() after that",
             )
 

@@ -82,7 +82,8 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
     Args:
         full: equal on all ranks.
         dims: one entry for each dimension of a mesh.
-        others: shards. The result uses the first mesh among these with as many dimensions; without one, it is ``full``.
+        others: shards. The result uses the mesh of the first shard whose mesh has as many dimensions; if there is none,
+            it is ``full``.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -155,7 +156,7 @@ def gather_weights(module: torch.nn.Module, keep: bool) -> dict[str, Any]:
 def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of shards and full tensors as one vector. A collective over ranks that shard the same tensors.
 
-    It is computed in single precision at least: in 16 bits, squares of norms overflow, and sums of them are inexact.
+    It is computed in at least single precision: in 16 bits, squares of norms overflow, and sums of them are inexact.
 
     Args:
         norm_type: the p of the norm; infinity for the largest element.

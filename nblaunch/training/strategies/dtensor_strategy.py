@@ -337,7 +337,7 @@ def _owner(models: Sequence[nn.Module], optimizer: Any) -> nn.Module:
     ]
     if not owners:
         raise CheckpointError(
-            f"the {type(inner_optimizer(optimizer)).__name__} has no parameter of a prepared model, so the names "
+            f"the {type(inner_optimizer(optimizer)).__name__} has no parameters of a prepared model, so the names "
             "of its states are unknown; prepare it together with its model"
         )
     return owners[0] if len(owners) == 1 else nn.ModuleList(owners)

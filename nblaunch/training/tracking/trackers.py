@@ -243,7 +243,7 @@ class MLflowTracker(GeneralTracker):
             tags = json.loads(tags) if isinstance(tags, str) else tags
         except ValueError as error:
             raise ValueError(
-                "tags of MLflow, or MLFLOW_TAGS, must be a dict as JSON, and MLFLOW_NESTED_RUN true or false: "
+                "tags=... or MLFLOW_TAGS must be a JSON object, and MLFLOW_NESTED_RUN must be true or false: "
                 f"{error}"
             ) from error
         self.experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)

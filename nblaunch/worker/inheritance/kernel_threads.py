@@ -116,6 +116,6 @@ def _report_join(name: str, line: int) -> None:
             time_s=time.time(),
             kind="warning",
             text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() "
-            "returns at once, and the work of the thread is not done. Start the thread inside the function",
+            "returns at once, before the thread has done its work. Start the thread inside the function",
         )
     )

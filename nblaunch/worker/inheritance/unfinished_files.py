@@ -229,8 +229,8 @@ class UnfinishedFileError(RuntimeError):
 def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
     file = f"the {what} {path}" if path else f"the {what}"
     raise UnfinishedFileError(
-        f"a worker can't write to {file}, which a cell has opened for writing: the kernel holds a part of the file in "
-        "memory, and completes the file without what workers have written. Open a file inside the function, one for "
+        f"a worker can't write to {file}, which a cell has opened for writing: the kernel holds part of the file in "
+        "memory, and will complete the file without what workers wrote. Open a file inside the function, one for "
         "each rank, or return the data and write them in the kernel"
     )
 

@@ -171,7 +171,8 @@ class DeepSpeedSettings:
             )
         if name == "fp8":
             raise ValueError(
-                "mixed_precision='fp8' can't be used with DeepSpeed; torchao converts models of DDP and FSDP2"
+                "mixed_precision='fp8' can't be used with DeepSpeed; torchao converts only models that DDP "
+                "or FSDP2 trains"
             )
         return asked
 
@@ -180,7 +181,7 @@ class DeepSpeedSettings:
         if asked.divide_by_actual:
             raise ValueError(
                 "divide_by_actual=True can't be used with DeepSpeed, whose engine keeps the gradients of a window. "
-                "Choose a num_steps that divides the batches of an epoch, or leave it out"
+                "Choose a num_steps that divides the number of batches in an epoch, or leave divide_by_actual out"
             )
         asked = dataclasses.replace(asked, divide_by_actual=False)
         key = "gradient_accumulation_steps"

@@ -246,8 +246,8 @@ def _sharding_name(strategy: Any) -> str | None:
     name = _SHARDING_NUMBERS.get(name, name)
     if name == "NO_SHARD":
         raise ValueError(
-            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out, and "
-            "DistributedDataParallel trains the models"
+            "sharding_strategy='NO_SHARD' keeps the whole model on every rank; leave fsdp_plugin out, so "
+            "that DistributedDataParallel trains the models"
         )
     check_choice("sharding_strategy", name, tuple(_SHARDING))
     return name
