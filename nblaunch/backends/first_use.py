@@ -51,7 +51,7 @@ _ASKED = (
     "has called the {} driver through torch (torch.{}.is_available() can do that), and a forked process can't use "
     "it"
 )
-# Calls that start the XLA runtime in the calling process, as tried with torch_xla 2.9.
+# Calls that start the XLA runtime in the calling process, as tested with torch_xla 2.9.
 XLA_INITIALISERS = re.compile(
     r"xla_device|torch_xla\.device|device_count\(|get_xla_supported_devices|world_size\(|global_ordinal|"
     r"is_master_ordinal|process_index\(|is_bf16_supported|mark_step|torch_xla\.sync|wait_device_ops|rendezvous\(|"
@@ -66,7 +66,7 @@ _GOOD = b"+"
 
 
 class GpuRuntime(NamedTuple):
-    """An interface to GPUs, and its traces in a process.
+    """A runtime of GPUs, and how to find out whether a process uses it.
 
     Args:
         name: "CUDA".
