@@ -351,7 +351,7 @@ class LaunchSpec:
         False,
         Flag(),
         is_of_start=False,
-        not_detached="post_mortem=True: the debugger runs in this kernel, which the job outlives",
+        not_detached="post_mortem=True: the debugger runs in this kernel, but the job can outlive the kernel",
     )
     has_breakpoints: bool = False
     is_session: bool = False

@@ -21,7 +21,7 @@ def test_an_alarm_is_found_by_name_unless_it_was_declared() -> None:
     assert names_in("warning", WARNING) == "gradients_not_cleared"
     assert names_in("warning", WARNING, "gradients_not_cleared") == ""
     assert names_in("note", HINTS, "no_optimizer_steps") == "loss_divided_twice"
-    assert names_in("slow", "62 % of each step waits for data on all ranks") == "slow_steps"
+    assert names_in("slow", "62 % of each step is spent waiting for data on all ranks") == "slow_steps"
     assert names_in("hang", "rank 1 hangs") == "hang"
 
 

@@ -222,7 +222,7 @@ def _died_remotely(remote: RemoteFailures, rank: int, notes: Sequence[str]) -> F
     how = how_ended(status) + ("" if status.signal_name else " before the function returned")
     headline = f"{how} (on {remote.labels[rank]})"
     meaning = what_it_means(RootCause(rank, status=status))
-    text = f"rank {rank} {headline}. {meaning} Its last lines and its complete log are there."
+    text = f"rank {rank} {headline}. {meaning} That machine has its last lines and its complete log."
     return Failure(
         WorkerDied("\n".join([text, *notes]), rank=rank, exitcode=_exit_code(status)), rank, headline
     )

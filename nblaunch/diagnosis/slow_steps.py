@@ -378,8 +378,8 @@ def _data_of_some(times: Times, uses: Uses) -> Cause | None:
         return None
     return Cause(
         "data", tuple(slow),
-        f"{formatting.ranks(slow)} {'waits' if len(slow) == 1 else 'wait'} {_percent(share)} of each step for data, "
-        f"the others {_percent(usual)} ({_workers(times[slow[0]])})",
+        f"{formatting.ranks(slow)} {'spends' if len(slow) == 1 else 'spend'} {_percent(share)} of each step waiting "
+        f"for data, the others {_percent(usual)} ({_workers(times[slow[0]])})",
     )  # fmt: skip
 
 
@@ -412,7 +412,9 @@ def _data_of_all(times: Times, uses: Uses) -> Cause | None:
         return None
     share = _percent(median(spent.share(SpanKind.DATA) for spent in times.values()))
     spent = next(iter(times.values()))
-    return Cause("data", (), f"{share} of each step waits for data {_on(slow, times)} ({_workers(spent)})")
+    return Cause(
+        "data", (), f"{share} of each step is spent waiting for data {_on(slow, times)} ({_workers(spent)})"
+    )
 
 
 def _collectives(times: Times, uses: Uses) -> Cause | None:
@@ -424,7 +426,7 @@ def _collectives(times: Times, uses: Uses) -> Cause | None:
     share = _percent(median(spent.share(SpanKind.COLLECTIVE) for spent in times.values()))
     return Cause(
         "collectives", (),
-        f"{share} of each step waits in {number:.0f} collectives, most of them {spent.collective}: exchange several "
+        f"{share} of each step is spent in {number:.0f} collectives, most of them {spent.collective}: exchange several "
         "values at once, or less often",
     )  # fmt: skip
 

@@ -116,7 +116,7 @@ class Job(Generic[T]):
             ``"lost"`` if the process of a detached job was killed; ``"waiting"`` while that process has no disk space
             for the result.
         attempt: number of restarts.
-        pids: rank -> process id, for ranks of this machine that have started.
+        pids: process id of each rank of this machine that has started.
         log: the launcher's object for the log files; see :attr:`log_dir`.
         requests: requests to the job; see :meth:`stop`, :meth:`interrupt` and :meth:`cancel`.
         topology: topology of the first rank of this machine.

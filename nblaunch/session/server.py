@@ -45,7 +45,7 @@ from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.optimizer_steps import steps
 from nblaunch.worker.process_control import ChildHandler, FunctionBounds
 
-_EXITED = "the command called sys.exit({!r}). Raise an exception instead, which says what failed"
+_EXITED = "the command called sys.exit({!r}). Raise an exception instead, so that its traceback appears here"
 
 
 def serve() -> None:

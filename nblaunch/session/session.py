@@ -342,7 +342,7 @@ class Session(RankCommands):
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank -> process id, for ranks that have started."""
+        """Process id of each rank that has started."""
         return dict(self._runner.pids)
 
     @property

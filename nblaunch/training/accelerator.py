@@ -408,7 +408,7 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[None]:
         """Allow unequal numbers of batches in the block. Ranks that run out of data join the steps of the others.
 
-        Gradients are divided by the number of all ranks, as in Accelerate: ranks without data count as zeros. With
+        Gradients are divided by the number of all ranks, as in Accelerate: ranks without data contribute zeros. With
         gradient accumulation, the end of an uneven loader does not close a window: all ranks synchronise in the same
         steps, and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data
         get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
@@ -641,7 +641,8 @@ class Accelerator(AcceleratorProperties):
             input_dir: the folder, as in :meth:`save_state`. None: with automatic naming, the checkpoint with the
                 highest number.
             load_kwargs: arguments of :func:`torch.load`, such as ``{"weights_only": False}``, which lets the files
-                execute code. Without it, states of registered objects may contain objects of the notebook's classes.
+                execute code. Even by default, states of registered objects may contain objects of the notebook's
+                classes.
             **model_options: ``strict=False`` accepts weights whose names differ from the model's; ``map_location``,
                 ``"cpu"`` (default) or ``"on_device"``, is the device that weights and optimizers are read to.
 

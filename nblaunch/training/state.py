@@ -25,7 +25,7 @@ from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 class DistributedType(str, enum.Enum):
     """A one-word description of a job.
 
-    The second group exists for scripts that compare with it; no job of nblaunch has one of these types.
+    The types from ``MULTI_NPU`` onwards exist only for scripts that compare with them; no job of nblaunch has one.
     """
 
     NO = "NO"

@@ -298,7 +298,7 @@ def test_the_reason_for_slow_steps_replaces_the_comparison() -> None:
 
 
 def test_cause_for_all_ranks_is_shown_until_over() -> None:
-    text = "62 % of each step waits for data on all ranks (num_workers=0)"
+    text = "62 % of each step is spent waiting for data on all ranks (num_workers=0)"
     view = fold(at_rates([10, 10]), Note(-1, START_S + 10, text=text, kind="slow"))
     assert texts(view) == [text]
     assert texts(fold(view, Note(-1, START_S + 20, text="", kind="slow"))) == []

@@ -62,14 +62,14 @@ def all_alike(shares: Mapping[SpanKind, float], **others: Any) -> Cause | None:
 CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] = {
     "data on all ranks": (
         lambda: all_alike({SpanKind.DATA: 0.62, SpanKind.BACKWARD: 0.3}),
-        "data", (), "62 % of each step waits for data on all ranks (num_workers=0",
+        "data", (), "62 % of each step is spent waiting for data on all ranks (num_workers=0",
     ),
     "too few workers": (
         lambda: all_alike({SpanKind.DATA: 0.62}, num_workers=2), "data", (), "num_workers=2 is too low",
     ),
     "data on one rank": (
         lambda: judged(WAITING, times({SpanKind.DATA: 0.5, SpanKind.BACKWARD: 0.3})),
-        "data", (1,), "rank 1 waits 50 % of each step for data, the others 5 %",
+        "data", (1,), "rank 1 spends 50 % of each step waiting for data, the others 5 %",
     ),
     "long batches": (
         lambda: judged(WAITING, WAITING, times({SpanKind.BACKWARD: 0.4}, elements=3000.0)),
@@ -88,7 +88,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "collectives": (
         lambda: all_alike({SpanKind.COLLECTIVE: 0.5}, counts={SpanKind.COLLECTIVE: 2000}, collective="all_reduce"),
-        "collectives", (), "50 % of each step waits in 20 collectives, most of them all_reduce",
+        "collectives", (), "50 % of each step is spent in 20 collectives, most of them all_reduce",
     ),
     "optimizer": (
         lambda: all_alike({SpanKind.OPTIMIZER: 0.7}), "optimizer", (), "the optimizer takes 70 % of each step",

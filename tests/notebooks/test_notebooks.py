@@ -99,7 +99,7 @@ def check(notebook: Any, path: Path) -> None:
     """Check an executed notebook, in addition to the checks in its last cell."""
     check_for_github(notebook)
     if path.stem == "11_slow_and_wrong":
-        assert "waits for data on all ranks (num_workers=0" in texts(notebook)
+        assert "waiting for data on all ranks (num_workers=0" in texts(notebook)
         assert "NBLAUNCH_CHECKS=-gradients_not_cleared" in texts(notebook)
     else:
         assert "NBLAUNCH_CHECKS" not in texts(notebook), "an alarm about a loop that is right"
