@@ -186,7 +186,7 @@ def test_piped_answers_write_a_file_that_launches(command: Command, monkeypatch:
         ("several\n1:1\n", ["'1:1'", "at least 2"]),
         ("several\n1:2\n2\n", ["'2'", "less than 2"]),
         ("several\n2\n2\n", ["'2'", "less than 2"]),
-        ("several\n2\n1\nstatic\n\n", ["Address", "empty"]),
+        ("several\n2\n1\nstatic\n\n", ["address", "empty"]),
     ],
 )
 def test_a_pipe_with_a_wrong_answer_writes_nothing(
