@@ -188,9 +188,7 @@ class Supervisor:
             watcher.end()
         if processes := self._running.left_running:
             named = formatting.first(processes, _MAX_NAMED)
-            self._note(
-                f"processes that had left the workers' process groups were killed with the job: {named}"
-            )
+            self._note(f"killed with the job, despite leaving the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
         """At the first tick, do work that workers need not wait for and that short jobs can skip."""

@@ -102,7 +102,10 @@ def test_schedulers_stay_with_unchanged_optimizers(capsys: pytest.CaptureFixture
     args = (model, optimizer, held, 1, True)
     notebook_launcher(_rates, args, num_processes=2, backend="cpu", sync_optimizers=True)
     assert held["main"].last_epoch == 0
-    assert "the state of the scheduler args[2]['main'] (CosineAnnealingLR) was not copied back" in capsys.readouterr().out
+    assert (
+        "the state of the scheduler args[2]['main'] (CosineAnnealingLR) was not copied back"
+        in capsys.readouterr().out
+    )
 
 
 def test_states_return_only_on_request() -> None:

@@ -188,9 +188,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 get_reports().report_epoch(loop)
 
     def _leave_loop(self, is_epoch: bool, outer: Any, start: list[torch.Tensor], *ends: Any) -> None:
-        """Return to the enclosing loop after an evaluation, or after a single batch was read. An epoch has no enclosing
-        loop.
-        """
+        """Return to the enclosing loop, if there is one, after an evaluation or after a single batch was read."""
         if not is_epoch:
             self.epochs.start = start
         if is_epoch or outer is None:
@@ -426,9 +424,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def shuffled_by(self) -> list[Any]:
-        """What decides the random order of this epoch; equal for loaders with equal orders, empty if the order is not
-        random.
-        """
+        """What decides the random order of this epoch. Equal for loaders with equal orders; empty for a fixed order."""
         sampler = nested_samplers(index_sampler_of(self))[-1]
         if isinstance(sampler, SeedableRandomSampler):
             return [sampler.initial_seed, sampler.epoch]
