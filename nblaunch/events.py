@@ -235,8 +235,9 @@ class Observation(Event):
         judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
             this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
             ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if
-            several ranks have this value, whose first part is the path of a written file. ``"finally"``: if all ranks
-            have sent it when the job ends, and none has withdrawn it.
+            several ranks have this value, except its last part. The first part is the path of a written file, the last
+            a checksum of its contents, by which equal writes are left out. ``"finally"``: if all ranks have sent it
+            when the job ends, and none has withdrawn it.
         filename: file of the user's line.
         lineno: number of the user's line.
         is_hint: whether it may be intended.

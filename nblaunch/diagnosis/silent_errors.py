@@ -68,7 +68,11 @@ class SilentErrors:
             self._withdraw(observation.check)
             return
         key = (observation.check, *_apart(observation))
-        self._seen.setdefault(key, {}).setdefault(observation.rank, observation)
+        by_rank = self._seen.setdefault(key, {})
+        if observation.judged_by == "together":
+            by_rank[observation.rank] = observation  # the file has been closed
+        else:
+            by_rank.setdefault(observation.rank, observation)
         self._since_s.setdefault(key, time.monotonic())
         if len(self._seen) > _MAX_PENDING:
             self._forget(next(iter(self._seen)))
@@ -111,10 +115,10 @@ class SilentErrors:
         patience_s = _GATHER_WRITES_S if how == "together" else _GATHER_S
         is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
         # A rank that works longer reaches the file later.
-        is_alone = how == "together" and len(by_rank) == 1 and not is_end
-        if how == "finally" and not is_end:
+        is_open = how == "together" and (len(by_rank) == 1 or None in map(_contents, by_rank.values()))
+        if not is_end and (how == "finally" or is_open):
             return ""
-        if is_alone or not (is_complete or (is_late and how not in _NEEDS_ALL)):
+        if not (is_complete or (is_late and how not in _NEEDS_ALL)):
             return ""
         blamed = _BLAMED[how](by_rank)
         if how == "together" and not blamed and not is_late:
@@ -134,7 +138,13 @@ def _apart(observation: Observation) -> tuple[Any, ...]:
     if observation.judged_by in _COMPARED:
         # The problem and the first value say what is compared, such as the gradients of some parameters.
         return observation.step, observation.problem, next(iter(observation.value or ()), None)
-    return (observation.step, observation.value) if observation.judged_by == "together" else ()
+    return (observation.step, *observation.value[:-1]) if observation.judged_by == "together" else ()
+
+
+def _contents(write: Observation) -> str | None:
+    """Return a checksum of what a rank has written; "" if it is unknown, None while the file is open."""
+    contents: str | None = write.value[-1]
+    return contents
 
 
 def _sentence(by_rank: Mapping[int, Observation], blamed: Sequence[int], check: str) -> str:
@@ -165,7 +175,12 @@ def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return all ranks if there are several and the file has contents; an empty file may be a lock."""
+    """Return all ranks if there are several and the file has contents; an empty file may be a lock.
+
+    Return none if all have written the same.
+    """
+    if len(contents := {_contents(seen) for seen in by_rank.values()}) == 1 and any(contents):
+        return []
     path = next(iter(by_rank.values())).value[0]
     is_written = os.path.isfile(path) and os.path.getsize(path) > 0
     return sorted(by_rank) if len(by_rank) > 1 and is_written else []

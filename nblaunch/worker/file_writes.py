@@ -5,6 +5,9 @@ Each save to a path (``saves.py``), and each ``open`` that empties a file, is an
 collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
 out: only libraries that write what the user passes to them may stand between the user's line and the call. Writes
 of a process that holds a lock are left out as well.
+
+A file that ``open`` empties reports a checksum of its contents when it is closed. If all ranks have written the same,
+the file has these contents at any timing.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ import _io
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -51,6 +57,12 @@ _OPENERS = frozenset(
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
 """Modules that bind ``open``, and the name; cells use the one in IPython."""
 
+_NEWLINE_PLACE = 3
+"""Index of the argument ``newline`` of ``open`` after its mode."""
+
+_MAX_COMPARED_BYTES = 1 << 20
+"""Larger contents are not compared, so that their checksum costs no time."""
+
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 
 
@@ -81,32 +93,61 @@ class FileWrites:
         for module, name in _OPENS:
             packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
 
-    def note(self, file: Any, frame: FrameType, writers: frozenset[str] = _SAVERS) -> None:
+    def note(self, file: Any, frame: FrameType) -> None:
         """Report a file that is about to be written; see :data:`nblaunch.worker.saves.Begin`."""
+        observation = self._observe(file, frame, _SAVERS, "")
+        if observation is not None:
+            self._emit(observation)
+
+    def note_opened(self, file: Any, frame: FrameType, opened: Any, newline: str | None) -> Any:
+        """Report a file that ``open`` has emptied, and its contents when it is closed.
+
+        Args:
+            file: the path.
+            frame: frame that called ``open``.
+            opened: what ``open`` returned.
+            newline: argument of ``open``.
+
+        Returns:
+            ``opened``, or an equivalent object that reports its contents.
+        """
+        can_follow = type(getattr(opened, "buffer", opened)) is _io.BufferedWriter
+        observation = self._observe(file, frame, _OPENERS, None if can_follow else "")
+        if observation is None:
+            return opened
+        self._emit(observation)
+        return _followed(opened, newline, partial(self._note_contents, observation)) if can_follow else opened
+
+    def _observe(
+        self, file: Any, frame: FrameType, writers: frozenset[str], contents: str | None
+    ) -> Observation | None:
         if self._num_left <= 0 or not isinstance(file, (str, os.PathLike)) or os.getpid() != self._pid:
-            return
+            return None
         if self._num_left == _MAX_NOTED and {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
             self._num_left = 0
-            return
+            return None
         users = _users_frame(frame, writers)
         path = os.path.realpath(os.fspath(file))
         if users is None or not isinstance(path, str) or path.startswith(_NO_FILES) or _holds_lock(self._pid):
-            return
+            return None
         self._num_left -= 1
-        self._emit(
-            Observation(
-                self._rank,
-                time.time(),
-                CHECK,
-                f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
-                "Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own file",
-                self._slot.num_updates,
-                (path, context.current().num_commands, self._num_collectives()),
-                "together",
-                users.f_code.co_filename,
-                users.f_lineno,
-            )
+        return Observation(
+            self._rank,
+            time.time(),
+            CHECK,
+            f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
+            "Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own file",
+            self._slot.num_updates,
+            (path, context.current().num_commands, self._num_collectives(), contents),
+            "together",
+            users.f_code.co_filename,
+            users.f_lineno,
         )
+
+    def _note_contents(self, observation: Observation, contents: str) -> None:
+        if os.getpid() == self._pid:
+            with suppress(OSError):  # files may be closed after the channel to the launcher
+                self._emit(replace(observation, value=(*observation.value[:-1], contents)))
 
 
 def _replace(module: Any, *, name: str, opener: _Opener) -> None:
@@ -118,15 +159,64 @@ class _Opener:
     """``open``, which also reports what it empties. Not a function: a class may have ``open`` as an attribute."""
 
     def __init__(self, writes: FileWrites) -> None:
-        self._note = writes.note
+        self._note = writes.note_opened
 
     def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, str) and "w" in mode:
-            self._note(file, sys._getframe(1), _OPENERS)
-        return _io.open(file, mode, *args, **kwargs)
+        opened = _io.open(file, mode, *args, **kwargs)
+        if not isinstance(mode, str) or "w" not in mode:
+            return opened
+        newline = args[_NEWLINE_PLACE] if len(args) > _NEWLINE_PLACE else kwargs.get("newline")
+        return self._note(file, sys._getframe(1), opened, newline)
 
     def __reduce__(self) -> str:
         return "open"
+
+
+class _FollowedWriter(_io.BufferedWriter):
+    """A file that reports the checksum of its contents when it is closed; "" if they can't be compared."""
+
+    def __init__(self, raw: Any, size: int, report: Callable[[str], None]) -> None:
+        super().__init__(raw, size)
+        self._report = report
+        self._num_bytes = 0
+        self._checksum = 0
+        self._is_known = True
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        if self._is_known:
+            self._num_bytes += count
+            self._is_known = self._num_bytes <= _MAX_COMPARED_BYTES
+            self._checksum = zlib.crc32(data, self._checksum) if self._is_known else 0
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._is_known = False  # NumPy also seeks, after it has written to the descriptor
+        return super().seek(offset, whence)
+
+    def truncate(self, pos: int | None = None) -> int:
+        self._is_known = False
+        return super().truncate(pos)
+
+    def close(self) -> None:
+        is_open = not self.closed
+        super().close()
+        if is_open:
+            self._report(f"{self._checksum:08x} {self._num_bytes}" if self._is_known else "")
+
+
+def _followed(opened: Any, newline: str | None, report: Callable[[str], None]) -> Any:
+    """Return a file in place of ``opened`` that calls ``report`` with the checksum of its contents."""
+    is_text = isinstance(opened, _io.TextIOWrapper)
+    settings = (opened.encoding, opened.errors, newline, opened.line_buffering) if is_text else ()
+    mode = opened.mode
+    raw = opened.detach().detach() if is_text else opened.detach()
+    writer = _FollowedWriter(raw, _io.DEFAULT_BUFFER_SIZE, report)
+    if not is_text:
+        return writer
+    text: Any = _io.TextIOWrapper(writer, *settings)
+    text.mode = mode
+    return text
 
 
 def _holds_lock(pid: int) -> bool:

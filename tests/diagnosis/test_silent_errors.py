@@ -40,10 +40,10 @@ def test_ranks_that_step_different_parameters_are_not_compared() -> None:
         assert sum(isinstance(event, Note) for event in emitted) == num_notes
 
 
-def _save(rank: int, path: Path) -> Observation:
+def _save(rank: int, path: Path, contents: str | None = "") -> Observation:
     return Observation(
-        rank, 0.0, "same_file", "several ranks write the file", "Write it on one rank", 0, (str(path), 0, 0),
-        "together", "train.py", 3,
+        rank, 0.0, "same_file", "several ranks write the file", "Write it on one rank", 0,
+        (str(path), 0, 0, contents), "together", "train.py", 3,
     )  # fmt: skip
 
 
@@ -59,6 +59,35 @@ def test_a_file_that_is_still_empty_is_judged_when_it_is_written(tmp_path: Path)
     errors.collect([0, 1])
     assert [type(event) for event in emitted] == [Note]
     assert "ranks 0-1" in str(emitted[0])
+    errors.end()
+    assert len(emitted) == 1
+
+
+@pytest.mark.parametrize(("contents", "num_notes"), [(("one", "one"), 0), (("one", "other"), 1)])
+def test_ranks_that_write_the_same_are_right_at_any_timing(
+    tmp_path: Path, contents: tuple[str, str], num_notes: int
+) -> None:
+    """What a rank has written is known when it closes the file."""
+    emitted: list[Event] = []
+    errors = SilentErrors(range(2), emitted.append)
+    (tmp_path / "results").write_text("one")
+    for rank in range(2):
+        errors.receive(_save(rank, tmp_path / "results", None))
+    errors.collect([0, 1])
+    assert not emitted
+    for rank, text in enumerate(contents):
+        errors.receive(_save(rank, tmp_path / "results", text))
+        errors.collect([0, 1])
+    errors.end()
+    assert len(emitted) == num_notes
+
+
+def test_a_file_that_is_never_closed_is_judged_at_the_end(tmp_path: Path) -> None:
+    emitted: list[Event] = []
+    errors = SilentErrors(range(2), emitted.append)
+    (tmp_path / "log").write_text("line")
+    for rank in range(2):
+        errors.receive(_save(rank, tmp_path / "log", None))
     errors.end()
     assert len(emitted) == 1
 

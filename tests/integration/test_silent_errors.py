@@ -12,7 +12,7 @@ import pytest
 from tests.kernels import Kernel
 
 SETUP = """
-import builtins, contextlib, copy, fcntl, io, pickle, random
+import builtins, contextlib, copy, fcntl, io, json, pathlib, pickle, random
 from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import DataLoaderConfiguration
 from nblaunch import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin, LocalSGD
@@ -206,13 +206,13 @@ WRONG = {
     save_file({"weight": torch.ones(2)}, PATH)  # here""",
     "same_file=open": """
     with open(PATH, "w") as file:  # here
-        file.write("accuracy: 0.5")""",
+        file.write("accuracy: 0." + os.environ["RANK"])""",
     "same_file=path": """
     import pathlib
-    pathlib.Path(PATH).write_text("accuracy: 0.5")  # here""",
+    pathlib.Path(PATH).write_text("accuracy: 0." + os.environ["RANK"])  # here""",
     "same_file=logging": """
     import logging
-    logging.FileHandler(PATH, mode="w").emit(logging.makeLogRecord({"msg": "begin"}))  # here""",
+    logging.FileHandler(PATH, mode="w").emit(logging.makeLogRecord({"msg": os.environ["RANK"]}))  # here""",
     "same_file=numpy": """
     import numpy
     numpy.save(PATH, numpy.ones(3))  # here""",
@@ -772,6 +772,30 @@ RIGHT = {
     with Reader().open(f"{PATH}-{accelerator.process_index}") as file:
         assert file.read() == "line"
     assert io.open is builtins.open is copy.deepcopy(io.open) is pickle.loads(pickle.dumps(io.open))""",
+    "files in which all ranks write the same": """
+    accelerator = Accelerator()
+    with open(PATH + "-equal", "w") as file:
+        json.dump({"accuracy": 0.5}, file)
+    accelerator.wait_for_everyone()
+    pathlib.Path(PATH + "-bytes").write_bytes(b"0.5")""",
+    "files opened in unusual ways": """
+    path = f"{PATH}-unusual-{os.environ['RANK']}"
+    read = pathlib.Path(path).read_bytes
+    open(path, "w", newline="\\r\\n").write("line\\n")  # closed without a reference
+    assert read() == b"line\\r\\n"
+    with open(path, "wb") as file:
+        file.write(b"abc")
+        file.seek(1)
+        file.write(b"d")
+        file.truncate(2)
+    assert read() == b"ad"
+    write = open(path, "w").write
+    write("kept by its method")
+    del write
+    assert read() == b"kept by its method"
+    with open(path, "w", encoding="utf-16") as file:
+        assert (file.mode, file.name, file.encoding, file.errors) == ("w", path, "utf-16", "strict")
+        assert type(file) is io.TextIOWrapper and isinstance(file.buffer, io.BufferedWriter)""",
     "a share of the parameters for each rank, with its own rate": """
     accelerator = Accelerator()
     rank = accelerator.process_index
