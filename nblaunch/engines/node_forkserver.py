@@ -23,7 +23,7 @@ from nblaunch import env
 from nblaunch.engines.channel import Channel
 from nblaunch.engines.messages import Boot
 from nblaunch.engines.node_program import NodeProgram, ending_with
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, heap
 from nblaunch.worker import process_control
 
 _IMPORTS = (("torch", "torch.distributed"), ("torch._dynamo",))
@@ -65,9 +65,10 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
 
 
 def _import(modules: Iterable[str]) -> None:
-    for name in modules:
-        with suppress(Exception):  # jobs report it, if they need it
-            importlib.import_module(name)
+    with heap.growing():
+        for name in modules:
+            with suppress(Exception):  # jobs report it, if they need it
+                importlib.import_module(name)
 
 
 def _run(boot: Boot, channel: Channel) -> NoReturn:

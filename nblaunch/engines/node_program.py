@@ -48,6 +48,7 @@ from nblaunch.engines.messages import (
 )
 from nblaunch.engines.uplink import Uplink
 from nblaunch.errors import LaunchError
+from nblaunch.host import heap
 from nblaunch.launcher.attempt import Attempt, start_attempt
 from nblaunch.launcher.joblog import JobLog, log_root
 from nblaunch.launcher.plan import LaunchPlan, plan_launch, replan_start_method
@@ -146,16 +147,17 @@ class NodeProgram:
         if boot.registered_backend:
             backends.find(boot.spec.backend, boot.registered_backend)
         try:
-            with ending_with(self._channel):
+            with ending_with(self._channel), heap.growing():
                 (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
             raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error
         saved.close()
         spec = replace(boot.spec, function=function, args=args)
-        plan = plan_launch(spec)
-        plan.backend.preload()
-        with suppress(ImportError):  # ranks report the error if they need the module
-            importlib.import_module("torch.distributed")  # once per node instead of in each rank
+        with heap.growing():
+            plan = plan_launch(spec)
+            plan.backend.preload()
+            with suppress(ImportError):  # ranks report the error if they need the module
+                importlib.import_module("torch.distributed")  # once per node instead of in each rank
         return spec, replan_start_method(plan, spec)
 
     def _receive_call(self) -> SavedCall | None:

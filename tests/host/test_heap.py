@@ -40,3 +40,30 @@ def test_listing_a_frozen_heap_keeps_it_frozen() -> None:
     gc.freeze()
     assert any(one is held for one in heap.all_objects())
     assert gc.get_freeze_count() > 2000
+
+
+def test_a_growing_heap_is_not_visited_until_the_thresholds_are_back() -> None:
+    gc.unfreeze()
+    collections: list[str] = []
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(watch := lambda phase, info: collections.append(phase))
+    try:
+        with heap.growing():
+            held = [[number] for number in range(10 * thresholds[0])]
+            assert not collections
+        held += [[number] for number in range(10 * thresholds[0])]
+    finally:
+        gc.callbacks.remove(watch)
+    assert collections
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() > len(held) / 2
+
+
+def test_thresholds_that_an_import_sets_are_kept() -> None:
+    before = gc.get_threshold()
+    try:
+        with heap.growing():
+            gc.set_threshold(5, 6, 7)
+        assert gc.get_threshold() == (5, 6, 7)
+    finally:
+        gc.set_threshold(*before)
