@@ -23,6 +23,7 @@ from typing import Any
 
 from tests.benchmarks import bench
 from tests.benchmarks.bench import Row, at_most
+from tests.benchmarks.reducing import join_and_reduce
 from tests.engines.ray_cluster import cluster
 
 NUM_NODES, RANKS_PER_NODE = 2, 2
@@ -32,8 +33,8 @@ _CONNECTED = "import torch; from tests.benchmarks import nodes_launch; nodes_lau
 
 
 def measure(rounds: int = 10) -> Iterator[Row]:
-    with cluster() as address, ExitStack() as kernels:
-        environment = {"RAY_ADDRESS": address}
+    with cluster() as started, ExitStack() as kernels:
+        environment = {"RAY_ADDRESS": started.address}
         ours = kernels.enter_context(bench.kernel("import torch", environment))
         peers = kernels.enter_context(bench.kernel(_CONNECTED, environment))
         launchers: dict[str, Callable[[], float]] = {
@@ -94,7 +95,7 @@ def in_kernel_launch(engine: Any) -> float:
 
     began_s = time.perf_counter()
     values = notebook_launcher(
-        _join_and_reduce,
+        join_and_reduce,
         engine=engine,
         num_nodes=NUM_NODES,
         num_processes=NUM_RANKS,
@@ -134,7 +135,7 @@ def in_kernel_actors() -> float:
 
         def run(self, variables: dict[str, str]) -> float:
             os.environ.update(variables)
-            return _join_and_reduce()
+            return join_and_reduce()
 
     began_s = time.perf_counter()
     group = placement_group([{"CPU": RANKS_PER_NODE}] * NUM_NODES, strategy="STRICT_SPREAD")
@@ -165,7 +166,7 @@ def in_kernel_trainer() -> float:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     def loop() -> None:
-        assert _join_and_reduce() == NUM_RANKS
+        assert join_and_reduce() == NUM_RANKS
 
     with tempfile.TemporaryDirectory(prefix="nblaunch-bench-") as folder:
         began_s = time.perf_counter()
@@ -176,14 +177,3 @@ def in_kernel_trainer() -> float:
             run_config=RunConfig(storage_path=folder),
         ).fit()
         return time.perf_counter() - began_s
-
-
-def _join_and_reduce() -> float:
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return float(ones)

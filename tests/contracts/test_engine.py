@@ -76,7 +76,7 @@ def _slurm(stack: ExitStack, path: str) -> Subject:
 
 
 def _ray(stack: ExitStack, path: str) -> Subject:
-    address = stack.enter_context(cluster())
+    address = stack.enter_context(cluster()).address
     return Subject(
         {"engine": "ray"},
         {"RAY_ADDRESS": address},

@@ -5,15 +5,17 @@
 * failure: a rank raises, dies, returns early or hangs. Type, text and notes of the error are the same as on one
   machine, except for processes and labels of nodes.
 * kill: a rank, a node process, the kernel or the process of a detached job gets SIGKILL at a random moment after the
-  call of the launcher; with Ray also an actor or the driver. The error names the victim, nothing is left after some
-  seconds, and the next launch works.
+  call of the launcher; with Ray also an actor, the driver or a raylet. The error names the victim, nothing is left
+  after some seconds, and the next launch works. Some are killed in a launch that starts its nodes, others on kept
+  nodes, whose programs start again in the next launch.
 
-The program prints every draw that ends otherwise, with all details.
+The program prints every draw that ends otherwise, with all details, and a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -22,14 +24,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import psutil
 
 from tests.engines.conftest import FAILING, PREAMBLE, comparable
-from tests.engines.ray_cluster import cluster
+from tests.engines.ray_cluster import RayCluster, cluster
 from tests.kernels import Kernel
 
 TOKEN = "NBLAUNCH_LOTTERY"
@@ -42,8 +44,12 @@ BUSY_LEFT_S = 10.0
 """The same on an overloaded machine, for example while all tests run."""
 
 FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable result", "hang")
-VICTIMS = {"processes": ("rank", "node", "kernel", "job process")}
-VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver")
+VICTIMS = {"processes": ("kernel", "rank", "node", "job process")}
+VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver", "raylet")
+
+NUM_RANKS = 4
+NAMED_S = 2.0
+"""Seconds until the error names a node whose raylet was killed."""
 
 CELL = (
     FAILING
@@ -54,7 +60,7 @@ def work():
     dist.init_process_group("gloo")
     while True:
         dist.all_reduce(torch.ones(2))
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 def error_of(what, who, **settings):
     limits = {"hang_timeout_s": 3, "on_hang": "stop"} if what == "hang" else {}
@@ -64,46 +70,21 @@ def error_of(what, who, **settings):
         code = error.code if isinstance(error, MyError) else 0
         return type(error).__name__, str(error), "\\n".join(getattr(error, "__notes__", ())), code
 
-def named(*parts):
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line, token = " ".join(process.cmdline()), process.environ().get("NBLAUNCH_LOTTERY")
-        except psutil.Error:
-            continue
-        if token == os.environ["NBLAUNCH_LOTTERY"] and all(part in line for part in parts):
-            found.append(process.pid)
-    return found
+nodes = None
 
-def victims(victim, job):
-    if victim == "rank":
-        return [pid for pid in job.pids.values() if psutil.pid_exists(pid)]
-    if victim == "node":
-        both = named("nblaunch.engines.node")  # ranks are forked from it, and have its command line
-        return [pid for pid in both if psutil.pid_exists(pid) and psutil.Process(pid).ppid() not in both]
-    if victim == "job process":
-        return named("job_process")
-    if victim == "driver":
-        return named("ray_driver")
-    if victim == "actor":
-        return [pid for pid in named("ray::") if any("engines.node" in " ".join(c.cmdline())
-                for c in psutil.Process(pid).children())]
+def lend(engine):
+    global nodes
+    nodes = nodes or nblaunch.Nodes(2, engine=engine)
+    return nodes
 
-def draw_kill(victim, delay_s, **settings):
-    job = launch(work, background=True, dashboard="none", **settings)
-    time.sleep(delay_s)
-    deadline = time.monotonic() + 30
-    while not (pids := victims(victim, job)) and time.monotonic() < deadline:
-        time.sleep(0.002)  # it is to come
-    killed_s = time.monotonic()
-    for pid in random.sample(pids, 1) if pids else ():
-        os.kill(pid, signal.SIGKILL)
+def error_of_work(detach=False, **settings):
     try:
-        return "nothing", str(job.result(90)), 0.0
+        job = launch(work, dashboard="none", background=detach, detach=detach, **settings)
+        if detach:
+            job.result()
+        return "nothing", "", time.monotonic()
     except BaseException as error:
-        return type(error).__name__, str(error), time.monotonic() - killed_s
-    finally:
-        job.cancel()
+        return type(error).__name__, str(error), time.monotonic()
 """
 )
 
@@ -113,16 +94,22 @@ class Draw:
     """One draw.
 
     Args:
+        kind: the fault, without details.
         what: the fault.
         wrong: what is wrong with the outcome; empty if nothing is.
-        seconds: duration of the draw.
-        left_s: seconds after the draw until no process was left.
+        seconds: seconds from the fault to the error.
+        left_s: seconds after the error until no process was left.
+        num_launches: how many launches worked after earlier draws.
+        was_running: whether all ranks ran at the time of the fault.
     """
 
+    kind: str
     what: str
     wrong: str
     seconds: float
     left_s: float = 0.0
+    num_launches: int = 0
+    was_running: bool = True
 
 
 class Lottery:
@@ -130,16 +117,19 @@ class Lottery:
 
     Args:
         engine: ``"processes"`` or ``"ray"``.
-        address: address of the Ray cluster; empty without one.
+        cluster: the Ray cluster; None without one.
         seed: seed of the draws.
         left_s: seconds that processes may take to end.
     """
 
-    def __init__(self, engine: str, address: str = "", seed: int = 0, left_s: float = LEFT_S) -> None:
+    def __init__(
+        self, engine: str, cluster: RayCluster | None = None, seed: int = 0, left_s: float = LEFT_S
+    ) -> None:
         self.engine = engine
+        self._cluster = cluster
         self._left_s = left_s
         self._random = random.Random(seed)
-        self._environment = {"RAY_ADDRESS": address, TOKEN: os.environ[TOKEN]}
+        self._environment = {"RAY_ADDRESS": cluster.address if cluster else "", TOKEN: os.environ[TOKEN]}
         self._local: dict[tuple[str, int], list[str]] = {}
 
     @contextmanager
@@ -165,7 +155,7 @@ class Lottery:
         wrong = "" if there == here and here[0] != "nothing" else f"\n{there}\ninstead of\n{here}"
         seconds = time.monotonic() - began_s
         left, left_s = self._what_is_left(kernel)
-        return Draw(f"{what} in rank {who}", wrong or left, seconds, left_s)
+        return Draw("failure", f"{what} in rank {who}", wrong or left, seconds, left_s)
 
     def _error_of(self, kernel: Kernel, what: str, who: int, settings: str) -> list[str]:
         value = kernel.run(f"error_of({what!r}, {who}, {settings})", timeout_s=180).value
@@ -174,66 +164,158 @@ class Lottery:
 
     # --- kills ---------------------------------------------------------------------------------------------------
 
-    def kill(self, kernel: Kernel, victim: str, span_s: float) -> Draw:
-        """Kill a victim other than the kernel within ``span_s`` seconds after the call of the launcher."""
-        delay_s = self._random.uniform(0.0, span_s)
-        detach = ", detach=True" if victim == "job process" else ""
-        call = f"draw_kill({victim!r}, {delay_s}, engine={self.engine!r}{detach})"
-        name, text, seconds = kernel.run(call, timeout_s=240).value
-        left, left_s = self._what_is_left(kernel)
-        wrong = self._judge(victim, name, text) or left
-        if not wrong and self._random.random() < 0.25:
-            again = kernel.run(f"launch(rank, return_all=True, engine={self.engine!r})", timeout_s=180).value
-            wrong = "" if again == [0, 1, 2, 3] else f"the next launch returned {again}"
-        return Draw(f"{victim} killed {delay_s:.2f} s after the call", wrong, seconds, left_s)
+    def kill(self, kernel: Kernel, victim: str, span_s: float, *, is_kept: bool = False) -> Draw:
+        """Kill a victim other than the kernel within ``span_s`` seconds after the call of the launcher.
 
-    def _judge(self, victim: str, name: str, text: str) -> str:
+        Args:
+            is_kept: launch on kept nodes, after a launch that must work.
+        """
+        delay_s = self._random.uniform(0.0, span_s)
+        what = f"{victim} killed {delay_s:.2f} s after the call" + (" on kept nodes" if is_kept else "")
+        engine = f"lend({self.engine!r})" if is_kept else repr(self.engine)
+        if is_kept and (wrong := self._launch(kernel, engine)):
+            return Draw(victim, f"before: {what}", wrong, 0.0)
+        idle = {
+            process.pid
+            for process in (*kernel.processes(), *_processes("nblaunch.engines.node", "ray::Node"))
+        }
+        detach = ", detach=True" if victim == "job process" else ""
+        cell = kernel.submit(f"error_of_work(engine={engine}{detach})")
+        time.sleep(delay_s)
+        stays = set() if is_kept else idle
+        victims: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            victims[:] = _victims(victim, stays)
+            return bool(victims) or cell.is_done
+
+        kernel.wait_until(is_there, 180.0, "the victim", cell)
+        was_running = len(_ranks(stays)) == NUM_RANKS
+        killed_s = time.monotonic()
+        if victims:
+            with suppress(psutil.NoSuchProcess):  # the launch has just failed
+                self._random.choice(victims).kill()
+        name, text, ended_s = cell.wait(240).value
+        seconds = ended_s - killed_s
+        if victim == "rank" and is_kept:
+            stays = idle
+        left, left_s = self._what_is_left(kernel, stays)
+        wrong = self._judge(victim, name, text, seconds if was_running else 0.0) or left
+        if victim == "raylet":
+            assert self._cluster is not None, "only Ray has raylets"
+            self._cluster.add_node()
+        what = f"{what}, {'while ranks ran' if was_running else 'before'}"
+        return Draw(victim, what, wrong, seconds, left_s, is_kept, was_running)
+
+    def _launch(self, kernel: Kernel, engine: str) -> str:
+        """Launch; return what is wrong with the outcome."""
+        cell = kernel.submit(f"launch(rank, return_all=True, engine={engine})").wait(180)
+        return "" if cell.result == "[0, 1, 2, 3]" else f"the next launch: {cell.describe()}"
+
+    def _judge(self, victim: str, name: str, text: str, seconds: float) -> str:
         wanted = {
             "rank": r"rank \d .*SIGKILL",
             "node": r"node \d \(host .*SIGKILL",
-            "job process": r"",
-            "driver": r"",
+            "job process": r"process",
+            "driver": r"driver of Ray",
             "actor": r"node \d \(host |actor",
+            "raylet": r"node \d \(host .*raylet has died"
+            if seconds
+            else r"raylet|nodes of this Ray cluster|actor",
         }[victim]
         is_good = name in ("WorkerDied", "NodeLost", "LaunchError", "JobLost") and re.search(
             wanted, text, re.DOTALL
         )
-        return "" if is_good else f"{name}: {text}"
+        is_late = victim == "raylet" and seconds > NAMED_S
+        return "" if is_good and not is_late else f"{name} after {seconds:.2f} s: {text}"
 
-    def kill_kernel(self, span_s: float) -> Draw:
+    def kill_kernel(self, span_s: float, *, is_kept: bool = False) -> Draw:
         """Kill a kernel within ``span_s`` seconds after the call of the launcher."""
         delay_s = self._random.uniform(0.0, span_s)
+        engine = f"lend({self.engine!r})" if is_kept else repr(self.engine)
+        what = f"kernel killed {delay_s:.2f} s after the call" + (" on kept nodes" if is_kept else "")
+        idle = {
+            process.pid for process in _processes("nblaunch.engines.node", "ray::Node")
+        }  # another kernel's
         with self.kernel() as kernel:
-            cell = kernel.submit(f"launch(work, engine={self.engine!r})")
+            if is_kept and (wrong := self._launch(kernel, engine)):
+                return Draw("kernel", f"before: {what}", wrong, 0.0)
+            kernel.submit(f"launch(work, engine={engine})")
             time.sleep(delay_s)
+            was_running = len(_ranks(idle)) == NUM_RANKS
             kernel.kill()
-            wrong, left_s = self._what_is_left(kernel)
-            del cell
-        return Draw(f"kernel killed {delay_s:.2f} s after the call", wrong, left_s, left_s)
+            wrong, left_s = self._what_is_left(kernel, idle)
+        what = f"{what}, {'while ranks ran' if was_running else 'before'}"
+        return Draw("kernel", what, wrong, 0.0, left_s, is_kept, was_running)
 
-    def _what_is_left(self, kernel: Kernel) -> tuple[str, float]:
-        """Return what was left after some seconds, or an empty string, and the seconds until nothing was left."""
+    def _what_is_left(self, kernel: Kernel, stays: Collection[int] = ()) -> tuple[str, float]:
+        """Return what was left after some seconds, or an empty string, and the seconds until nothing was left.
+
+        Args:
+            stays: processes that may be left, because they are those of kept nodes.
+        """
         began_s = time.monotonic()
-        try:
-            kernel.wait_for_no_processes(self._left_s)
-        except AssertionError as error:
-            return str(error), self._left_s
-        while left := _node_processes():
+        while left := [
+            one
+            for one in (*kernel.processes(), *_processes("nblaunch.engines.node", "ray::Node"))
+            if one.pid not in stays
+        ]:
             if time.monotonic() - began_s > self._left_s:
-                return f"left: {left}", self._left_s
-            time.sleep(0.05)
+                return f"left: {[f'{one.pid}: {_line(one)[-200:]}' for one in left]}", self._left_s
+            time.sleep(0.1)
         return "", time.monotonic() - began_s
 
 
-def _node_processes() -> list[str]:
-    """Return the node programs of this lottery, including those on nodes of a Ray cluster."""
+def _victims(victim: str, others: Collection[int]) -> list[psutil.Process]:
+    """Return the processes of a kind that run for the present launch.
+
+    Args:
+        others: processes that do not.
+    """
+    if victim == "rank":
+        found = _ranks(others)
+    elif victim == "node":
+        found = [one for one in _processes("nblaunch.engines.node") if one not in _ranks(others)]
+    elif victim == "raylet":  # not the head's, on which the cluster depends
+        found = [one for one in _processes("raylet/raylet") if "--head" not in _line(one)]
+    else:
+        part = {"job process": "job_process", "driver": "ray_driver", "actor": "ray::Node"}[victim]
+        found = _processes(part)
+    return [one for one in found if one.pid not in others]
+
+
+def _ranks(others: Collection[int]) -> list[psutil.Process]:
+    """Return the ranks: node programs whose siblings come from the same program, two on each node."""
+    parents: dict[int, list[psutil.Process]] = {}
+    for one in _processes("nblaunch.engines.node"):
+        if one.pid not in others:
+            with suppress(psutil.Error):
+                parents.setdefault(one.ppid(), []).append(one)
+    programs = {one.pid for children in parents.values() for one in children}
+    return [
+        one
+        for parent, children in parents.items()
+        if parent in programs and len(children) == NUM_RANKS // 2
+        for one in children
+    ]
+
+
+def _processes(*parts: str) -> list[psutil.Process]:
+    """Return this lottery's processes whose command line contains one of the parts, with those of a Ray cluster."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if "nblaunch.engines.node" in line and process.environ().get(TOKEN) == os.environ[TOKEN]:
-                found.append(f"{process.pid}: {line}")
+            line = _line(process)
+            if any(part in line for part in parts) and process.environ().get(TOKEN) == os.environ[TOKEN]:
+                found.append(process)
     return found
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()).strip()  # a title is padded with spaces
+    except psutil.Error:
+        return ""
 
 
 def main() -> None:
@@ -245,42 +327,65 @@ def main() -> None:
     parser.add_argument(
         "--span", type=float, default=12.0, help="seconds of a launch in which victims are killed"
     )
+    parser.add_argument("--kept-span", type=float, default=2.0, help="the same on kept nodes")
+    parser.add_argument("--victims", nargs="*", help="default: all in turn")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no draw later")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ[TOKEN] = secrets.token_hex(8)
-    with cluster() if options.engine == "ray" else nullcontext("") as address:
-        lottery = Lottery(options.engine, address, options.seed)
-        draws = list(_draw(lottery, options))
-    for kind in ("", "killed"):
-        times = [draw.seconds for draw in draws if ("killed" in draw.what) == bool(kind)]
-        if times:
-            print(
-                f"{kind or 'failed'}: {len(times)}, median {statistics.median(times):.1f} s, at most {max(times):.1f} s"
-            )
-    print(f"nothing was left after {max((draw.left_s for draw in draws), default=0.0):.2f} s at most")
+    began_s = time.monotonic()
+    draws: list[Draw] = []
+    with cluster() if options.engine == "ray" else nullcontext() as started:
+        for draw in _draw(Lottery(options.engine, started, options.seed), options):
+            left = f"nothing left after {draw.left_s:.2f} s"
+            result = draw.wrong or f"good after {draw.seconds:.2f} s, {left}"
+            print(f"{time.monotonic() - began_s:6.1f} s  {draw.what}: {result}", flush=True)
+            draws.append(draw)
+            if time.monotonic() - began_s > options.seconds:
+                break
+    for kind in dict.fromkeys(draw.kind for draw in draws):
+        of_kind = [draw for draw in draws if draw.kind == kind]
+        good = [draw for draw in of_kind if not draw.wrong]
+        num_early = sum(not draw.was_running for draw in of_kind)
+        print(f"{kind}: {len(good)} of {len(of_kind)} good, {num_early} before the ranks ran", end="")
+        for what, times in (
+            ("error", [draw.seconds for draw in good]),
+            ("nothing left", [draw.left_s for draw in good]),
+        ):
+            if times:
+                print(f"; {what} after {statistics.median(times):.2f} s, at most {max(times):.2f} s", end="")
+        print()
     bad = sum(bool(draw.wrong) for draw in draws)
-    print(f"{len(draws) - bad} of {len(draws)} ended well")
+    num_launches = sum(draw.num_launches for draw in draws)
+    print(f"{len(draws) - bad} of {len(draws)} ended well; {num_launches} launches in between worked")
     sys.exit(bad > 0)
 
 
 def _draw(lottery: Lottery, options: argparse.Namespace) -> Iterator[Draw]:
-    with lottery.kernel() as kernel:
-        for number in range(options.failures):
-            yield _shown(lottery.fail(kernel, FAILURES[number % len(FAILURES)]))
-    victims = VICTIMS[lottery.engine]
-    others = [one for one in victims if one != "kernel"]
-    num_kernels = options.kills // len(victims)
-    with lottery.kernel() as kernel:
-        for number in range(options.kills - num_kernels):
-            yield _shown(lottery.kill(kernel, others[number % len(others)], options.span))
-    for _ in range(num_kernels):
-        yield _shown(lottery.kill_kernel(options.span))
+    if options.failures:
+        with lottery.kernel() as kernel:
+            for number in range(options.failures):
+                yield lottery.fail(kernel, FAILURES[number % len(FAILURES)])
+    spans = {False: options.span, True: options.kept_span}
+    plan = _plan(options.victims or VICTIMS[lottery.engine])
+    with lottery.kernel() if options.kills else nullcontext() as kernel:
+        for victim, is_kept in itertools.islice(plan, options.kills):
+            if victim == "kernel":
+                yield lottery.kill_kernel(spans[is_kept], is_kept=is_kept)
+            else:
+                yield lottery.kill(kernel, victim, spans[is_kept], is_kept=is_kept)
 
 
-def _shown(draw: Draw) -> Draw:
-    left = f"nothing left after {draw.left_s:.2f} s"
-    print(f"{draw.seconds:6.1f} s  {draw.what}: {draw.wrong or f'good, {left}'}", flush=True)
-    return draw
+def _plan(victims: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield victims, and whether to kill them on kept nodes, in an order in which few launches start all programs."""
+    # The kernel keeps its nodes when a rank dies. A detached job can't use them.
+    on_kept = itertools.cycle([one for one in victims if one not in ("rank", "job process")] or victims)
+    while True:
+        yield from ((one, False) for one in victims if one != "rank")
+        if "rank" in victims:
+            yield "rank", True
+            yield "rank", True
+        yield next(on_kept), True
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A Ray cluster of two nodes on this machine, in a separate process: ``python -m tests.engines.ray_cluster``.
 
-with cluster() as address: ...
+with cluster() as started: ... started.address
 """
 
 from __future__ import annotations
@@ -9,14 +9,37 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 CORES = 4
 _STORE_BYTES = 150 << 20
 
 
+@dataclass(frozen=True)
+class RayCluster:
+    """A running cluster.
+
+    Args:
+        address: its address.
+        process: the process that has started it.
+    """
+
+    address: str
+    process: subprocess.Popen[str]
+
+    def add_node(self) -> None:
+        """Add a node, after another one was killed."""
+        assert self.process.stdin is not None, "it is a pipe"
+        assert self.process.stdout is not None, "it is a pipe"
+        self.process.stdin.write("node\n")
+        self.process.stdin.flush()
+        while self.process.stdout.readline() not in ("ADDED\n", ""):
+            pass
+
+
 @contextmanager
-def cluster() -> Iterator[str]:
-    """Run a cluster while the block runs; yield its address."""
+def cluster() -> Iterator[RayCluster]:
+    """Run a cluster while the block runs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.engines.ray_cluster"],
         stdin=subprocess.PIPE,
@@ -28,7 +51,7 @@ def cluster() -> Iterator[str]:
     assert process.stdout is not None, "it is a pipe"
     try:
         lines = iter(process.stdout.readline, "")
-        yield next(line.split()[1] for line in lines if line.startswith("ADDRESS "))
+        yield RayCluster(next(line.split()[1] for line in lines if line.startswith("ADDRESS ")), process)
     finally:
         process.stdin.close()
         process.wait(60)
@@ -36,7 +59,7 @@ def cluster() -> Iterator[str]:
 
 
 def main() -> None:
-    """Run a cluster until standard input ends."""
+    """Run a cluster until standard input ends; each line of it adds a node."""
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": CORES, "object_store_memory": _STORE_BYTES}
@@ -45,7 +68,9 @@ def main() -> None:
     made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**settings)
     print("ADDRESS", made.address, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:
+        made.add_node(**settings)
+        print("ADDED", flush=True)
     made.shutdown()
 
 

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with cluster() as address:
-        yield address
+    with cluster() as started:
+        yield started.address
 
 
 @pytest.fixture(scope="module")
