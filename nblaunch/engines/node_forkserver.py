@@ -22,7 +22,7 @@ from typing import NoReturn
 from nblaunch import env
 from nblaunch.engines.channel import Channel
 from nblaunch.engines.messages import Boot
-from nblaunch.engines.node_program import NodeProgram, ending_with
+from nblaunch.engines.node_program import NodeProgram
 from nblaunch.host import descriptors, heap
 from nblaunch.worker import process_control
 
@@ -47,7 +47,7 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
         if next_boot is None:
             return
         if modules:
-            with env.patched(first), ending_with(channel):
+            with env.patched(first), process_control.ending_with(channel.reading_fd):
                 _import(modules)
         forkserver = os.getpid()
         descriptors.forget(channel.reading_fd, channel.writing_fd)  # which the child uses

@@ -16,13 +16,11 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +57,7 @@ from nblaunch.nodes import network
 from nblaunch.spec import LaunchSpec
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.wire.board import create_memory_file
+from nblaunch.worker import process_control
 
 _KINDS = (LaunchError, ValueError, TypeError, RuntimeError)
 """Errors that the launching process raises with their type; it raises any other as a LaunchError."""
@@ -147,7 +146,7 @@ class NodeProgram:
         if boot.registered_backend:
             backends.find(boot.spec.backend, boot.registered_backend)
         try:
-            with ending_with(self._channel), heap.growing():
+            with process_control.ending_with(self._channel.reading_fd), heap.growing():
                 (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
             raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error
@@ -245,32 +244,6 @@ class NodeProgram:
             )
         )
         self._channel.send_now()
-
-
-@contextmanager
-def ending_with(channel: Channel) -> Iterator[None]:
-    """End this process within the block if the coordinator ends, because imports in the block take seconds.
-
-    The watching thread ends with the block, before ranks are forked.
-    """
-    is_over, over = os.pipe()
-
-    def watch() -> None:
-        poller = select.poll()
-        poller.register(channel.reading_fd, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
-        poller.register(is_over, select.POLLIN)
-        if is_over not in {fd for fd, _ in poller.poll()}:
-            os._exit(1)
-
-    thread = threading.Thread(target=watch, name="nblaunch-coordinator", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        os.write(over, b"x")
-        thread.join()
-        os.close(over)
-        os.close(is_over)
 
 
 def _evidence(report: AttemptReport) -> Mapping[int, Evidence]:

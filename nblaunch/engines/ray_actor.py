@@ -1,7 +1,8 @@
 """NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
-The program ends with the actor, whose pipes then close. The actor watches the raylet and reports its death at once;
-Ray itself would end the actor ten seconds later without a reason.
+The program ends with the actor, whose pipes then close. The actor watches the raylet, reports its death at once, and
+ends soon after. Ray itself would end the actor ten seconds later without a reason, or never, if nobody has waited for
+the raylet's process, so that it is a zombie.
 
 The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
 """
@@ -14,6 +15,7 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -21,22 +23,39 @@ _READ_BYTES = 1 << 20
 _POLL_S = 1.0
 _LAST_BYTES = 4096
 _LEAVE_S = 2.0
+_REPORT_S = 1.0
+"""Seconds in which the driver receives the report of the raylet's death."""
+
+
+def leave_out_optional_packages() -> None:
+    """Prevent imports in Ray that take half a second: of packages whose objects this process never sends."""
+    for name in ("pyarrow", "pydantic", "starlette"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
 
 
 class NodeActor:
     """Runs the node program. Several threads call its methods, but each method only in one thread at a time.
 
-    Args:
-        program: Python code of the program.
-        variables: environment variables of the program; None removes a variable.
+    Its constructor has no arguments, because Ray would import optional packages to read them.
 
     Raises:
         ModuleNotFoundError: nblaunch is not installed there.
     """
 
-    def __init__(self, program: str, variables: Mapping[str, str | None]) -> None:
+    def __init__(self) -> None:
+        leave_out_optional_packages()
         if importlib.util.find_spec("nblaunch") is None:
             raise ModuleNotFoundError("No module named 'nblaunch'")
+
+    def start(self, program: str, variables: Mapping[str, str | None]) -> tuple[str, str]:
+        """Start the program; return the name of this machine, and the address at which other nodes reach it.
+
+        Args:
+            program: Python code of the program.
+            variables: environment variables of the program; None removes a variable.
+        """
+        import ray
+
         merged = {**os.environ, **variables}
         environment = {name: value for name, value in merged.items() if value is not None}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it exists as long as the actor
@@ -53,11 +72,6 @@ class NodeActor:
         assert self._process.stdout is not None, "it is a pipe"
         self._writing, self._reading = self._process.stdin, self._process.stdout
         self._raylet_fd = _open_process(int(os.environ.get("RAY_RAYLET_PID", "0")))
-
-    def place(self) -> tuple[str, str]:
-        """Return the name of this machine, and the address at which other nodes reach it."""
-        import ray
-
         return os.uname().nodename, str(ray.util.get_node_ip_address())
 
     def poll(self) -> tuple[bytes, str | tuple[int | None, bytes]]:
@@ -74,6 +88,7 @@ class NodeActor:
         ready = {fd for fd, _ in poller.poll(1000 * _POLL_S)}
         if self._raylet_fd in ready:
             self._process.kill()
+            threading.Timer(_REPORT_S, os._exit, (1,)).start()
             return b"", "its raylet has died"
         if not ready:
             return b"", ""

@@ -26,6 +26,7 @@ from nblaunch.engines import ray_actor
 from nblaunch.engines.command_node import PROGRAM, describe_end
 from nblaunch.engines.ray_messages import Allocated, DriverNote, DriverTask, NodeEnded
 from nblaunch.errors import LaunchError
+from nblaunch.host import heap
 from nblaunch.wire.channel import EventSender
 from nblaunch.worker import output, process_control
 
@@ -33,6 +34,9 @@ _READ_BYTES = 1 << 20
 _CONNECT_S = 2.0
 _NOTE_S = 3.0
 _STEP_S = 0.25
+_GROUP_STEP_S = 1
+"""Seconds of one wait for a placement group. Ray drops fractions, and waits of 0 s find out late that it is ready."""
+
 _LEAVE_S = 3.0
 _REMOVAL_S = 5.0
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
@@ -48,6 +52,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     driver = Driver(task)
     try:
         driver.run()
+    except _NotNeeded:
+        pass
     except Exception as error:
         text = str(error) if isinstance(error, LaunchError) else f"Ray: {type(error).__name__}: {error}"
         driver.send(Allocated(-1, time.time(), error=text))
@@ -57,16 +63,23 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os._exit(0)
 
 
+class _NotNeeded(Exception):
+    """The launching process has ended, or needs no nodes any more."""
+
+
 class Driver:
     """The connection to a cluster, with the nodes of one job."""
 
     def __init__(self, task: DriverTask) -> None:
-        import ray
+        ray_actor.leave_out_optional_packages()
+        with process_control.ending_with(task.life_fd), heap.growing():
+            import ray
 
         self._ray: Any = ray
         self._task = task
         self._sender = EventSender(task.event_fd)
         self._actors: list[Any] = []
+        self._have_started = False
         self._group: Any = None
         self._owns_cluster = False
         self._sockets = [socket.socket(fileno=fd) for fd in task.node_fds]
@@ -81,12 +94,14 @@ class Driver:
 
         Raises:
             LaunchError: the cluster can't be reached or has too few nodes.
+            _NotNeeded: the launching process ended before the programs had started.
         """
         notes = self._connect()
+        self._check()
         bundle, count = self._fitting_nodes()
-        if not self._reserve(bundle, count):
-            return
-        places = self._start_actors(bundle, count)
+        self._reserve(bundle, count)
+        self._make_actors(bundle, count)
+        places = self._start_programs(bundle)
         self.send(
             Allocated(
                 -1,
@@ -107,6 +122,11 @@ class Driver:
         poller = select.poll()
         poller.register(self._task.life_fd, select.POLLIN)
         return bool(poller.poll(1000 * timeout_s))
+
+    def _check(self) -> None:
+        """Raise if the launching process no longer needs this process."""
+        if self._is_over(0):
+            raise _NotNeeded
 
     # --- the cluster ---------------------------------------------------------------------------------------------
 
@@ -152,20 +172,32 @@ class Driver:
             LaunchError: too few nodes of the cluster could ever provide the resources.
         """
         task = self._task
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        totals = [_plain(node["Resources"]) for node in nodes]
-        bundle = dict(task.resources) or _default_bundle(task, totals)
-        suitable = [node for node, total in zip(nodes, totals, strict=True) if _holds(total, bundle)]
+        nodes = self._alive_nodes()
+        bundle = dict(task.resources) or _default_bundle(task, [_plain(node["Resources"]) for node in nodes])
+        suitable = self._suitable_nodes(bundle, nodes)
         free = self._free_by_node()
         free_now = [node for node in suitable if _holds(free.get(node["NodeID"], {}), bundle)]
+        count = max(task.min_nodes, min(task.max_nodes, len(free_now)))
+        return bundle, count
+
+    def _alive_nodes(self) -> list[Any]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _suitable_nodes(self, bundle: Mapping[str, float], nodes: Sequence[Any]) -> list[Any]:
+        """Return the nodes that have the resources, free or not.
+
+        Raises:
+            LaunchError: they are too few, and the cluster is not expected to get more.
+        """
+        task = self._task
+        suitable = [node for node in nodes if _holds(_plain(node["Resources"]), bundle)]
         if len(suitable) < task.min_nodes and not task.waits_for_others:
             raise LaunchError(
                 f"{_needs(task.min_nodes, bundle)}, but only {len(suitable)} of the {len(nodes)} nodes of this Ray "
-                f"cluster could ever provide them: {self._describe(nodes, free)}. Request less with "
+                f"cluster could ever provide them: {self._describe(nodes, self._free_by_node())}. Request less with "
                 "resources_per_node or num_nodes; if an autoscaler may add nodes, rdzv_timeout_s sets how long to wait"
             )
-        count = max(task.min_nodes, min(task.max_nodes, len(free_now)))
-        return bundle, count
+        return suitable
 
     def _free_by_node(self) -> Mapping[str, Mapping[str, float]]:
         try:
@@ -183,55 +215,43 @@ class Driver:
             for node in nodes[:8]
         )
 
-    def _reserve(self, bundle: Mapping[str, float], count: int) -> bool:
-        """Reserve nodes, each for one bundle; return False if the launching process ended in the meantime.
+    def _reserve(self, bundle: Mapping[str, float], count: int) -> None:
+        """Reserve nodes, each for one bundle.
 
         Raises:
-            LaunchError: the nodes were not free in time.
+            LaunchError: the nodes were not free in time, or too many have died.
+            _NotNeeded: the launching process ended in the meantime.
         """
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="nblaunch")
         began_s = time.monotonic()
         has_noted = False
-        while not self._group.wait(_STEP_S):
-            if self._is_over(0):
-                return False
+        while not self._group.wait(_GROUP_STEP_S):
+            self._check()
             waited_s = time.monotonic() - began_s
             if waited_s < _NOTE_S:
                 continue
-            nodes = [node for node in self._ray.nodes() if node["Alive"]]
+            nodes = self._alive_nodes()
+            self._suitable_nodes(bundle, nodes)
             text = f"{_needs(count, bundle)}; {self._describe(nodes, self._free_by_node())}"
             if waited_s > self._task.timeout_s:
                 raise LaunchError(f"nodes were not free within {self._task.timeout_s:g} s: {text}")
             if not has_noted:
                 has_noted = True
                 self.send(DriverNote(-1, time.time(), text=f"waiting for nodes of the Ray cluster: {text}"))
-        return True
 
-    def _start_actors(self, bundle: Mapping[str, float], count: int) -> list[tuple[str, str]]:
-        """Start an actor with the program on each node; return the name and address of each.
-
-        Raises:
-            LaunchError: an actor can't be started.
-        """
+    def _make_actors(self, bundle: Mapping[str, float], count: int) -> None:
+        """Create an actor on each node, without waiting for it."""
         from ray import cloudpickle
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         cloudpickle.register_pickle_by_value(ray_actor)
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")}
-        # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
-        variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
-        with suppress(Exception):  # Ray Client does not know the address
-            variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
-        variables |= {
-            name: value
-            for name, value in dict(self._task.runtime_env.get("env_vars", {})).items()
-            if name in variables
-        }
+        made = self._ray.remote(ray_actor.NodeActor)
         for index in range(count):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-            actor = self._ray.remote(ray_actor.NodeActor).options(
+            actor = made.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
                 resources=others,
@@ -240,17 +260,54 @@ class Driver:
                 max_concurrency=4,
                 scheduling_strategy=strategy,
             )
-            self._actors.append(actor.remote(PROGRAM, variables))
+            self._actors.append(actor.remote())
+
+    def _variables(self) -> dict[str, str | None]:
+        """Return environment variables of the node programs; None removes one."""
+        # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
+        variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+        with suppress(Exception):  # Ray Client does not know the address
+            variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
+        given = dict(self._task.runtime_env.get("env_vars", {}))
+        return variables | {name: given[name] for name in variables if name in given}
+
+    def _start_programs(self, bundle: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Start the program on each node; return the names and addresses of their machines.
+
+        Raises:
+            LaunchError: an actor can't be started.
+            _NotNeeded: the launching process ended in the meantime.
+        """
+        deadline = time.monotonic() + self._task.timeout_s
+        variables = self._variables()
+        asked = [actor.start.remote(PROGRAM, variables) for actor in self._actors]
+        waiting = list(asked)
         try:
-            asked = [actor.place.remote() for actor in self._actors]
-            places: list[tuple[str, str]] = self._ray.get(asked, timeout=self._task.timeout_s)
+            while waiting:
+                self._check()
+                started, waiting = self._ray.wait(waiting, timeout=_STEP_S)
+                if started:
+                    self._ray.get(started)
+                else:  # a dead node's actor would wait for another node
+                    self._suitable_nodes(bundle, self._alive_nodes())
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"not all actors of the Ray cluster started within {self._task.timeout_s:g} s"
+                    )
+            places: list[tuple[str, str]] = self._ray.get(asked)
+        except (LaunchError, _NotNeeded):
+            raise
         except Exception as error:
             first, *_ = str(error).strip().splitlines() or [""]
+            cause = _cause(error) or first
+            advice = (
+                ". The nodes also need nblaunch: install it there, or pass runtime_env={'pip': ['nblaunch']}"
+            )
             raise LaunchError(
                 f"the actor that starts the program on a node of the Ray cluster failed: {type(error).__name__}: "
-                f"{_cause(error) or first}. The nodes also need nblaunch: install it there, or pass "
-                "runtime_env={'pip': ['nblaunch']}"
+                f"{cause}{advice if 'No module named' in cause else ''}"
             ) from error
+        self._have_started = True
         return places
 
     # --- bytes ---------------------------------------------------------------------------------------------------
@@ -287,7 +344,8 @@ class Driver:
         if not self._ray.is_initialized():
             return
         with suppress(Exception):  # the rest ends with the connection
-            leaving = [actor.leave.remote() for actor in self._actors]
+            # The program of an actor that is killed ends, too, if it runs no ranks.
+            leaving = [actor.leave.remote() for actor in self._actors] if self._have_started else []
             if leaving:
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
             for actor in self._actors:

@@ -6,6 +6,7 @@ import _thread
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
@@ -196,6 +197,32 @@ def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
         os.register_at_fork(
             before=_remember_forking_thread, after_in_child=partial(_end_with_worker, os.getpid())
         )
+
+
+@contextmanager
+def ending_with(fd: int) -> Iterator[None]:
+    """End this process within the block when the other end of a pipe closes, because imports in the block take seconds.
+
+    The watching thread ends with the block, before ranks are forked.
+    """
+    is_over, over = os.pipe()
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(fd, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
+        poller.register(is_over, select.POLLIN)
+        if is_over not in {ready for ready, _ in poller.poll()}:
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="nblaunch-launcher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(over, b"x")
+        thread.join()
+        os.close(over)
+        os.close(is_over)
 
 
 def prefer_for_oom_kill() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from nblaunch.engines.ray_messages import DriverTask
 from tests.engines.conftest import PREAMBLE
 from tests.kernels import Kernel
 
@@ -107,6 +113,69 @@ ray.get([one.ready.remote() for one in busy])
     notebook.run("del busy")
 
 
+SLOW_DRIVER = """
+import sys, time
+from nblaunch.engines import ray_actor, ray_driver
+
+_, task, path, folder = sys.argv
+sys.path.insert(0, folder)
+
+class SlowActor(ray_actor.NodeActor):
+    def __init__(self):
+        self.file = open(path, "w")
+        time.sleep(3600)
+
+ray_actor.NodeActor = SlowActor
+ray_driver.main([task])
+"""
+
+
+SLOW_RAY = """
+import sys, time
+file = open(sys.argv[2], "w")
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("slow", ["import", "actor"])
+def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str, tmp_path: Path) -> None:
+    if slow == "import":
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "__init__.py").write_text(SLOW_RAY)
+    (life_fd, own_life_fd), (own_event_fd, event_fd) = os.pipe(), os.pipe()
+    task = DriverTask(
+        address=address,
+        min_nodes=2,
+        max_nodes=2,
+        resources={"CPU": 1},
+        ranks_per_node=1,
+        backend="cpu",
+        runtime_env={},
+        timeout_s=600,
+        waits_for_others=False,
+        node_fds=(),
+        event_fd=event_fd,
+        life_fd=life_fd,
+        log_path=str(tmp_path / "driver.log"),
+    )
+    (tmp_path / "task").write_bytes(pickle.dumps(task))
+    os.mkfifo(tmp_path / "fifo")
+    with open(tmp_path / "task", "rb") as file:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", SLOW_DRIVER, str(file.fileno()), str(tmp_path / "fifo"), str(tmp_path)],
+            pass_fds=[file.fileno(), event_fd, life_fd],
+        )
+    try:
+        with open(tmp_path / "fifo") as fifo:  # once a process is slow
+            os.close(own_life_fd)
+            driver.wait(30)
+            assert fifo.read() == "", "at the end of all slow processes"
+    finally:
+        driver.kill()
+        for fd in (life_fd, own_event_fd, event_fd):
+            os.close(fd)
+
+
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
 def test_the_death_of_a_raylet_is_reported(notebook: Kernel) -> None:
     """The last test, because the cluster has lost a node."""
@@ -123,9 +192,11 @@ while not all("raylet" in job.logs(r) for r in range(4)): time.sleep(0.05)
 mine = [int(job.logs(r).split()[-1]) for r in (1, 3)]
 head = [p.pid for p in psutil.process_iter() if p.name() == "raylet" and "--head" in p.cmdline()]
 victim = next(pid for pid in mine if pid not in head)
+actors = [child for child in psutil.Process(victim).children() if "NodeActor" in " ".join(child.cmdline())]
 os.kill(victim, signal.SIGKILL)
 """,
         timeout_s=180,
     )
     error = notebook.run("job.result(60)", raises="NodeLost").raised
     assert "its raylet has died" in error.value
+    assert notebook.run("len(actors), len(psutil.wait_procs(actors, 10)[1])").value == (1, 0)
