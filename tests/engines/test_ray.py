@@ -199,4 +199,14 @@ os.kill(victim, signal.SIGKILL)
     )
     error = notebook.run("job.result(60)", raises="NodeLost").raised
     assert "its raylet has died" in error.value
-    assert notebook.run("len(actors), len(psutil.wait_procs(actors, 10)[1])").value == (1, 0)
+    notebook.run("""
+def is_running(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+deadline = time.monotonic() + 10
+while any(map(is_running, actors)) and time.monotonic() < deadline: time.sleep(0.05)
+""")
+    assert notebook.run("len(actors), sum(map(is_running, actors))").value == (1, 0)
