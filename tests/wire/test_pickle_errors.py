@@ -8,9 +8,12 @@ import multiprocessing
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import Subset
+from torch.utils.tensorboard import SummaryWriter
 
 from nblaunch.wire.pickling import pickle_errors
 
@@ -40,6 +43,18 @@ def test_objects_of_the_standard_library_are_named_as_a_whole() -> None:
     assert "pool objects" in str(why)
     assert named([queue.Queue(), threading.Thread()]) == ["result[0]", "result[1]"]
     assert named(argparse.Namespace(lock=LOCK)) == ["result.lock"]
+
+
+def test_objects_of_libraries_are_named_as_a_whole(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        [(name, why)] = pickle_errors.unpicklable_parts({"writer": writer}, "result")
+        assert named([Holder(writer=writer)]) == ["result[0].writer"]
+    assert name == "result['writer']"
+    assert "SummaryWriter" in str(why)
+
+
+def test_a_users_part_of_a_librarys_object_is_named() -> None:
+    assert named(Subset(Holder(lock=LOCK), [0])) == ["result.dataset.lock"]  # type: ignore[arg-type]
 
 
 def test_few_are_named_of_many_and_depth_ends() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
-from nblaunch.user_code import captured_variables
+from nblaunch.user_code import captured_variables, is_user_file
 from nblaunch.wire.pickling.payload import pickling_error
 from nblaunch.wire.pickling.process_bound import PicklingError
 
@@ -21,6 +22,20 @@ _NAMESPACES = ("argparse", "collections", "types")
 
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
+
+
+class _Part(NamedTuple):
+    """A part that can't be pickled.
+
+    Args:
+        name: an expression, as the user's code would refer to the part.
+        error: why it can't be pickled.
+        is_of_user: whether the part, or an object that contains it, is of a class or function of the user.
+    """
+
+    name: str
+    error: Exception
+    is_of_user: bool
 
 
 @dataclass(frozen=True)
@@ -34,9 +49,9 @@ class Unpicklable:
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
     """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors.
 
-    Objects of the standard library are named as a whole.
+    Objects of a library are named as a whole, unless they contain an object of the user that can't be pickled.
     """
-    return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
+    return [(part.name, part.error) for part in islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS)]
 
 
 def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
@@ -52,18 +67,42 @@ def without_unpicklable(value: Any) -> Any:
     return _pruned(value, _MAX_DEPTH)
 
 
-def _search(value: Any, name: str, depth: int) -> Iterator[tuple[str, Exception]]:
+def _search(value: Any, name: str, depth: int) -> Iterator[_Part]:
     error = pickling_error(value)
     if error is None:
         return
+    is_of_library, is_of_user = _is_of_library(value), _is_of_user(value)
     is_explained = False
     if depth > 0 and not isinstance(error, PicklingError):
         for part_name, part in _parts(value, name):
             for inner in _search(part, part_name, depth - 1):
-                is_explained = True
-                yield inner
+                if inner.is_of_user or not is_of_library:
+                    is_explained = True
+                    yield inner._replace(is_of_user=inner.is_of_user or is_of_user)
     if not is_explained:
-        yield name, error
+        yield _Part(name, error if is_of_user else _explained(value, error), is_of_user)
+
+
+_KINDS = (
+    (r"_thread\.", "locks or threads"),
+    (r"_io\.|.*File$", "open files"),
+    (r"socket|SSL", "open connections"),
+)
+"""Type in Python's message, what users call such objects."""
+
+
+def _explained(value: Any, error: Exception) -> Exception:
+    """Return ``error``, or one that names the class of ``value`` if ``error`` is about a part of it."""
+    name, text = type(value).__name__, str(error)
+    if "no default __reduce__" in text:  # Cython's
+        return PicklingError(f"{name} can't leave the process that created it")
+    found = re.search(r"cannot pickle '([^']+)' object", text)
+    if found is None or found[1].rpartition(".")[2] == name:
+        return error
+    kind = next((kind for pattern, kind in _KINDS if re.match(pattern, found[1])), "")
+    if kind:
+        return PicklingError(f"{name} has {kind} of the process that created it")
+    return PicklingError(f"{name} contains an object of the type {found[1]}, which can't leave this process")
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -81,8 +120,27 @@ def _has_attributes_of_users(value: Any) -> bool:
     """Return whether attributes of a value mean something to users; locks inside a ``queue.Queue`` do not."""
     if not hasattr(value, "__dict__") or inspect.ismodule(value) or inspect.isclass(value):
         return False
-    package = type(value).__module__.partition(".")[0]
+    package = _package_of(value)
     return package not in sys.stdlib_module_names or package in _NAMESPACES
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a value is an object with private attributes that mean nothing to users."""
+    has_attributes = not isinstance(value, _FUNCTION_TYPES) and _has_attributes_of_users(value)
+    return has_attributes and _package_of(value) not in _NAMESPACES and not _is_of_user(value)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Return whether a value is a function of the user or an object of the user's class."""
+    if isinstance(value, FunctionType):
+        return is_user_file(value.__code__.co_filename)
+    module = type(value).__module__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" or (file is not None and is_user_file(file))
+
+
+def _package_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
 
 
 def _variables(function: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
