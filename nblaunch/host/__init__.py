@@ -3,6 +3,7 @@
 proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
 scheduling.py    how processes share processors: times of threads, neighbours, limits
 waits.py         waits of processes that nothing outside them can end
+channels.py      pipes and sockets by which threads of one process wake each other
 descendants.py   finds and ends every process that workers have started, even outside their process groups
 memory.py        memory of processes, limits of the host, glibc's allocator
 heap.py          hides Python's objects from the garbage collector while processes are forked

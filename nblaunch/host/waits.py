@@ -6,8 +6,8 @@ thread of the same process can wake it, or a signal handler. If all threads of a
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
 
-Other threads may also wait to read from pipes that no other process has, such as a pipe by which threads of a pool
-wake each other. Some threads only serve others, and can't end a wait while they are idle.
+Other threads may also wait to read from channels that no other process has (``channels.py``). Some threads only
+serve others, and can't end a wait while they are idle.
 
 The main thread may also wait for an object that the calling process has as well, such as a pipe or a shared
 semaphore. Only other processes can then end the wait.
@@ -20,26 +20,19 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import struct
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nblaunch.host import proc
+from nblaunch.host import channels, proc
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
-_READ = {"x86_64": 0, "aarch64": 63}.get(platform.machine(), -1)
 _WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
-_POLL = {"x86_64": 7}.get(platform.machine(), -1)
-_PPOLL = {"x86_64": 271, "aarch64": 73}.get(platform.machine(), -1)
 """Numbers of the system calls. Source: syscall tables of Linux, ``asm/unistd.h``."""
 
 _WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET; source: <linux/futex.h>
 _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and the mask that removes flags
-_NO_TIMEOUT = 0xFFFFFFFF  # -1 as a 32-bit int
-_POLLFD = struct.Struct("ihh")  # fd, events, revents; source: poll(2)
 
 _CLOCK = "clock-"
 _CLOCKS = (_CLOCK, "jemalloc_bg_thd")
@@ -94,17 +87,17 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
     except OSError:  # it has ended
         return None
     waits: list[Wait] = []
-    pipes: set[str] = set()
+    own: set[str] = set()
     for thread in others:
         if (wait := _endless_wait(pid, thread)) is not None:
             waits.append(wait)
-        elif awaited := _pipes_awaited_by(pid, thread):
+        elif awaited := channels.awaited_by(pid, _system_call(f"/proc/{pid}/task/{thread}")):
             waits.append((thread, " ".join(awaited), _num_sleeps(f"/proc/{pid}/task/{thread}")))
-            pipes.update(awaited)
+            own.update(awaited)
         elif not _is_idle_server(pid, thread):
             return None
     # last, because it reads the descriptors of all processes
-    return tuple(waits) if not pipes or _is_alone_with(pid, pipes) else None
+    return tuple(waits) if not own or channels.are_private(pid, own) else None
 
 
 def _is_idle_server(pid: int, thread: int) -> bool:
@@ -112,49 +105,6 @@ def _is_idle_server(pid: int, thread: int) -> bool:
     if name.startswith(_CLOCKS):
         return _private_wait(pid, thread, has_deadline=True) is not None
     return name.startswith(_SERVERS)
-
-
-def _pipes_awaited_by(pid: int, thread: int) -> list[str]:
-    """Return the pipes that a thread waits to read from; empty if it also waits for something else."""
-    fields = _system_call(f"/proc/{pid}/task/{thread}")
-    if not fields:
-        return []
-    call, first, second, third = fields[0], *(int(field, 16) for field in fields[1:4])
-    if call == str(_READ):
-        fds: Sequence[int] = [first]
-    elif (call == str(_POLL) and third == _NO_TIMEOUT) or (call == str(_PPOLL) and not third):
-        fds = _polled(pid, first, second)
-    else:
-        return []
-    try:
-        targets = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in fds]
-    except OSError:  # the thread or the process has continued
-        return []
-    return targets if all(target.startswith("pipe:") for target in targets) else []
-
-
-def _polled(pid: int, address: int, number: int) -> Sequence[int]:
-    """Return the descriptors in an array of ``struct pollfd``; none if other processes' memory can't be read."""
-    try:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            memory.seek(address)
-            return [fd for fd, _, _ in _POLLFD.iter_unpack(memory.read(_POLLFD.size * number))]
-    except OSError:
-        return []
-
-
-def _is_alone_with(pid: int, pipes: set[str]) -> bool:
-    """Return whether no other process has one of these pipes. A read from a pipe without a writer ends."""
-    descendants = proc.descendants(pid)
-    for other in proc.all_pids():
-        if other == pid:
-            continue
-        folder = Path(f"/proc/{other}/fd")
-        if other in descendants and not os.access(folder, os.R_OK):  # it runs as another user, or has ended
-            return False
-        if not pipes.isdisjoint(proc.open_files(folder)):
-            return False
-    return True
 
 
 def wait_for_others(pid: int) -> Wait | None:

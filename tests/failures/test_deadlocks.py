@@ -63,8 +63,9 @@ def test_an_uncertain_wait_is_only_named(kernel: Kernel, before: str) -> None:
         "import rich.progress; rich.progress.Progress().start()",
         "from multiprocessing.pool import ThreadPool; own = ThreadPool(2); own.map(abs, [1])",
         "import pyarrow.csv; pyarrow.csv.read_csv(folder + '/a.csv')",
+        "import asyncio; threading.Thread(target=asyncio.new_event_loop().run_forever, daemon=True).start()",
     ],
-    ids=["TensorBoard", "rich", "ThreadPool", "pyarrow"],
+    ids=["TensorBoard", "rich", "ThreadPool", "pyarrow", "event loop"],
 )
 def test_idle_threads_of_libraries_hide_no_hang(kernel: Kernel, tmp_path: Path, library: str) -> None:
     """Threads that the worker has started itself wait for their own process, or for a clock to flush or refresh."""

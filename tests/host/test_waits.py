@@ -29,6 +29,11 @@ ENDLESS = {
     "a thread that waits": "t = threading.Thread(target=threading.Event().wait); t.start(); t.join()",
     "a task": "concurrent.futures.Future().result()",
     "beside a pipe of its own": "in_thread(os.read, os.pipe()[0], 1); threading.Event().wait()",
+    "beside an event loop": ("in_thread(asyncio.new_event_loop().run_forever); threading.Event().wait()"),
+    "beside a loop that counts events": (
+        "poll = select.epoll(); poll.register(os.eventfd(0), select.EPOLLIN); in_thread(poll.poll); "
+        "threading.Event().wait()"
+    ),
     "beside a pool": (
         "import multiprocessing.pool; multiprocessing.pool.ThreadPool(2).apply(threading.Event().wait)"
     ),
@@ -58,14 +63,27 @@ ELSEWHERE = {
         "in_thread(os.read, pipe[0], 1)"
     ),
     "a process pool": "pool = multiprocessing.Pool(1)",
-    "a thread that polls pipes and a socket": (
-        "pair = socket.socketpair(); poll = select.poll(); poll.register(os.pipe()[0]); "
-        "poll.register(pair[0], select.POLLIN); in_thread(poll.poll)"
+    "a thread that polls pipes and a server": (
+        "server = socket.create_server(('127.0.0.1', 0)); poll = select.poll(); poll.register(os.pipe()[0]); "
+        "poll.register(server, select.POLLIN); in_thread(poll.poll)"
     ),
     "a thread that polls a pipe with a deadline": (
         "poll = select.poll(); poll.register(os.pipe()[0]); in_thread(poll.poll, 10**6)"
     ),
     "a thread that reads a socket": "pair = socket.socketpair(); in_thread(pair[0].recv, 1)",
+    "an event loop with a timer": "in_thread(asyncio.run, asyncio.sleep(1000))",
+    "an event loop that serves": (
+        "server = socket.create_server(('127.0.0.1', 0)); poll = select.epoll(); poll.register(server); "
+        "in_thread(poll.poll)"
+    ),
+    "a loop whose counter a child has as well": (
+        "counter = os.eventfd(0); poll = select.epoll(); poll.register(counter, select.EPOLLIN); "
+        "child = subprocess.Popen('cat', stdin=subprocess.PIPE, pass_fds=[counter]); in_thread(poll.poll)"
+    ),
+    "a loop whose socket a child can reach": (
+        "pair = socket.socketpair(); poll = select.epoll(); poll.register(pair[0], select.EPOLLIN); "
+        "child = subprocess.Popen('cat', stdin=subprocess.PIPE, pass_fds=[pair[1].fileno()]); in_thread(poll.poll)"
+    ),
     "a thread that serves": "in_thread(serve, time.sleep)",
 }
 """Another thread can continue, and may then end the main thread's wait."""
