@@ -266,7 +266,7 @@ def use(): return channel.unary_unary("/zoo/echo")(b"hello", timeout=5)
         "ray",
         """
 import ray
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
          _system_config={"worker_niceness": 0})  # else its workers wait for all else that the machine does
 @ray.remote(num_cpus=0)
 def double(number): return number * 2
@@ -287,6 +287,7 @@ def total(values):
     return result
 def use(): return float(total(np.ones(10_000)))
 """,
+        limit_s=60,  # each fresh process compiles the function
     ),
     "numba, OpenMP": Specimen(
         "numba",
@@ -300,6 +301,7 @@ def total(values):
     return result
 def use(): return float(total(np.ones(10_000)))
 """,
+        limit_s=60,  # each fresh process compiles the function
     ),
     "onnxruntime": Specimen(
         "onnx onnxruntime",
