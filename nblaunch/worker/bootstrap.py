@@ -415,12 +415,13 @@ _PARSED = (
 def _has_rejected_arguments(leaving: SystemExit) -> bool:
     """Return whether ``argparse`` exits in a notebook's worker because it can't parse the arguments.
 
-    A script has its own command line, and its caller expects its exit code.
+    A script has its own command line, and its caller expects its exit code. ``argparse`` calls ``sys.exit``, which
+    wandb and others replace in the kernel.
     """
-    last = leaving.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    is_of_argparse = last is not None and last.tb_frame.f_globals.get("__name__") == "argparse"
+    is_of_argparse = any(
+        frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit"
+        for frame, _ in traceback.walk_tb(leaving.__traceback__)
+    )
     return leaving.code == 2 and is_of_argparse and "ipykernel" in os.path.basename(sys.argv[0])
 
 
