@@ -27,8 +27,9 @@ _WRITES = (
     "set_trial_user_attr",
 )
 _LOST = (
-    "an optuna study in the kernel's memory never gets the function's calls to report(), set_user_attr() and "
-    "suggest_float(): return the values and write them in the kernel, or give the study a storage in a file"
+    "an optuna study in the kernel's memory never gets the function's trials, or its calls to report(), "
+    "set_user_attr() and suggest_float(): return the values and write them in the kernel, or give the study a storage "
+    "in a file"
 )
 
 
