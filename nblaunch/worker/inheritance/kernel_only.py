@@ -45,6 +45,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     _redirect_kernel_streams(kernel_streams)
     _drop_kernel_messages()
     _forget_figures()
+    _stop_profiler()
     libraries.show_plain_text()
     _disown_processes()
     child_processes.watch()
@@ -201,6 +202,22 @@ def _forget_figures() -> None:
     helpers: Any = sys.modules.get("matplotlib._pylab_helpers")
     if helpers is not None:
         helpers.Gcf.figs.clear()
+
+
+def _stop_profiler() -> None:
+    """Stop ``cProfile``, which ``%prun`` starts: it slows the function down, and its measurements would be lost.
+
+    From Python 3.12 on, a profiler of the function could not start while it runs. Other profilers follow forks.
+    """
+    profiler: Any = sys.modules.get("_lsprof")
+    if profiler is None:
+        return
+    if isinstance(sys.getprofile(), profiler.Profiler):
+        sys.setprofile(None)
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is not None and monitoring.get_tool(monitoring.PROFILER_ID) == "cProfile":
+        monitoring.set_events(monitoring.PROFILER_ID, 0)
+        monitoring.free_tool_id(monitoring.PROFILER_ID)
 
 
 def _disown_processes() -> None:
