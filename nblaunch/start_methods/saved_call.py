@@ -60,17 +60,18 @@ class SavedCall:
     @classmethod
     def around(cls, fd: int) -> SavedCall:
         """Return the call in the memory file ``fd``, with this process's current surroundings."""
+        sources = capture_sources()
         return cls(
             fd=fd,
             modules=places_of_this_process(),
-            settings=KernelSettings.of_this_process(),
+            settings=KernelSettings.of_this_process(sources.values()),
             random_states=RandomStates.of_this_process(),
             environment={**env.snapshot(), **connected_engines.environment()},
             path=tuple(sys.path),
             folder=present_folder(),
             argv=tuple(sys.argv),
             authkey=bytes(multiprocessing.current_process().authkey),
-            sources=capture_sources(),
+            sources=sources,
             has_shell="IPython.core.interactiveshell" in sys.modules,
         )
 

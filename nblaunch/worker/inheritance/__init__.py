@@ -3,6 +3,7 @@
 inventory.py      the table: every kind of state, and its treatment under each start method
 modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
+cell_assignments.py  attributes of modules that cells have assigned, for the same workers
 message_settings.py  warning filters and logger settings, for the same workers
 child_processes.py  lets workers query programs that the kernel has started
 connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank

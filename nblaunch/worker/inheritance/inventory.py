@@ -191,7 +191,10 @@ KINDS: tuple[Kind, ...] = (
             "other numbers. Generator objects (`numpy.random.default_rng()`, `torch.Generator`) are copied: the next "
             "launch draws the same numbers again",
         ),
-        fresh=Way(Treatment.KEPT, "the same"),
+        fresh=Way(
+            Treatment.KEPT,
+            "the same; sets of strings have one order on all ranks, which is not the kernel's",
+        ),
     ),
     Kind(
         "import path and modules",
@@ -203,14 +206,25 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
+        "attributes of modules and classes",
+        fork=Way(Treatment.KEPT, "all"),
+        fresh=Way(
+            Treatment.KEPT,
+            "attributes that a cell has assigned, such as `config.lr = 0.1`, `Config.width = 8` or "
+            "`torch.nn.functional.gelu = my_gelu`, and dictionaries, lists and sets of your modules that a cell has "
+            "changed; a note names values that can't be sent. Other changes, such as those by a function of the "
+            "module, are lost: make them inside the function",
+        ),
+    ),
+    Kind(
         "numeric settings of torch",
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
             "`torch.backends`, attention kernels, anomaly, gradient and inference mode, autocast, function and "
-            "dispatch modes, print options, flushing of denormal numbers, compiler settings. The worker applies "
-            "them when it has imported torch",
+            "dispatch modes, hooks of all modules and optimizers, print options, flushing of denormal numbers, "
+            "compiler settings. The worker applies them when it has imported torch",
         ),
     ),
     Kind(
@@ -219,8 +233,8 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "`sys` limits, `gc` thresholds, locale, decimal context, `multiprocessing` start method; error "
-            "handling and print options of NumPy; options of pandas, Matplotlib, scikit-learn, OpenCV, Pillow. Other "
-            "libraries start with their defaults: change their settings inside the function",
+            "handling and print options of NumPy; options of pandas, Matplotlib, scikit-learn, OpenCV, Pillow, JAX. "
+            "Other libraries start with their defaults: change their settings inside the function",
         ),
     ),
     Kind(
@@ -276,6 +290,13 @@ KINDS: tuple[Kind, ...] = (
             "the function opens pdb in the cell",
         ),
         fresh=Way(Treatment.DROPPED, "the same"),
+    ),
+    Kind(
+        "profilers of Python",
+        fork=Way(
+            Treatment.DROPPED, "`%prun` and `cProfile` measure only the kernel; other profilers continue"
+        ),
+        fresh=Way(Treatment.DROPPED, "a fresh interpreter has none of the kernel's"),
     ),
     Kind(
         "compiled functions",

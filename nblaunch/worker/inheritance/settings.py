@@ -4,7 +4,8 @@
     worker   restore(): writes the settings that differ, once the worker has imported the library
 
 nblaunch does not import libraries for this, in the kernel or in a worker, because the function may not use
-them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers.
+them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers, and
+``cell_assignments.py`` has attributes of modules that cells have assigned.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from nblaunch import packages
+from nblaunch.user_code import is_user_file
 from nblaunch.wire.pickling import payload
-from nblaunch.worker.inheritance import message_settings
+from nblaunch.worker.inheritance import cell_assignments, message_settings
 
 _TINY = sys.float_info.min
 
@@ -51,17 +54,23 @@ class KernelSettings:
         values: name of a row -> pickled value; unpickling may import its library.
         warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
         loggers: see the same module.
+        assigned: see :mod:`nblaunch.worker.inheritance.cell_assignments`.
         left: settings that can't be sent to another process, as text.
     """
 
     values: Mapping[str, bytes]
     warning_filters: Sequence[message_settings.WarningFilter]
     loggers: message_settings.LoggerSettings
+    assigned: Sequence[cell_assignments.AssignedAttribute]
     left: tuple[str, ...]
 
     @classmethod
-    def of_this_process(cls) -> KernelSettings:
-        """Return the current settings without importing anything."""
+    def of_this_process(cls, cells: Iterable[str] = ()) -> KernelSettings:
+        """Return the current settings without importing anything.
+
+        Args:
+            cells: the text of the cells that this process has run.
+        """
         values: dict[str, bytes] = {}
         left: list[str] = []
         loggers = message_settings.read_loggers()
@@ -73,13 +82,15 @@ class KernelSettings:
                 module = sys.modules.get(setting.module)
                 if module is not None:
                     _read(setting, module, values, left)
-        return cls(values, filters, loggers, (*left, *loggers.left))
+        assigned, not_sent = cell_assignments.read(cells)
+        return cls(values, filters, loggers, assigned, (*left, *loggers.left, *not_sent))
 
     def restore(self) -> None:
         """Apply these settings to this process; write a library's settings once the library is imported."""
         for setting in SETTINGS:
             if setting.name in self.values:
                 packages.when_imported(setting.module, partial(self._write, setting))
+        cell_assignments.write(self.assigned)
         message_settings.write_loggers(self.loggers)
         message_settings.write_warning_filters(self.warning_filters)
 
@@ -186,6 +197,37 @@ def _enter_modes(torch: Any, modes: Sequence[Any]) -> None:
         _entered.append(mode)
 
 
+def _set_sparse_checks(torch: Any, is_enabled: bool) -> None:
+    checks = torch.sparse.check_sparse_tensor_invariants
+    (checks.enable if is_enabled else checks.disable)()
+
+
+_HOOKS = (
+    ("torch.nn.modules.module", "_global_forward_pre_hooks", "register_module_forward_pre_hook"),
+    ("torch.nn.modules.module", "_global_forward_hooks", "register_module_forward_hook"),
+    ("torch.nn.modules.module", "_global_backward_pre_hooks", "register_module_full_backward_pre_hook"),
+    ("torch.nn.modules.module", "_global_backward_hooks", "register_module_full_backward_hook"),
+    ("torch.optim.optimizer", "_global_optimizer_pre_hooks", "register_optimizer_step_pre_hook"),
+    ("torch.optim.optimizer", "_global_optimizer_post_hooks", "register_optimizer_step_post_hook"),
+)
+"""Module, its hooks, which torch can't list in public, and the function that adds one."""
+
+
+def _global_hooks(torch: Any) -> list[tuple[str, str, Any]]:
+    """Return the hooks that the user has registered for all modules and optimizers, without those of libraries."""
+    return [
+        (module, register, hook)
+        for module, hooks, register in _HOOKS
+        for hook in getattr(sys.modules[module], hooks).values()
+        if isinstance(hook, types.FunctionType) and is_user_file(hook.__code__.co_filename)
+    ]
+
+
+def _register_hooks(torch: Any, hooks: Sequence[tuple[str, str, Any]]) -> None:
+    for module, register, hook in hooks:
+        getattr(sys.modules[module], register)(hook)
+
+
 def _compiler_values(config: Any) -> dict[str, Any]:
     """Return the non-default values of one of torch's compiler configuration modules."""
     return {
@@ -223,6 +265,19 @@ def _figure_parameters(matplotlib: Any) -> dict[str, Any]:
 def _set_figure_parameters(matplotlib: Any, parameters: Mapping[str, Any]) -> None:
     current = matplotlib.rcParams
     current.update({name: value for name, value in parameters.items() if current.get(name) != value})
+
+
+def _jax_options(jax: Any) -> dict[str, Any]:
+    return {
+        name: value for name, value in jax.config.values.items() if isinstance(value, (bool, int, float, str))
+    }
+
+
+def _set_jax_options(jax: Any, options: Mapping[str, Any]) -> None:
+    current = jax.config.values
+    for name, value in options.items():
+        if name in current and current[name] != value:
+            jax.config.update(name, value)
 
 
 def _start_method(multiprocessing: Any) -> str | None:
@@ -311,6 +366,8 @@ _TORCH = (
     *_attributes(
         "torch",
         "utils.deterministic.fill_uninitialized_memory",
+        "backends.opt_einsum.enabled",
+        "backends.opt_einsum.strategy",
         "backends.cudnn.enabled",
         "backends.cudnn.benchmark",
         "backends.cudnn.benchmark_limit",
@@ -335,6 +392,19 @@ _TORCH = (
         "backends.mkldnn.matmul.fp32_precision",
     ),
     LibrarySetting("torch.autocast", "torch", _autocast, _set_autocast),
+    LibrarySetting(
+        "torch.sparse.check_sparse_tensor_invariants",
+        "torch",
+        lambda torch: torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        _set_sparse_checks,
+    ),
+    LibrarySetting(
+        "Distribution.set_default_validate_args",
+        "torch.distributions",
+        lambda distributions: distributions.Distribution._validate_args,
+        lambda distributions, value: distributions.Distribution.set_default_validate_args(value),
+    ),
+    LibrarySetting("torch hooks of all modules and optimizers", "torch", _global_hooks, _register_hooks),
     LibrarySetting(
         "torch.inference_mode", "torch", lambda torch: torch.is_inference_mode_enabled(), _set_inference_mode
     ),
@@ -387,6 +457,8 @@ _LIBRARIES = (
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
     LibrarySetting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),
+    LibrarySetting("jax.config", "jax", _jax_options, _set_jax_options),
+    *_calls("keras", ("config.floatx", "config.set_floatx")),
     *_calls("cv2", ("getNumThreads", "setNumThreads")),
 )
 

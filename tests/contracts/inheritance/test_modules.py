@@ -102,6 +102,76 @@ def test_importable_modules_are_not_sent(shared: Kernel) -> None:
     assert places == ["helper", "inside", "package", "package.part", "recipe", "within", "within.deep"]
 
 
+ASSIGNED = """
+import os, torch, torch.nn.functional as F
+import settings_of_user as settings
+
+plain_relu = F.relu
+F.relu = lambda x, inplace=False: plain_relu(x) + 1
+settings.lr, settings.Config.width = 0.5, 8
+settings.options["depth"] = 3
+settings.names.append("mine")
+setattr(settings, "loss", lambda x: -x)
+del settings.options["unused"]
+os.environ["NAME"] = "kept"
+
+def assigned():
+    return (settings.scaled(2), settings.Config.width, settings.options, settings.names, settings.imported,
+            settings.loss(4), torch.nn.ReLU()(torch.zeros(1)).item())
+"""
+SETTINGS = """
+lr = 0.1
+options = {"unused": 1}
+names = ["theirs"]
+imported = options
+
+class Config:
+    width = 1
+
+def scaled(x):
+    return x * lr
+"""
+
+
+@contract("attributes of modules and classes")
+def test_attributes_that_cells_have_assigned_apply(shared: Kernel, start_method: str) -> None:
+    shared.run(f"open('settings_of_user.py', 'w').write({SETTINGS!r})")
+    shared.run(ASSIGNED)
+    try:
+        wanted = (1.0, 8, {"depth": 3}, ["theirs", "mine"], {"depth": 3}, -4, 1.0)
+        assert shared.run("assigned()").value == wanted
+        assert shared.run(f"launch(assigned, {start_method!r})").value == [wanted]
+    finally:
+        shared.run("F.relu = plain_relu; del sys.modules['settings_of_user']")
+
+
+def test_an_assigned_attribute_that_can_not_be_sent_is_named(shared: Kernel) -> None:
+    shared.run(
+        "import threading, torch\nhelper.guard, helper.model = threading.Lock(), torch.nn.Linear(1, 1)"
+    )
+    try:
+        cell = shared.run(
+            "notebook_launcher(len, ('ab',), num_processes=1, start_method='forkserver', dashboard='text')"
+        )
+    finally:
+        shared.run("del helper.guard, helper.model")
+    assert "helper.guard" in cell.shown
+    assert "helper.model" in cell.shown
+
+
+def test_an_assigned_function_uses_the_objects_of_the_call(shared: Kernel) -> None:
+    shared.run(
+        "import torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "helper.weight = lambda: model.weight\n"
+        "def is_one_model(): return helper.weight() is model.weight"
+    )
+    try:
+        assert shared.run("launch(is_one_model, 'forkserver')").value == [True]
+    finally:
+        shared.run("del helper.weight")
+
+
 @contract("import path and modules")
 def test_cached_functions_of_cells_arrive(kernel: Kernel, start_method: str) -> None:
     kernel.run(

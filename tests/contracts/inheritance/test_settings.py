@@ -78,6 +78,44 @@ def test_settings_of_torch(shared: Kernel, start_method: str) -> None:
         shared.run(RESET_TORCH)
 
 
+HOOKS = """
+from torch.optim.optimizer import register_optimizer_step_post_hook
+steps = []
+hooks = [torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output + 1),
+         register_optimizer_step_post_hook(lambda optimizer, args, kwargs: steps.append(1))]
+torch.distributions.Distribution.set_default_validate_args(False)
+torch.sparse.check_sparse_tensor_invariants.enable()
+torch.backends.opt_einsum.strategy = "greedy"
+
+def of_hooks():
+    steps.clear()
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.SGD([weight]).step()
+    return {
+        "forward": torch.nn.Identity()(torch.zeros(1)).item(),
+        "steps": len(steps),
+        "checked": torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        "einsum": torch.backends.opt_einsum.strategy,
+        "scale": torch.distributions.Normal(0.0, -1.0).scale.item(),
+    }
+"""
+
+
+@contract("numeric settings of torch", is_slow=True)
+def test_hooks_of_all_modules_and_optimizers(shared: Kernel, start_method: str) -> None:
+    shared.run(HOOKS)
+    try:
+        shared.run(f"launch(of_hooks, {start_method!r})")
+    finally:
+        shared.run(
+            "for hook in hooks: hook.remove()\n"
+            "torch.distributions.Distribution.set_default_validate_args(True)\n"
+            "torch.sparse.check_sparse_tensor_invariants.disable()\n"
+            "torch.backends.opt_einsum.strategy = 'auto'"
+        )
+
+
 NUMPY = """
 numpy.seterr(divide="raise", under="warn")
 numpy.set_printoptions(precision=3, formatter={"bool": lambda value: "yes" if value else "no"})
