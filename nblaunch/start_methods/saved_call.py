@@ -66,7 +66,7 @@ class SavedCall:
             modules=places_of_this_process(),
             settings=KernelSettings.of_this_process(sources.values()),
             random_states=RandomStates.of_this_process(),
-            environment={**env.snapshot(), **connected_engines.environment()},
+            environment={**_hash_seed(), **env.snapshot(), **connected_engines.environment()},
             path=tuple(sys.path),
             folder=present_folder(),
             argv=tuple(sys.argv),
@@ -133,6 +133,14 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
         yield snapshot
     finally:
         snapshot.close()
+
+
+def _hash_seed() -> dict[str, str]:
+    """Return the variable that gives sets of strings the same order on all ranks, in each attempt and launch.
+
+    Each fresh interpreter would choose an order of its own: ranks that number the words of a set would disagree.
+    """
+    return {"PYTHONHASHSEED": str(hash("nblaunch") % (1 << 32))} if sys.flags.hash_randomization else {}
 
 
 def present_folder() -> str | None:

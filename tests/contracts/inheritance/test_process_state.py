@@ -30,6 +30,24 @@ def test_kernel_exit_handlers_run_only_in_the_kernel(kernel: Kernel, start_metho
     assert "exit handler ran" not in cell.stdout
 
 
+@contract("profilers of Python")
+def test_a_profiler_of_the_kernel_does_not_measure_workers(kernel: Kernel, start_method: str) -> None:
+    kernel.run(
+        "import cProfile, sys, nblaunch\n"
+        "def train():\n"
+        "    is_measured = sys.getprofile() is not None\n"
+        "    with cProfile.Profile() as profiler: len('ab')\n"
+        "    return is_measured, len(profiler.getstats()) > 0\n"
+        "options = {'num_processes': 1, 'dashboard': 'none'}"
+    )
+    cell = kernel.run(
+        "with cProfile.Profile() as profiler:\n"
+        f"    value = nblaunch.notebook_launcher(train, start_method={start_method!r}, **options)\n"
+        "value, len(profiler.getstats()) > 0"
+    )
+    assert cell.value == ((False, True), True)
+
+
 @contract("signal handlers")
 def test_only_forked_workers_keep_handlers_of_cells(kernel: Kernel, start_method: str) -> None:
     kernel.run(
@@ -143,6 +161,17 @@ def test_generators_start_with_the_kernels_state(kernel: Kernel, start_method: s
         "assert launch() == first, 'the same seed gives the same launch'\n"
         "assert [draw()] * 2 == second"
     )
+
+
+def test_sets_of_strings_have_one_order_on_all_spawned_ranks_and_in_each_launch(kernel: Kernel) -> None:
+    kernel.run(
+        "import nblaunch\n"
+        "def order(): return list(set(map(str, range(100))))\n"
+        "def launch(): return nblaunch.notebook_launcher(\n"
+        "    order, num_processes=2, start_method='spawn', dashboard='none', return_all=True)"
+    )
+    values = kernel.run("launch() + launch()").value
+    assert values == values[:1] * 4
 
 
 def test_generators_that_the_kernel_has_not_loaded_are_the_same_on_all_ranks() -> None:
