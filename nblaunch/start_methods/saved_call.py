@@ -21,7 +21,7 @@ from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sour
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.worker import output
-from nblaunch.worker.inheritance import connected_engines
+from nblaunch.worker.inheritance import connected_engines, missing_names
 from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
 from nblaunch.worker.inheritance.random_states import RandomStates
 from nblaunch.worker.inheritance.settings import KernelSettings
@@ -43,6 +43,7 @@ class SavedCall:
         authkey: key that processes of ``multiprocessing`` share; workers need it to reach the kernel's managers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
         has_shell: this process is an IPython shell, so ``display`` must work in workers, too.
+        names: names of the notebook's variables, most of which the call does not contain.
     """
 
     fd: int
@@ -56,6 +57,7 @@ class SavedCall:
     authkey: bytes
     sources: Mapping[str, str]
     has_shell: bool
+    names: frozenset[str]
 
     @classmethod
     def around(cls, fd: int) -> SavedCall:
@@ -73,6 +75,7 @@ class SavedCall:
             authkey=bytes(multiprocessing.current_process().authkey),
             sources=sources,
             has_shell="IPython.core.interactiveshell" in sys.modules,
+            names=missing_names.names_of_this_process(),
         )
 
     def restore_surroundings(self) -> None:
@@ -89,6 +92,7 @@ class SavedCall:
         loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
         self.random_states.restore_in_worker()
+        missing_names.remember(self.names)
         return loaded
 
     def close(self) -> None:

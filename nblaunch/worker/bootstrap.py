@@ -65,7 +65,14 @@ from nblaunch.worker import (
 )
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
-from nblaunch.worker.inheritance import connections, kernel_only, queues, studies, unfinished_files
+from nblaunch.worker.inheritance import (
+    connections,
+    kernel_only,
+    missing_names,
+    queues,
+    studies,
+    unfinished_files,
+)
 from nblaunch.worker.inheritance.files import KernelFiles
 
 if TYPE_CHECKING:
@@ -314,10 +321,11 @@ class _Worker:
         process_control.watch_faults_of_subprocess()
 
     def _evidence(self, error: BaseException) -> tuple[str, ...]:
-        """Return what connections and the device report about ``error``. A failure here never hides the error."""
+        """Return what explains ``error``: connections, names, the device. A failure here never hides the error."""
         try:
             of_connections = connections.explain(error, self._closed_connections, self.assignment.rank)
-            return *of_connections, *backends.find(self.assignment.backend).explain_failure(error)
+            of_names = missing_names.explain(error)
+            return *of_connections, *of_names, *backends.find(self.assignment.backend).explain_failure(error)
         except Exception as broken:
             return (f"(the device could not be queried: {type(broken).__name__}: {broken})",)
 

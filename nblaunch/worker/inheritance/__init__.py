@@ -5,6 +5,7 @@ modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
 cell_assignments.py  attributes of modules that cells have assigned, for the same workers
 message_settings.py  warning filters and logger settings, for the same workers
+missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
 child_processes.py  lets workers query programs that the kernel has started
 connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank
 connected_engines.py  prevents forks of a process that is connected to Ray; fresh workers join the same cluster

@@ -1,0 +1,49 @@
+"""Variables of the notebook that a fresh process does not have, because the function names them only in text.
+
+A call is sent with the variables that the function's code names. ``numexpr.evaluate("2 * a")``,
+``frame.query("x > @a")`` and ``eval("a")`` look a name up when they run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Collection
+
+_UNDEFINED = re.compile(r"name '(\w+)' is not defined")
+_names: frozenset[str] = frozenset()
+
+
+def names_of_this_process() -> frozenset[str]:
+    """Return the names of the notebook's variables."""
+    return frozenset(name for name in list(vars(sys.modules["__main__"])) if not name.startswith("_"))
+
+
+def remember(names: Collection[str]) -> None:
+    """Remember the names of the kernel's variables, in a process that has not been forked from the kernel."""
+    global _names
+    _names = frozenset(names)
+
+
+def explain(error: BaseException) -> tuple[str, ...]:
+    """Return a sentence if ``error`` misses a variable that the notebook has and this process does not have."""
+    name = _missing_name(error)
+    if name not in _names or name in vars(sys.modules["__main__"]):
+        return ()
+    return (
+        f"The notebook has a variable {name}, but this fresh process does not, because only variables that the "
+        "function's code names are sent, and names in strings do not count. Pass it to the function as an argument.",
+    )
+
+
+def _missing_name(error: BaseException) -> str | None:
+    if isinstance(error, NameError):
+        found = _UNDEFINED.search(str(error))
+        return found[1] if found else None
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        names = vars(sys.modules["__main__"])
+        if frames and any(value is names for value in frames[-1].f_locals.values()):
+            return error.args[0]
+    return None
