@@ -24,6 +24,7 @@ READERS = {
     "nblaunch.wire.signing": "under the signature of the job, where its ranks have a key",
     "nblaunch.worker.inheritance.settings": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.interpreter",
+    "nblaunch.worker.inheritance.cell_assignments": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
 """Modules that read pickles, each with the reason why no other process can have written the pickle."""
