@@ -87,17 +87,17 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
     except OSError:  # it has ended
         return None
     waits: list[Wait] = []
-    own: set[str] = set()
+    awaited_channels: set[str] = set()
     for thread in others:
         if (wait := _endless_wait(pid, thread)) is not None:
             waits.append(wait)
         elif awaited := channels.awaited_by(pid, _system_call(f"/proc/{pid}/task/{thread}")):
             waits.append((thread, " ".join(awaited), _num_sleeps(f"/proc/{pid}/task/{thread}")))
-            own.update(awaited)
+            awaited_channels.update(awaited)
         elif not _is_idle_server(pid, thread):
             return None
     # last, because it reads the descriptors of all processes
-    return tuple(waits) if not own or channels.are_private(pid, own) else None
+    return tuple(waits) if not awaited_channels or channels.are_private(pid, awaited_channels) else None
 
 
 def _is_idle_server(pid: int, thread: int) -> bool:

@@ -96,13 +96,13 @@ def _explained(value: Any, error: Exception) -> Exception:
     name, text = type(value).__name__, str(error)
     if "no default __reduce__" in text:  # Cython's
         return PicklingError(f"{name} can't leave the process that created it")
-    found = re.search(r"cannot pickle '([^']+)' object", text)
-    if found is None or found[1].rpartition(".")[2] == name:
+    match = re.search(r"cannot pickle '([^']+)' object", text)
+    if match is None or match[1].rpartition(".")[2] == name:
         return error
-    kind = next((kind for pattern, kind in _KINDS if re.match(pattern, found[1])), "")
+    kind = next((kind for pattern, kind in _KINDS if re.match(pattern, match[1])), "")
     if kind:
         return PicklingError(f"{name} has {kind} of the process that created it")
-    return PicklingError(f"{name} contains an object of the type {found[1]}, which can't leave this process")
+    return PicklingError(f"{name} contains an object of the type {match[1]}, which can't leave this process")
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -81,7 +81,7 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
     paths: dict[tuple[_Path, bool], None] = {}
     for text in sources:
         paths.update(dict.fromkeys(_assignments(text)))
-    found: dict[str, AssignedAttribute] = {}
+    sent: dict[str, AssignedAttribute] = {}
     left: dict[str, None] = {}
     for path, is_container in paths:
         resolved = _resolve(path, is_container)
@@ -96,8 +96,8 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
         except Exception as error:
             left[f"{attribute} ({type(error).__name__}: {error})"] = None
         else:
-            found[str(attribute)] = attribute._replace(value=content)
-    return list(found.values()), list(left)
+            sent[str(attribute)] = attribute._replace(value=content)
+    return list(sent.values()), list(left)
 
 
 def write(attributes: Sequence[AssignedAttribute]) -> None:
@@ -176,13 +176,13 @@ def _assignments(text: str) -> tuple[tuple[_Path, bool], ...]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return ()
-    found = [
+    changed = [
         (path, is_container)
         for node in ast.walk(tree)
         for expression, is_container in _targets(node)
         if (path := _path(expression)) is not None
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(changed))
 
 
 def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:

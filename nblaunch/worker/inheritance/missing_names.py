@@ -39,8 +39,8 @@ def explain(error: BaseException) -> tuple[str, ...]:
 
 def _missing_name(error: BaseException) -> str | None:
     if isinstance(error, NameError):
-        found = _UNDEFINED.search(str(error))
-        return found[1] if found else None
+        match = _UNDEFINED.search(str(error))
+        return match[1] if match else None
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         names = vars(sys.modules["__main__"])

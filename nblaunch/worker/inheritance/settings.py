@@ -214,7 +214,7 @@ _HOOKS = (
 
 
 def _global_hooks(torch: Any) -> list[tuple[str, str, Any]]:
-    """Return the hooks that the user has registered for all modules and optimizers, without those of libraries."""
+    """Return the hooks that the user has registered for all modules and optimizers, without libraries' hooks."""
     return [
         (module, register, hook)
         for module, hooks, register in _HOOKS
