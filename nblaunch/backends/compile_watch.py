@@ -143,8 +143,8 @@ class CompileWatch:
             if steps.num_late_steps == _CHANGING_STEPS:
                 self._note(
                     f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although the batch shape did not "
-                    f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps: "
-                    "another model, a Python number in a computation, or a branch",
+                    f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps, such "
+                    "as another model, a Python number in a computation, or a branch",
                 )
 
     def _check_reads(self, steps: _Phase, num_scalars: int) -> None:

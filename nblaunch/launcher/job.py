@@ -189,7 +189,7 @@ class Job(Generic[T]):
         return self._outcome.error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the end.
+        """Wait for the end of the job.
 
         Raises:
             TimeoutError: the job is still running after ``timeout`` seconds. It continues.

@@ -591,8 +591,8 @@ class Accelerator(AcceleratorProperties):
         DistributedDataParallel adds its first gradients in a different order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). It then
-        saves without their random states, or raises an error if they hold shards of the weights.
+        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). It saves
+        without the random states of the others, or raises an error if they hold shards of the weights.
 
         Args:
             output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
@@ -834,7 +834,7 @@ class Accelerator(AcceleratorProperties):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Run the block under torch's profiler on every rank. A collective if traces are written.
+        """Run the block under torch's profiler on every rank. This is a collective if traces are written.
 
         Args:
             profile_handler: settings of the profile, and the folder for traces, if any; None: the ``ProfileKwargs`` in

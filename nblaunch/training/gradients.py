@@ -128,8 +128,8 @@ def _name_short_window(accumulation: AccumulationState, rank: int) -> None:
         warn(
             f"the last accumulation window of the loader has {size} of {num_steps} micro-steps, and its gradients "
             f"are divided by {num_steps}, as in Accelerate, so its step is {size}/{num_steps} of the usual size. "
-            f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. Set it "
-            "to False to silence this warning, for example if the loss is a sum divided by a token count"
+            f"GradientAccumulationPlugin(num_steps={num_steps}, divide_by_actual=True) divides by {size}. "
+            "divide_by_actual=False silences this warning, for example if the loss is a sum divided by a token count"
         )
 
 

@@ -81,7 +81,7 @@ class LateParameters:
         self._num_registrations = -1  # another process has its own count
 
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Find late parameters before a forward pass with gradients. A collective if there are new parameters."""
+        """Find late parameters before a forward pass with gradients. This is a collective if there are any."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return  # a compiled wrapper traces its hooks only once, with the parameters of that moment
         self._check_frozen(model)
@@ -127,7 +127,7 @@ class LateParameters:
         )
 
     def average_gradients(self, is_joining: bool) -> None:
-        """Average the gradients of late parameters over ranks. A collective if there are any.
+        """Average the gradients of late parameters over ranks. This is a collective if there are any.
 
         Args:
             is_joining: whether the loop runs in ``join_uneven_inputs``, where ranks without data join only DDP's

@@ -75,7 +75,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a batch, even in the middle of an accumulation window, and average when it is time."""
+        """Count a batch, even in the middle of an accumulation window; average after ``local_sgd_steps``."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
