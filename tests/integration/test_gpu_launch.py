@@ -35,7 +35,7 @@ real = backends.discover()["cpu"]
 backends._built_in()["cpu"] = MadeUp()
 torch._C._cuda_getDeviceCount = lambda: 1
 torch._C._cuda_init = lambda: None
-torch.cuda._cudart = object()
+vars(torch.cuda)["_cudart"] = object()  # not an assignment to an attribute, which workers would miss
 torch.cuda._queued_calls[:] = [call for call in torch.cuda._queued_calls if call[0].__module__ != "torch.cuda"]
 def where():
     return os.getppid()
