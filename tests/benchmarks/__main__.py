@@ -15,7 +15,8 @@ import itertools
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from tests.benchmarks.bench import show
 
@@ -55,13 +56,19 @@ def main(words: Sequence[str]) -> int:
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(TITLES)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # end the kernels, too
+    signal.signal(signal.SIGTERM, _exit)
     is_good = True
     for name in names or TITLES:
         measure = importlib.import_module(f"tests.benchmarks.{name}").measure
         options = _options(f"tests.benchmarks {name}", measure, words[len(names) :])
         is_good = show(TITLES[name], measure(**options)) and is_good
     return 0 if is_good else 1
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """Exit like a program that ends its kernels; a second signal does not interrupt that."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _options(program: str, measure: Callable[..., Any], words: Sequence[str]) -> dict[str, Any]:
