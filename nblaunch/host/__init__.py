@@ -3,10 +3,10 @@
 proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
 scheduling.py    how processes share processors: times of threads, neighbours, limits
 waits.py         waits of processes that nothing outside them can end
-channels.py      pipes and sockets by which threads of one process wake each other
+wake_channels.py  pipes and sockets by which threads of one process wake each other
 descendants.py   finds and ends every process that workers have started, even outside their process groups
 memory.py        memory of processes, limits of the host, glibc's allocator
-heap.py          hides Python's objects from the garbage collector while processes are forked
+heap.py          hides Python's objects from the garbage collector, for forks and large imports
 descriptors.py   file descriptors: which ones forked processes must not keep, and waiting for any of several
 exhaustion.py    what happens while no file descriptor is free
 sockets.py       connections of this process to programs that it has not started

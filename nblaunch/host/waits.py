@@ -6,7 +6,7 @@ thread of the same process can wake it, or a signal handler. If all threads of a
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
 
-Other threads may also wait to read from channels that no other process has (``channels.py``). Some threads only
+Other threads may also wait to read from channels that no other process has (``wake_channels.py``). Some threads only
 serve others, and can't end a wait while they are idle.
 
 The main thread may also wait for an object that the calling process has as well, such as a pipe or a shared
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nblaunch.host import channels, proc
+from nblaunch.host import proc, wake_channels
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WRITE = {"x86_64": 1, "aarch64": 64}.get(platform.machine(), -1)
@@ -91,13 +91,13 @@ def _waits_of_others(pid: int) -> tuple[Wait, ...] | None:
     for thread in others:
         if (wait := _endless_wait(pid, thread)) is not None:
             waits.append(wait)
-        elif awaited := channels.awaited_by(pid, _system_call(f"/proc/{pid}/task/{thread}")):
+        elif awaited := wake_channels.awaited_by(pid, _system_call(f"/proc/{pid}/task/{thread}")):
             waits.append((thread, " ".join(awaited), _num_sleeps(f"/proc/{pid}/task/{thread}")))
             awaited_channels.update(awaited)
         elif not _is_idle_server(pid, thread):
             return None
     # last, because it reads the descriptors of all processes
-    return tuple(waits) if not awaited_channels or channels.are_private(pid, awaited_channels) else None
+    return tuple(waits) if not awaited_channels or wake_channels.are_private(pid, awaited_channels) else None
 
 
 def _is_idle_server(pid: int, thread: int) -> bool:
