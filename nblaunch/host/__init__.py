@@ -1,7 +1,6 @@
 """The host of a job: readings, and requests to its operating system. No module creates a device context.
 
-proc.py          /proc and /sys: states, memory and processor time of processes; folders of control groups
-scheduling.py    how processes share processors: times of threads, neighbours, limits
+proc.py          /proc and /sys: states, memory, processor time of processes and threads; limits of control groups
 waits.py         waits of processes that nothing outside them can end
 wake_channels.py  pipes and sockets by which threads of one process wake each other
 descendants.py   finds and ends every process that workers have started, even outside their process groups

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +17,8 @@ _PART_BYTES = 1 << 16
 _PARENT = 1
 _START = 19
 _POSIX_SESSION = 3  # its position among the fields after the command's name
+_STEAL = 8  # index in the first line of /proc/stat
+_PROCESSOR = 36  # field of /proc/PID/stat after the name; see proc_pid_stat(5)
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "blocked inside the system"}
 
 
@@ -44,13 +48,9 @@ def _contents(path: Path | str) -> bytes:
 
 def open_files(folder: Path) -> list[str]:
     """Return the targets of a process's open descriptors, from its folder ``/proc/N/fd``."""
-    try:
-        names = os.listdir(folder)
-    except OSError:  # it has ended, or belongs to another user, or there is no /proc
-        return []
     targets = []
     beginning = f"{folder}/"
-    for name in names:
+    for name in _names_in(folder):
         try:
             targets.append(os.readlink(beginning + name))
         except OSError:  # closed since; in this process, always the descriptor that listed the folder
@@ -95,10 +95,7 @@ def descendants(pid: int) -> set[int]:
 
 def all_pids() -> list[int]:
     """Return the processes of the machine that this process may see."""
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:  # no /proc
-        return []
+    return [int(name) for name in _names_in("/proc") if name.isdigit()]
 
 
 def start_ticks(pid: int) -> int:
@@ -211,3 +208,86 @@ def _cgroup_folders(controller: str, root: Path, groups: str) -> tuple[Path, ...
         folder = base / path.lstrip("/")
         folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(base)), base]
     return tuple(dict.fromkeys(folders))
+
+
+@dataclass(frozen=True)
+class ThreadTimes:
+    """Seconds that a thread has run, and has waited for a processor, since its start."""
+
+    run_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """A process on the machine.
+
+    Args:
+        pid: process id.
+        name: name of its program.
+        posix_session: leader of its POSIX session.
+        processor: processor on which it last ran.
+        cpu_s: processor time since its start.
+    """
+
+    pid: int
+    name: str
+    posix_session: int
+    processor: int
+    cpu_s: float
+
+
+def thread_times(pid: int) -> dict[int, ThreadTimes]:
+    """Return the times of each thread; empty if the system does not report them. Source:
+    Documentation/scheduler/sched-stats.
+    """
+    times = {}
+    for name in _names_in(f"/proc/{pid}/task"):
+        fields = _read(pid, f"task/{name}/schedstat").split()
+        if len(fields) >= 2:
+            times[int(name)] = ThreadTimes(int(fields[0]) / 1e9, int(fields[1]) / 1e9)
+    return times
+
+
+def processes() -> dict[int, ProcessUse]:
+    """Return all visible processes by pid. Reads one file per process."""
+    uses = {}
+    for pid in all_pids():
+        head, _, rest = _read(pid, "stat").rpartition(")")
+        fields = rest.split()
+        if len(fields) > _PROCESSOR:
+            cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
+            title = head.partition("(")[2]
+            uses[pid] = ProcessUse(pid, title, int(fields[_POSIX_SESSION]), int(fields[_PROCESSOR]), cpu_s)
+    return uses
+
+
+def allowed_processors(pid: int) -> set[int]:
+    """Return the processors on which a process may run; empty if unknown."""
+    if hasattr(os, "sched_getaffinity"):
+        with suppress(OSError):
+            return os.sched_getaffinity(pid)
+    return set()
+
+
+def stolen_seconds() -> float:
+    """Return the processor time that this virtual machine's host has given to others. Source: proc_stat(5)."""
+    fields = read("/proc/stat").partition("\n")[0].split()
+    return int(fields[_STEAL]) / _TICKS_A_SECOND if len(fields) > _STEAL else 0.0
+
+
+def throttled_seconds() -> float:
+    """Return how long this process's control groups were throttled by their limit of processor time."""
+    for folder in cgroup_folders("cpu"):
+        for line in read(folder / "cpu.stat").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("throttled_usec", "throttled_time") and int(value):
+                return int(value) / (1e6 if name == "throttled_usec" else 1e9)
+    return 0.0
+
+
+def _names_in(folder: Path | str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # its process has ended, or belongs to another user, or there is no /proc
+        return []

@@ -25,8 +25,8 @@ from nblaunch.diagnosis.slow_steps import (
     step_times,
 )
 from nblaunch.events import DeviceUse, Event, Note
-from nblaunch.host import scheduling
-from nblaunch.host.scheduling import ProcessUse, ThreadTimes
+from nblaunch.host import proc
+from nblaunch.host.proc import ProcessUse, ThreadTimes
 from nblaunch.launcher.attempt import RunningAttempt
 from nblaunch.wire.spans import Span, unpack
 
@@ -158,7 +158,7 @@ class _Readings:
         elapsed_s = max(now_s - self._read_s, 1e-3)
         before, self._threads = (
             self._threads,
-            {rank: scheduling.thread_times(pid) for rank, pid in pids.items()},
+            {rank: proc.thread_times(pid) for rank, pid in pids.items()},
         )
         uses = {
             rank: _use_of(pids[rank], before[rank], threads, elapsed_s)
@@ -167,8 +167,8 @@ class _Readings:
         }
         waiting = {rank: pids[rank] for rank, use in uses.items() if use.wait_share >= _SUSPICIOUS_WAIT}
         neighbours = self._neighbours(waiting, set(pids.values()), elapsed_s)
-        allowed = set().union(*(scheduling.allowed_processors(pid) for pid in pids.values()))
-        stolen_s, throttled_s = scheduling.stolen_seconds(), scheduling.throttled_seconds()
+        allowed = set().union(*(proc.allowed_processors(pid) for pid in pids.values()))
+        stolen_s, throttled_s = proc.stolen_seconds(), proc.throttled_seconds()
         is_first = not self._read_s
         machine = Machine(
             max(len(allowed), 1),
@@ -182,7 +182,7 @@ class _Readings:
         self, waiting: Mapping[int, int], pids_of_job: set[int], elapsed_s: float
     ) -> dict[int, Neighbour]:
         """Return, for each waiting rank, what it shares its processor with."""
-        before, self._processes = self._processes, scheduling.processes() if waiting else {}
+        before, self._processes = self._processes, proc.processes() if waiting else {}
         neighbours: dict[int, Neighbour] = {}
         for rank, pid in waiting.items():
             rank_use = self._processes.get(pid)
@@ -198,7 +198,7 @@ class _Readings:
                     continue
                 use = (other.cpu_s - last.cpu_s) / elapsed_s
                 if use >= _MIN_USE:
-                    limits = scheduling.allowed_processors(pid), scheduling.allowed_processors(other.pid)
+                    limits = proc.allowed_processors(pid), proc.allowed_processors(other.pid)
                     is_pinned = any(len(limit) == 1 for limit in limits)
                     neighbour = Neighbour(other.pid, other.name, use, is_pinned)
                     neighbours[rank] = neighbour.joined_by(neighbours.get(rank))
