@@ -1,6 +1,6 @@
 """AMD GPUs through ROCm: torch's device ``cuda``, joined by RCCL, which torch calls ``nccl``.
 
-``host/drm.py`` reads the machine from files below /sys. Not yet run on a GPU: workers start from a clean process,
+``host/gpus.py`` reads the machine from files below /sys. Not yet run on a GPU: workers start from a clean process,
 because a fork of a kernel with ROCm's libraries has not been tried.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nblaunch.backends import first_use
 from nblaunch.backends.gpu import GpuBackend
-from nblaunch.host import drm
+from nblaunch.host import gpus
 from nblaunch.host.gpus import DeviceMeter
 
 
@@ -32,7 +32,7 @@ class RocmBackend(GpuBackend):
         return "the installed torch was built without ROCm; install a ROCm build from https://pytorch.org"
 
     def unavailable_reason(self) -> str:
-        num_physical = len(drm.amd_gpus())
+        num_physical = len(gpus.amd_gpus())
         if not num_physical:
             return (
                 "the system lists no AMD compute GPU in /sys/class/kfd; is its driver (amdgpu) loaded, and does "
@@ -43,16 +43,16 @@ class RocmBackend(GpuBackend):
         return self.build_problem() or ""
 
     def device_count(self) -> int:
-        return len(drm.visible_amd_gpus())
+        return len(gpus.visible_amd_gpus())
 
     def is_present(self) -> bool:
-        return bool(drm.amd_gpus())
+        return bool(gpus.amd_gpus())
 
     def clean_start_reason(self) -> str | None:
         return "ROCm has not been tested in a fork of a kernel"
 
     def open_meter(self) -> DeviceMeter:
-        return drm.AmdMeter(drm.visible_amd_gpus())
+        return gpus.AmdMeter(gpus.visible_amd_gpus())
 
 
 BACKEND = RocmBackend()

@@ -1,6 +1,6 @@
 """Intel GPUs: torch's device ``xpu``, joined by XCCL.
 
-``host/drm.py`` reads the machine from files below /sys. This code has not run on a GPU yet. Workers start from a clean
+``host/gpus.py`` reads the machine from files below /sys. This code has not run on a GPU yet. Workers start from a clean
 process, because a fork of a kernel with SYCL's libraries has not been tried.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nblaunch.backends import first_use
 from nblaunch.backends.gpu import GpuBackend
-from nblaunch.host import drm
+from nblaunch.host import gpus
 
 
 class XpuBackend(GpuBackend):
@@ -33,7 +33,7 @@ class XpuBackend(GpuBackend):
         return "the installed torch was built without XPU; install an XPU build from https://pytorch.org"
 
     def unavailable_reason(self) -> str:
-        num_physical = drm.num_intel_gpus()
+        num_physical = gpus.num_intel_gpus()
         if not num_physical:
             return "the system lists no Intel GPU in /sys/class/drm; does the container have it (--device=/dev/dri)?"
         if not self.device_count():
@@ -44,10 +44,10 @@ class XpuBackend(GpuBackend):
         return None  # nearly every Intel processor has a GPU, but few users want to train on it
 
     def device_count(self) -> int:
-        return drm.num_visible_intel_gpus()
+        return gpus.num_visible_intel_gpus()
 
     def is_present(self) -> bool:
-        return drm.num_intel_gpus() > 0
+        return gpus.num_intel_gpus() > 0
 
     def count_problem(self, num_processes: int) -> str | None:
         import torch.distributed as dist

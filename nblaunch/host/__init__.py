@@ -13,7 +13,6 @@ signal_handlers.py  holds this process's signal handlers back while an exception
 files.py         files that are replaced atomically; folders private to a user
 machine.py       which machine this is; whether a process that left a mark is still running
 disk.py          disk space: frees and reserves it, and explains why there is none
-gpus.py          NVIDIA GPUs, which of them workers may use, and readings of devices
-drm.py           AMD and Intel GPUs, from files below /sys
+gpus.py          GPUs, which of them workers may use, and how busy they are
 tpu.py           TPU chips, their topology, their lock file, and the slice of several hosts
 """

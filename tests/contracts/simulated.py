@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.backends import mps
-from nblaunch.host import drm, gpus
+from nblaunch.host import gpus
 from tests.host.fake_nvml import FakeGpu, FakeNvml
 
 KINDS = ("cuda", "rocm", "xpu", "mps")
@@ -96,7 +96,7 @@ def install(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> FakeModule:
     for name in VARIABLES:
         patch.delenv(name, raising=False)
     forget()
-    patch.setattr(drm, "_CLASSES", folder)
+    patch.setattr(gpus, "_CLASSES", folder)
     patch.setitem(
         sys.modules, "pynvml", FakeNvml([FakeGpu("GPU-0"), FakeGpu("GPU-1")] if kind == "cuda" else [])
     )

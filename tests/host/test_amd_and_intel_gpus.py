@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.host import drm
+from nblaunch.host import gpus
 from tests.contracts.simulated import VARIABLES, write_amd, write_intel
 
 FIRST, SECOND, THIRD = "GPU-000000000000ab01", "GPU-000000000000cd02", "GPU-renderD130"
@@ -14,7 +14,7 @@ FIRST, SECOND, THIRD = "GPU-000000000000ab01", "GPU-000000000000cd02", "GPU-rend
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(drm, "_CLASSES", tmp_path)
+    monkeypatch.setattr(gpus, "_CLASSES", tmp_path)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -38,7 +38,7 @@ def test_variables_select_amd_gpus(
     write_amd(folder, (0xAB01, 0xCD02, 0))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert [gpu.uuid for gpu in drm.visible_amd_gpus()] == expected
+    assert [gpu.uuid for gpu in gpus.visible_amd_gpus()] == expected
 
 
 def test_amd_gpus_that_a_container_lacks_are_not_counted(folder: Path) -> None:
@@ -46,13 +46,13 @@ def test_amd_gpus_that_a_container_lacks_are_not_counted(folder: Path) -> None:
     properties = folder / "kfd/kfd/topology/nodes/1/properties"
     properties.unlink()
     properties.mkdir()  # can't be read, not even by root
-    assert [gpu.uuid for gpu in drm.amd_gpus()] == [SECOND]
+    assert [gpu.uuid for gpu in gpus.amd_gpus()] == [SECOND]
 
 
 def test_utilisation_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_amd(folder)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,0")
-    meter = drm.AmdMeter(drm.visible_amd_gpus())
+    meter = gpus.AmdMeter(gpus.visible_amd_gpus())
     assert meter.read() == [0.25, 0.25]
     (folder / "drm/renderD129/device/gpu_busy_percent").unlink()
     assert meter.read() == [None, 0.25]
@@ -60,14 +60,14 @@ def test_utilisation_of_amd_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_hosts_without_such_gpus_count_none(folder: Path) -> None:
     write_intel(folder, "0000:01:00.0", vendor="0x10de")
-    assert (drm.amd_gpus(), drm.num_intel_gpus(), drm.num_visible_intel_gpus()) == ((), 0, 0)
+    assert (gpus.amd_gpus(), gpus.num_intel_gpus(), gpus.num_visible_intel_gpus()) == ((), 0, 0)
 
 
 def test_integrated_gpus_count_only_without_cards(folder: Path) -> None:
     write_intel(folder, "0000:00:02.0")
-    assert drm.num_intel_gpus() == 1
+    assert gpus.num_intel_gpus() == 1
     write_intel(folder, "0000:03:00.0", "0000:83:00.0")
-    assert drm.num_intel_gpus() == 2
+    assert gpus.num_intel_gpus() == 2
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_intel_gpus_are_counted_by_visible_tile(
     write_intel(folder, "0000:03:00.0", "0000:83:00.0", num_tiles=2)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert drm.num_visible_intel_gpus() == expected
+    assert gpus.num_visible_intel_gpus() == expected
