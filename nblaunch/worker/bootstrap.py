@@ -8,7 +8,7 @@
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
-    saves            records which files the function saves, and how long that takes
+    span_hooks       records which files the function saves, and how long that takes
     context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
     function         loads the call; delivery records the modules' tensors; calls the user's function
@@ -36,7 +36,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch import attached_debugger, backends, context, env
@@ -60,7 +59,6 @@ from nblaunch.worker import (
     open_files,
     output,
     process_control,
-    saves,
     span_hooks,
 )
 from nblaunch.worker.delivery import Delivery
@@ -234,7 +232,7 @@ class _Worker:
         num_collectives = collective_hooks.record_collectives(self.slot)
         writes = file_writes.FileWrites(assignment.rank, self.slot, self.sender.send, num_collectives)
         writes.watch_open()
-        saves.watch(writes.note, partial(span_hooks.record_save, self.slot))
+        span_hooks.record_saves(self.slot, writes.note)
         process_group.wait_for_members_alone()
         env.apply(assignment.environment)
         backend = backends.find(assignment.backend, assignment.registered_backend)

@@ -1,6 +1,6 @@
 """Reports files that the user's function writes, so that the launcher detects ranks that write the same file.
 
-Each save to a path (``saves.py``), and each ``open`` that empties a file, is an
+Each save to a path (``span_hooks.py``), and each ``open`` that empties a file, is an
 :class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
 collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
 out: only libraries that write what the user passes to them may stand between the user's line and the call. Writes
@@ -94,7 +94,7 @@ class FileWrites:
             packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
 
     def note(self, file: Any, frame: FrameType) -> None:
-        """Report a file that is about to be written; see :data:`nblaunch.worker.saves.Begin`."""
+        """Report a file that is about to be written; see :data:`nblaunch.worker.span_hooks.Begin`."""
         observation = self._observe(file, frame, _SAVERS, "")
         if observation is not None:
             self._emit(observation)
