@@ -27,8 +27,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       interruption.py  the weights of an interrupted job
       outcome.py         JobOutcome: values, or the error; loads weights into the kernel's modules
         weights.py       merges and loads trained weights
-    timeline.py          converts the recorded file for Perfetto, with a track per rank
-      profiler_traces.py  adds traces of torch's profiler
+    timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank
       step_picture.py    draws a typical step and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures
 

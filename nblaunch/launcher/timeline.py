@@ -1,12 +1,13 @@
 """Timelines of a job: how its ranks spent their time, as a file for Perfetto and Chrome's tracing.
 
     spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
-    traces of torch's profiler (profiler_traces.py) ──> separate processes ──────────────────────┘       │
+    traces of torch's profiler, one per rank ──> separate processes ─────────────────────────────┘       │
                                         step_picture.py <── Timeline, the path in a notebook <───────────┘
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
 between the last slice and a backward pass is shown as the forward pass, because no hook observes the forward pass of a
-plain model.
+plain model. Format of the traces: ``torch.profiler.profile.export_chrome_trace``. Their times are microseconds since
+``baseTimeNanoseconds``, which counts from 1970; timelines use the monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import time
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from nblaunch.launcher.profiler_traces import profiled_events
 from nblaunch.launcher.step_picture import Slice, picture
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind, unpack
@@ -40,6 +42,9 @@ _INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
 _US_PER_S = 1_000_000  # the format counts in microseconds; whole ones keep the file small
 _COMPRESSION = 4
 _PID = 1  # the job's process in the file; its threads are the ranks
+_PIDS_PER_RANK = 1000  # for the processes of a trace
+
+_RANK_OF_TRACE = re.compile(r"(\d+)\.json$")
 
 
 class Timeline(type(Path())):  # type: ignore[misc]
@@ -151,7 +156,7 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str, pr
         num_slices += 1
         end = max(end, ended)
     if profiles is not None:
-        for event in profiled_events(profiles, start / _US_PER_S, end / _US_PER_S):
+        for event in _profiled_events(profiles, start / _US_PER_S, end / _US_PER_S):
             file.write(",\n" + json.dumps(event))
     file.write("\n]}\n")
     return num_slices
@@ -159,3 +164,58 @@ def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str, pr
 
 def _metadata(name: str, rank: int, about: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": _PID, "tid": rank, "name": name, "args": about}
+
+
+def _profiled_events(folder: Path, start_s: float, end_s: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of all traces in a folder, each trace as separate processes.
+
+    Args:
+        folder: folder with one file per rank, whose name ends in the rank and ``.json``.
+        start_s: time 0 of the timeline, on the monotonic clock.
+        end_s: end of the timeline.
+
+    Raises:
+        FileNotFoundError: there is no trace.
+        ValueError: a file is not a trace of torch's profiler, or was recorded at another time.
+    """
+    files = {int(name[1]): path for path in folder.iterdir() if (name := _RANK_OF_TRACE.search(path.name))}
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} has no traces: the name of a rank's trace ends in the rank and .json"
+        )
+    for rank, path in sorted(files.items()):
+        yield from _events_of_trace(path, rank, start_s, end_s)
+
+
+def _events_of_trace(path: Path, rank: int, start_s: float, end_s: float) -> Iterator[dict[str, Any]]:
+    try:
+        trace = json.loads(path.read_text())
+        base_us, events = trace["baseTimeNanoseconds"] / 1e3, trace["traceEvents"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a trace of torch.profiler ({error!r})") from error
+    shift_us = base_us - (time.time() - time.monotonic() + start_s) * _US_PER_S
+    slices = [event for event in events if event.get("ph") == "X" and event.get("pid") != "Spans"]
+    length_us = (end_s - start_s) * _US_PER_S
+    if not any(-event.get("dur", 0) <= event["ts"] + shift_us <= length_us for event in slices):
+        raise ValueError(f"{path} was not recorded while the job ran")
+    pids, tids = _Numbers((rank + 1) * _PIDS_PER_RANK), _Numbers(1)
+    for event in slices:
+        is_new = event["pid"] not in pids
+        pid, tid = pids.of(event["pid"]), tids.of((event["pid"], event.get("tid")))
+        if is_new:
+            name = f"rank {rank}: torch.profiler"
+            yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+        more = {key: event[key] for key in ("name", "cat", "args") if key in event}
+        begin = round(event["ts"] + shift_us, 3)
+        yield {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": event.get("dur", 0), **more}
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers for processes and threads, some of which a trace identifies by text."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self._first = first
+
+    def of(self, name: Any) -> int:
+        return self.setdefault(name, self._first + len(self))
