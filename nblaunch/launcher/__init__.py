@@ -24,8 +24,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         span_recorder.py  records how ranks spend their time, in a file
         guardian.py      kills the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
-      interruption.py  the weights of an interrupted job
-      outcome.py         JobOutcome: values, or the error; loads weights into the kernel's modules
+      outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
         weights.py       merges and loads trained weights
     timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank
       step_picture.py    draws a typical step and the slowest step of each rank

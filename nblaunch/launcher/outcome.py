@@ -5,7 +5,7 @@ conclude_job   the report of the last attempt, and the results of ranks -> JobOu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -16,13 +16,20 @@ from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
 from nblaunch.errors import JobCancelled, ResultError
-from nblaunch.events import Note
-from nblaunch.launcher import interruption, weights
+from nblaunch.events import Note, WorkerState
+from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
+from nblaunch.launcher.weights import listed
 from nblaunch.user_code import from_first_user_frame
+from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult
+
+_KEEP_ADVICE = (
+    "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
+    "accelerator.save_state()"
+)
 
 
 @dataclass(frozen=True)
@@ -184,11 +191,11 @@ def _load_interrupted(
     modules = attempt.plan.modules
     if not modules:
         return {}, [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
-    if loss := interruption.describe_loss(attempt, report, rank_results):
+    if loss := _describe_loss(attempt, report, rank_results):
         return {}, [Note.of_job(loss, "warning")]
-    if not interruption.can_load(attempt, report):
+    if attempt.ranks[0] not in report.announced:
         return {}, []
-    where, what = interruption.described(attempt, report)
+    where, what = _describe_interrupt(attempt, report)
     unfit, notes = _load_weights(attempt, report, rank_results, what)
     notes = [replace(note, text=f"{where}: {note.text}") for note in notes[:1]] + notes[1:]
     return unfit, notes + _load_optimizers(attempt, report, rank_results)
@@ -315,3 +322,68 @@ def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult])
             partial=result.value,
         )
     return None
+
+
+# --- interrupted jobs ------------------------------------------------------------------------------------------------
+
+# Each interrupted rank reports its last step and sends its modules. If every rank holds the whole model, the first rank
+# of this machine is enough. Shards fit together only if all ranks were at the same step.
+
+
+def _describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]) -> str:
+    """Return a sentence that says why the weights of an interrupted job are lost; empty if they are not lost."""
+    first = attempt.ranks[0]
+    ranks = attempt.ranks if _are_shards(rank_results.get(first)) else [first]
+    reason = next(filter(None, (_why_unsent(report, rank) for rank in ranks)), "")
+    if not reason and len(steps := _steps(report, ranks)) > 1:
+        reason = f"ranks hold shards of them, and stopped after different steps ({', '.join(steps)})"
+    if not reason or not all(_has_begun(report, rank) for rank in ranks):
+        return ""
+    named = listed(attempt.plan.modules, list(attempt.plan.modules))
+    return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_KEEP_ADVICE}"
+
+
+def _steps(report: AttemptReport, ranks: Sequence[int]) -> list[str]:
+    steps = {report.interruptions[rank].step for rank in ranks if rank in report.interruptions}
+    return [f"{step:,}" for step in sorted(steps)]
+
+
+def _describe_interrupt(attempt: Attempt, report: AttemptReport) -> tuple[str, str]:
+    """Return where the job was interrupted, and which weights it sent."""
+    event = report.interruptions.get(attempt.ranks[0])
+    if event is None:
+        return "interrupted after the function had returned on the first rank", "trained weights"
+    if event.step == 0:
+        return "interrupted before the first optimizer step", "the weights of that moment"
+    return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
+
+
+def _are_shards(result: RankResult | None) -> bool:
+    states = result.states.values() if result is not None else ()
+    return any(isinstance(value, TensorShard) for state in states for value in state.values())
+
+
+def _has_begun(report: AttemptReport, rank: int) -> bool:
+    """Return whether the function of a rank had begun when the interrupt arrived."""
+    if rank in report.announced:
+        return True
+    failed = report.failed.get(rank)
+    if failed is not None:  # a KeyboardInterrupt of the function itself is announced
+        return failed.info.type_name != KeyboardInterrupt.__name__
+    states = {reading.rank: reading.state for reading in report.last_readings}
+    return states.get(rank) is not WorkerState.STARTING
+
+
+def _why_unsent(report: AttemptReport, rank: int) -> str:
+    """Return why a rank has not sent its states; empty if it has."""
+    event = report.interruptions.get(rank)
+    if rank in report.returned or (event is not None and not event.is_cut):
+        return ""
+    if event is not None:
+        step = f"optimizer step {event.step + 1:,}"
+        return f"rank {rank} was interrupted in {step}, which did not end in time"
+    failed = report.failed.get(rank)
+    if failed is not None:
+        return f"rank {rank} raised {failed.info.type_name} when it was interrupted"
+    status, _ = report.exits[rank]
+    return f"rank {rank} {how_ended(status)} before it left the function"
