@@ -15,8 +15,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      the wait loop until the workers have ended; reads their results
-        escalation.py    when each rank gets which signal; termination with time for a checkpoint
-        sending.py       ranks that are still sending values or weights at an interrupt
+        escalation.py    when each rank gets which signal, and not while it sends weights; time for a checkpoint
         hang_watch.py    finds ranks without progress, and shows where ranks are
         unread_queues.py  saves values that ranks put into queues of the kernel
         collective_watch.py  finds ranks that call different collectives

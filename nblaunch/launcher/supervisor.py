@@ -39,11 +39,10 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import RunningAttempt, start_failures_as_launch_errors
 from nblaunch.launcher.collective_watch import BoardCalls, CollectiveWatch
 from nblaunch.launcher.debug_client import DebugClient
-from nblaunch.launcher.escalation import Escalation, Termination
+from nblaunch.launcher.escalation import Escalation, SendingRanks, Termination
 from nblaunch.launcher.hang_watch import HangWatch
 from nblaunch.launcher.monitor import MemorySampler
 from nblaunch.launcher.requests import JobRequests
-from nblaunch.launcher.sending import SendingRanks
 from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.launcher.span_recorder import SpanRecorder
 from nblaunch.launcher.store import StoreHost
