@@ -8,7 +8,6 @@ hang.py                 whether the job hangs, and which rank waits for which
 disagreements.py        calls that must be equal on all ranks but are not; which ranks are at fault
 stalls.py               ranks that wait although their calls agree: which rank is missing, alone, or past the loop
 source_blocks.py        loops and conditions around a line of user code
-collective_failures.py  failures that differing calls or a stall explain
 deadlock.py             which ranks wait for a thread that their process does not have
 full_queues.py          which ranks wait for room in a queue that only the kernel could read
 stacks.py               the ranks' Python stacks, collected when one makes no progress
