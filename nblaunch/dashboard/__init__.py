@@ -19,8 +19,7 @@ notebook.py        the dashboard for notebooks: a cell output, updated in place,
   widget_panel.py      the widgets: headline, buttons, rows, charts
   widget_logs.py       the last lines of ranks, in tabs
   widget_throttle.py   updates within a budget
-folded_lines.py    folds many lines of output behind a single line
-lines.py           output of workers in the cell or terminal, labelled, merged and shortened; the last lines
+lines.py           output of workers in the cell or terminal, labelled, merged, folded and shortened; the last lines
 
 :func:`choose` picks the dashboards for the front end. Importing this package does not import Jupyter.
 """

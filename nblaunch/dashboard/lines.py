@@ -8,7 +8,7 @@
 
 ``LinesPrinter`` labels lines, merges equal lines of several ranks and shortens long output. It writes the lines of one
 tick together, so the number of messages to the front end does not grow with the output. Each rank's lines stay in
-order.
+order. In a cell, ``FoldedLines`` puts the lines between the first and the last ones behind a line that unfolds them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from html import escape
 from string import Template
 from time import monotonic
 from typing import Any, TextIO, final
 
 from nblaunch import formatting
-from nblaunch.dashboard.base import Dashboard, Pace
-from nblaunch.dashboard.folded_lines import FoldedLines
+from nblaunch.dashboard.base import Bundle, Dashboard, Pace
 from nblaunch.dashboard.table import HEAD_LINES
 from nblaunch.dashboard.terminal import LiveTable, write
 from nblaunch.events import AttemptStarted, Displayed, Event, LogLines, Note
@@ -38,6 +38,16 @@ NUM_LINES = 60
 
 TAIL_LENGTH = 20
 """Number of last lines that are shown if space is limited, and at the end for a rank that printed a lot."""
+
+MAX_IN_CELL = 60
+"""Largest number of lines of a job that a cell prints; the others are folded."""
+
+_FIRST_IN_CELL = 40
+_MAX_FOLDED = 5_000  # lines
+_FOLDED = (
+    "margin:2px 0;padding:4px 8px;border-left:2px solid rgba(128,128,128,.3);background:none;color:inherit;"
+    "white-space:pre-wrap;overflow:auto;max-height:40em;font-size:12px"
+)
 
 
 class LastLines:
@@ -416,3 +426,40 @@ def _as_text(data: Mapping[str, Any]) -> str:
 
 def _is_same(first: Displayed, second: Displayed) -> bool:
     return first.update and first.transient.get("display_id") == second.transient.get("display_id")
+
+
+# --- lines of a cell that are folded because they are many ---------------------------------------------------------
+
+
+class FoldedLines:
+    """The lines of a job in a cell: the first ones, then all others behind a line that unfolds them, then the last."""
+
+    def __init__(self) -> None:
+        self._num_first = 0
+        self._others: deque[str] = deque(maxlen=_MAX_FOLDED)
+        self._num_others = 0
+
+    def take(self, texts: Sequence[str]) -> list[str]:
+        """Add texts of whole lines; return the first lines of the job, to be printed at once."""
+        lines = [line for text in texts for line in text.splitlines(keepends=True)]
+        first = lines[: max(_FIRST_IN_CELL - self._num_first, 0)]
+        self._num_first += len(first)
+        self._others.extend(lines[len(first) :])
+        self._num_others += len(lines) - len(first)
+        return first
+
+    def rest(self, log_dir: str) -> tuple[Bundle | None, list[str]]:
+        """Return an output that unfolds lines (None if they are few), and the last lines, to be printed below it."""
+        others = list(self._others)
+        num_last = MAX_IN_CELL - _FIRST_IN_CELL - 2
+        if self._num_others <= num_last:
+            return None, others
+        folded, last = others[:-num_last], others[-num_last:]
+        summary = formatting.count(self._num_others - num_last, "more line")
+        logs = f"; complete logs: {log_dir}" if log_dir else ""
+        text = escape("".join(folded))
+        shown = (
+            f'<details style="font-family:system-ui,sans-serif;font-size:13px"><summary style="cursor:pointer">'
+            f'show all: {summary}</summary><pre style="{_FOLDED}">{text}</pre></details>'
+        )
+        return {"text/html": shown, "text/plain": f"... {summary} not shown{logs}"}, last
