@@ -7,8 +7,7 @@ fold.py            updates the view of the job after each event or reading
 view.py            JobView: the state of a job as it is shown
 rates.py           rates of a rank over the last seconds, and forecasts from them
 table.py           all text of the view: rows of the whole job and of ranks, headline, failures, epochs
-failures.py        failures: the cause first, then its consequences
-result.py          the figures of a finished job, and whether all ranks did the same
+result.py          how a job ended: its figures, whether all ranks did the same, its failures
 notices.py         slow and stalled ranks, non-finite losses; sets the rate of a stopped rank to 0
 text.py            the table as text, and the progress in one line
 terminal.py        the dashboard for scripts and terminals, with a table that is redrawn in place

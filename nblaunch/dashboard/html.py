@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from nblaunch.dashboard.charts import charts
-from nblaunch.dashboard.failures import Failure
 from nblaunch.dashboard.notices import Notice
 from nblaunch.dashboard.palette import (
     BAD,
@@ -30,6 +29,7 @@ from nblaunch.dashboard.palette import (
     outcome_look,
     shape_of,
 )
+from nblaunch.dashboard.result import Failure
 from nblaunch.dashboard.table import EpochTable, Row, Table, full_length, tabulate
 from nblaunch.dashboard.text import Tail, render_text, shows_rows
 from nblaunch.dashboard.view import JobView

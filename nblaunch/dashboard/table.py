@@ -18,7 +18,6 @@ from statistics import median
 from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.failures import Failure, failures
 from nblaunch.dashboard.notices import (
     JobStall,
     Notice,
@@ -28,7 +27,7 @@ from nblaunch.dashboard.notices import (
     settled_state,
     stall_text,
 )
-from nblaunch.dashboard.result import Figure, alike, figures, shown_metrics
+from nblaunch.dashboard.result import Failure, Figure, alike, failures, figures, shown_metrics
 from nblaunch.dashboard.view import EpochView, JobView, RankView
 from nblaunch.events import WorkerState
 from nblaunch.formatting import duration, loss, rate, single_line, whole_duration

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nblaunch import formatting
-from nblaunch.dashboard.failures import Failure
 from nblaunch.dashboard.palette import STATE_LOOKS, outcome_look, unpainted
-from nblaunch.dashboard.result import Figure
+from nblaunch.dashboard.result import Failure, Figure
 from nblaunch.dashboard.table import EpochTable, Table, full_length, furthest_behind, headline, tabulate
 from nblaunch.dashboard.view import JobView, replace
 
