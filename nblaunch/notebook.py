@@ -308,8 +308,7 @@ def launch(
     """
     __tracebackhide__ = True
     from nblaunch.config.launching import device_choice, resolved_settings, spec_of
-    from nblaunch.config.resolving import unknown
-    from nblaunch.config.settings import SETTINGS, UNUSED
+    from nblaunch.config.settings import SETTINGS, UNUSED, unknown
 
     with HiddenLauncherFrames():
         settings = {name: value for name, value in settings.items() if name not in UNUSED}

@@ -16,7 +16,7 @@ from typing import Any
 from nblaunch.cli import UsageError
 from nblaunch.cli.questions import Asker, Machine, ask_all, detected
 from nblaunch.config import files
-from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
+from nblaunch.config.settings import ConfigError, Layer, convert, resolve
 
 _ACTIONS = ("default", "update")
 

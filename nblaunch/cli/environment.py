@@ -21,7 +21,7 @@ from nblaunch import backends, env, formatting
 from nblaunch.backends import cpu
 from nblaunch.backends.base import Backend
 from nblaunch.config import files
-from nblaunch.config.resolving import ConfigError
+from nblaunch.config.settings import ConfigError
 from nblaunch.dashboard import kernel_shell
 from nblaunch.diagnosis import memory
 from nblaunch.host import gpus, proc, tpu

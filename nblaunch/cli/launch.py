@@ -22,8 +22,18 @@ from nblaunch import env
 from nblaunch.cli import UsageError
 from nblaunch.config.files import find_layers
 from nblaunch.config.launching import device_choice
-from nblaunch.config.resolving import ConfigError, Layer, Resolved, convert, resolve, unknown
-from nblaunch.config.settings import GROUPS, SETTINGS, UNUSED, unsupported_reason
+from nblaunch.config.settings import (
+    GROUPS,
+    SETTINGS,
+    UNUSED,
+    ConfigError,
+    Layer,
+    Resolved,
+    convert,
+    resolve,
+    unknown,
+    unsupported_reason,
+)
 from nblaunch.packages import is_installed
 from nblaunch.setting import Setting, Switch
 

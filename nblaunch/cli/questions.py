@@ -20,8 +20,7 @@ from typing import Any
 from nblaunch import backends
 from nblaunch.backends.base import Backend
 from nblaunch.cli import UsageError
-from nblaunch.config.resolving import GPU_VARIABLES, ConfigError, convert
-from nblaunch.config.settings import SETTINGS
+from nblaunch.config.settings import GPU_VARIABLES, SETTINGS, ConfigError, convert
 from nblaunch.spec import DEFAULT_PORTS
 
 Convert = Callable[[str], Any]

@@ -23,8 +23,7 @@ from typing import Any, final
 from nblaunch import formatting
 from nblaunch.cli import UsageError
 from nblaunch.config.launching import spec_of, with_setting_names
-from nblaunch.config.resolving import DEFAULT, ConfigError, Resolved
-from nblaunch.config.settings import SETTINGS
+from nblaunch.config.settings import DEFAULT, SETTINGS, ConfigError, Resolved
 from nblaunch.dashboard import text_dashboards
 from nblaunch.dashboard.base import Dashboard, GuardedDashboard
 from nblaunch.dashboard.lines import LinesPrinter

@@ -4,9 +4,8 @@
     file ─────────┼──> Resolved: a value for each setting, with its source ──> LaunchSpec
     defaults ─────┘
 
-settings.py     the table of settings, which defines the options of ``nblaunch launch``
+settings.py     the table of settings, which defines the options of ``nblaunch launch``; merges and checks their values
 files.py        reads and writes settings as YAML
-resolving.py    merges the layers and checks them
 launching.py    turns the result into a :class:`~nblaunch.spec.LaunchSpec`
 
 Nothing here reads devices or starts processes.

@@ -19,8 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import env
-from nblaunch.config.resolving import ConfigError, Layer, convert, named, shown, unknown
-from nblaunch.config.settings import GROUPS, SECTIONS, SETTINGS, UNUSED, unsupported_reason
+from nblaunch.config.settings import (
+    GROUPS,
+    SECTIONS,
+    SETTINGS,
+    UNUSED,
+    ConfigError,
+    Layer,
+    convert,
+    named,
+    shown,
+    unknown,
+    unsupported_reason,
+)
 from nblaunch.setting import Flag
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {

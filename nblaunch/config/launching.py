@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nblaunch.config.files import find_layers
-from nblaunch.config.resolving import (
+from nblaunch.config.settings import (
+    FIELDS,
     GPU_VARIABLES,
     ConfigError,
     Layer,
@@ -22,7 +23,6 @@ from nblaunch.config.resolving import (
     most_machines,
     resolve,
 )
-from nblaunch.config.settings import FIELDS
 from nblaunch.spec import DEFAULT_PORTS, LaunchSpec
 
 _OTHER_NAMES = {

@@ -30,7 +30,6 @@ GROUND_FLOOR = {
 # layer.
 OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
     ("nblaunch.notebook", "nblaunch.config.launching"): "only launch() reads configuration files",
-    ("nblaunch.notebook", "nblaunch.config.resolving"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.config.settings"): "only launch() reads configuration files",
     ("nblaunch.notebook", "nblaunch.session.session"): "only session= needs it",
     ("nblaunch.notebook", "nblaunch.detached.job_process"): "only detach= needs it",

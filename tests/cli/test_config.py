@@ -18,7 +18,7 @@ import pytest
 from nblaunch.cli.questions import QUESTIONS, Asker, Convert, Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.launching import spec_of
-from nblaunch.config.resolving import resolve
+from nblaunch.config.settings import resolve
 from nblaunch.utils import write_basic_config
 from tests.cli.conftest import PROGRAM, Ended, launch, script
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from nblaunch.config import files
 from nblaunch.config.launching import accelerator_settings
-from nblaunch.config.resolving import ConfigError, resolve
-from nblaunch.config.settings import SECTIONS, SETTINGS
+from nblaunch.config.settings import SECTIONS, SETTINGS, ConfigError, resolve
 
 
 def written(folder: Path, text: str) -> Path:

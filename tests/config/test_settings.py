@@ -19,8 +19,7 @@ from nblaunch.config.launching import (
     resolved_settings,
     spec_of,
 )
-from nblaunch.config.resolving import ConfigError, Layer, convert, resolve
-from nblaunch.config.settings import FIELDS, GROUPS, SETTINGS
+from nblaunch.config.settings import FIELDS, GROUPS, SETTINGS, ConfigError, Layer, convert, resolve
 from nblaunch.spec import LaunchSpec
 
 

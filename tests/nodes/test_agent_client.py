@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.config.resolving import convert
+from nblaunch.config.settings import convert
 from nblaunch.errors import LaunchError
 from nblaunch.nodes import network
 from nblaunch.nodes.agent_client import AgentClient
