@@ -7,8 +7,7 @@ command's parser. It also sets the default ``run``, which executes the command a
 No module imports torch or other slow packages before ``run``. A usage error prints one line with the problem and
 advice, and exits with code 2.
 
-    config.py            ``nblaunch config``
-      questions.py       its questions
+    config.py            ``nblaunch config`` and its questions
       launch.py          ``nblaunch launch``
       script_job.py      its job in a terminal: output, signals, exit code
     jobs.py              ``nblaunch jobs``, ``attach``, ``logs`` and ``stop``: jobs launched with ``detach=True``

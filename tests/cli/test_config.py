@@ -15,7 +15,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from nblaunch.cli.questions import QUESTIONS, Asker, Convert, Machine, ask_all, detected
+from nblaunch.cli.config import QUESTIONS, Asker, Convert, Machine, ask_all, detected
 from nblaunch.config import files
 from nblaunch.config.launching import spec_of
 from nblaunch.config.settings import resolve

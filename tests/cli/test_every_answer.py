@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.cli.questions import QUESTIONS, Asker, Convert, Machine, ask_all
+from nblaunch.cli.config import QUESTIONS, Asker, Convert, Machine, ask_all
 from nblaunch.config import files
 from nblaunch.config.settings import SETTINGS
 from tests.benchmarks.bench import free_port
