@@ -14,9 +14,8 @@ from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.user_code import used_by
 from nblaunch.weights.loading import has_changes, load_if_it_fits, whole
-from nblaunch.weights.plain_names import without_wrappers_inside
 from nblaunch.weights.sharded import ShardedTensor, TensorShard
-from nblaunch.weights.state_dicts import versions_of, with_versions
+from nblaunch.weights.state_dicts import versions_of, with_versions, without_wrappers_inside
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
 

@@ -40,9 +40,8 @@ from nblaunch import context
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import JoinedProcess
 from nblaunch.training.options import TorchDynamoPlugin
-from nblaunch.weights.plain_names import without_wrappers_inside
-from nblaunch.weights.quantised import is_quantised_weight
 from nblaunch.weights.sharded import is_sharded
+from nblaunch.weights.state_dicts import is_quantised_weight, without_wrappers_inside
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -117,7 +116,7 @@ def bare_module(model: Any) -> Any:
 
 
 def plain_module(model: Any) -> Any:
-    """Return the user's module without inner wrappers. Files use its tensors' names; see ``weights/plain_names.py``."""
+    """Return the user's module without inner wrappers. Files use its tensors' names; see ``weights/state_dicts.py``."""
     return without_wrappers_inside(bare_module(model))
 
 

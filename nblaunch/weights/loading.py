@@ -10,15 +10,15 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nblaunch.weights.plain_names import without_wrappers_inside
-from nblaunch.weights.quantised import is_quantised_weight
 from nblaunch.weights.sharded import ShardedTensor
 from nblaunch.weights.state_dicts import (
     give_own_memory,
+    is_quantised_weight,
     shape_mismatches,
     special_prefixes,
     versions_of,
     with_versions,
+    without_wrappers_inside,
 )
 from nblaunch.wire.originals import Unchanged
 

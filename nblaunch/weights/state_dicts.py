@@ -1,4 +1,4 @@
-"""State dicts: the versions that torch stores with them, and whether a module can load one.
+"""State dicts: their versions, whether a module can load one, names without wrappers, and quantised entries.
 
 :func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
 all that fits before it raises. :func:`give_own_memory` prepares a module's tensors so that values can be copied into
@@ -7,10 +7,17 @@ them.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+_COMPILED = "_orig_mod"
+_ADDED = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that only wrappers add: torch.compile, FSDP version 1, activation checkpointing."""
+
+_QUANTISED_MARKS = ("quant_state", "has_fp16_weights")  # attributes of bitsandbytes' parameters: 4-bit, 8-bit
 
 
 def versions_of(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -92,3 +99,96 @@ def _overlaps(tensor: Any) -> bool:
         return False
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return bool(sum((size - 1) * stride for size, stride in steps) + 1 < tensor.numel())
+
+
+# --- names without the prefixes of wrappers ---------------------------------------------------------------------------
+
+#     block = torch.compile(block)                  block._orig_mod.0.weight ──> block.0.weight
+#     block = DistributedDataParallel(block)        block.module.0.weight    ──> block.0.weight
+#
+# Files and other processes use the names without wrappers. States are therefore read from and loaded into
+# :func:`without_wrappers_inside`, which has the same parameters under plain names.
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a weight without the parts that wrappers add; files of other programs may contain them."""
+    return _ADDED.sub("", name)
+
+
+def without_wrappers_inside(module: Any) -> Any:
+    """Return a module with the same tensors, in which no part is compiled or wrapped for communication.
+
+    Modules on the way to such a part are shallow copies: they share parameters, buffers, hooks and all other attributes
+    with the user's. If no part is compiled or wrapped, the result is ``module`` itself.
+    """
+    parts = {id(part) for part in module.modules() if part is not module and _inside(part) is not part}
+    return _copied(module, parts, {}) if parts else module
+
+
+def _copied(module: Any, wrappers: set[int], made: dict[int, Any]) -> Any:
+    """Return ``module``, or a copy of it if it contains wrappers."""
+    inner = module
+    while id(inner) in wrappers:
+        inner = _inside(inner)
+    if id(inner) not in made:
+        made[id(inner)] = inner  # for modules that contain themselves
+        children = {name: _copied(child, wrappers, made) for name, child in _children(inner)}
+        if any(child is not inner._modules[name] for name, child in children.items()):
+            copy = object.__new__(type(inner))
+            copy.__dict__.update(inner.__dict__)
+            copy.__dict__["_modules"] = {**inner._modules, **children}
+            made[id(inner)] = copy
+    return made[id(inner)]
+
+
+def _children(module: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _inside(module: Any) -> Any:
+    """Return the module inside a wrapper; any other module unchanged."""
+    torch: Any = sys.modules["torch"]
+    if _COMPILED in module._modules and type(module).__name__ == "OptimizedModule":
+        return module._modules[_COMPILED]
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return module._modules["module"] if isinstance(module, parallel) else module
+
+
+# --- quantised weights: frozen low-bit numbers in a library's own format ---------------------------------------------
+
+# bitsandbytes  a subclass of ``Parameter`` that carries its scales; the state dict lists them as well, but a 4-bit
+#               module cannot load them, nor can an 8-bit module after its first forward
+# torchao       a ``Parameter`` whose tensor has a subclass
+#
+# No optimizer changes quantised weights, so workers do not send them; the kernel's model already has them. GPTQ, AWQ
+# and similar formats keep integers in ordinary buffers and need no special treatment.
+
+
+def is_quantised_weight(parameter: Any) -> bool:
+    """Return whether ``parameter`` is frozen and in the format of a quantisation library."""
+    if parameter is None or parameter.requires_grad:
+        return False
+    if any(hasattr(parameter, mark) for mark in _QUANTISED_MARKS):
+        return True
+    return any(kind.__module__.partition(".")[0] == "torchao" for kind in type(parameter.data).__mro__)
+
+
+def quantised_entries(module: Any, state: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the names in ``state``, a state dict of ``module``, that belong to quantised weights.
+
+    Returns:
+        Name -> whether it is the weight itself; False for the library's additional entries.
+    """
+    entries: dict[str, bool] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        quantised = {name for name, parameter in owner._parameters.items() if is_quantised_weight(parameter)}
+        if not quantised:
+            continue
+        prefix = f"{path}." if path else ""
+        others = {*owner._parameters, *owner._buffers} - quantised
+        children = tuple(f"{name}." for name in owner._modules)
+        for name in state:
+            short = name.removeprefix(prefix)
+            if name.startswith(prefix) and short not in others and not short.startswith(children):
+                entries[name] = short in quantised
+    return entries

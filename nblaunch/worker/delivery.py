@@ -17,9 +17,8 @@ from typing import Any
 from nblaunch import formatting
 from nblaunch.events import Interrupted, Returned, StateSent, ValueLocation
 from nblaunch.topology import Topology
-from nblaunch.weights.plain_names import without_wrappers_inside
-from nblaunch.weights.quantised import quantised_entries
 from nblaunch.weights.sharded import is_fsdp1_module, is_fsdp_module, is_sharded, shards_to_send
+from nblaunch.weights.state_dicts import quantised_entries, without_wrappers_inside
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, modules_at, optimizers_at
 from nblaunch.wire.originals import Originals
 from nblaunch.wire.outbox import Outbox

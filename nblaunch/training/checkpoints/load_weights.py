@@ -26,11 +26,11 @@ from nblaunch.training.checkpoints import model_files
 from nblaunch.training.checkpoints.model_files import view_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import plain_module
-from nblaunch.weights.plain_names import plain_name
-from nblaunch.weights.quantised import quantised_entries
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.weights.state_dicts import (
     give_own_memory,
+    plain_name,
+    quantised_entries,
     shape_mismatches,
     special_prefixes,
     versions_of,

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from nblaunch.weights.quantised import is_quantised_weight
+from nblaunch.weights.state_dicts import is_quantised_weight
 
 _META = "meta"
 

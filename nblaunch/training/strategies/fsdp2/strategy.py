@@ -30,8 +30,8 @@ from nblaunch.training.strategies.fsdp2.over_devices import DeviceShardsStrategy
 from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 from nblaunch.training.strategies.fsdp2.weights import FullWeights
 from nblaunch.training.strategies.tensor_parallel import warn_of_unsharded
-from nblaunch.weights.quantised import is_quantised_weight
 from nblaunch.weights.sharded import is_fsdp_module, is_sharded, is_sharded_model
+from nblaunch.weights.state_dicts import is_quantised_weight
 
 
 class Fsdp2Strategy(DTensorStrategy):

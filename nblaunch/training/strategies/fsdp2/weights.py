@@ -23,8 +23,8 @@ from nblaunch.training.collectives import dtensor, operations
 from nblaunch.training.joining import waiting
 from nblaunch.training.strategies.fsdp2.initialisation import StandIns, constructor, is_unwritten, unwritten
 from nblaunch.training.strategies.replicated import checksum
-from nblaunch.weights.quantised import is_quantised_weight
 from nblaunch.weights.sharded import extent, is_sharded
+from nblaunch.weights.state_dicts import is_quantised_weight
 
 _META = "meta"
 _UNKNOWN = "unknown"
