@@ -40,7 +40,7 @@ import cloudpickle
 
 from nblaunch.wire import accelerate_states, signing
 from nblaunch.wire.originals import Unchanged
-from nblaunch.wire.pickling import hidden_classes, process_bound
+from nblaunch.wire.pickling import reductions
 from nblaunch.wire.pickling.blocks import Arrays, Place, Span
 from nblaunch.wire.pickling.memory_file import CopiedFile, FileWriter, MappedFile, NullWriter, aligned
 
@@ -90,7 +90,7 @@ class NotebookPickler(cloudpickle.CloudPickler):
             return obj.__qualname__
         if isinstance(obj, _LruCached) and obj.__module__ == "__main__" and not self._main_by_reference:
             return _lru_cached, (obj.__wrapped__, obj.cache_parameters())
-        elsewhere = process_bound.reduction(obj) or hidden_classes.reduction(obj)
+        elsewhere = reductions.reduction(obj)
         if elsewhere is not None:
             return elsewhere
         if not is_named:

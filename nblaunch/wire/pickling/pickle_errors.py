@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, is_user_file
 from nblaunch.wire.pickling.payload import pickling_error
-from nblaunch.wire.pickling.process_bound import PicklingError
+from nblaunch.wire.pickling.reductions import PicklingError
 
 _FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
 _NAMESPACES = ("argparse", "collections", "types")

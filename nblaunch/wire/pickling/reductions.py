@@ -1,4 +1,6 @@
-"""Objects that belong to the kernel's process. A fresh process creates some of them again, with the same settings:
+"""How objects are pickled that pickle itself can't send to a fresh process.
+
+Some belong to the kernel's process. A fresh process creates them again, with the same settings:
 
 compiled functions   torch pickles compiled modules, but not compiled functions, whose closures hold state of a
                      thread; the fresh process finds the compiled code in inductor's cache on disk
@@ -7,10 +9,16 @@ data loaders         without the iterator and processes that ``persistent_worker
 
 Others are rejected with a reason: a connection would arrive as the number of a descriptor, which belongs to another
 file in the fresh process; queues and locks that processes share contain connections and semaphores.
+
+Some classes claim a module that does not contain them, such as pytest's ``Skipped``, which claims ``builtins``.
+cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` names, and whose
+``super().__init__`` fails. Here, they are pickled by a module that holds the class under its name, as pickle does for
+functions without a module.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pickle
 import sys
@@ -21,19 +29,23 @@ from typing import Any
 
 Reduction = tuple[Any, ...]
 
+_HEAP_TYPE = 1 << 9  # made by a class statement; source: Py_TPFLAGS_HEAPTYPE, Include/object.h
+
 
 class PicklingError(pickle.PicklingError):
     """An object can't be pickled as a whole; naming one of its parts would not help the user."""
 
 
 def reduction(obj: Any) -> Reduction | None:
-    """Return how to pickle ``obj`` for a fresh process; None if pickle can.
+    """Return how to pickle ``obj`` for a fresh process; None if pickle knows.
 
     Raises:
         PicklingError: only a fork can pass it to another process.
     """
     if isinstance(obj, types.FunctionType):
         return _of_compiled(obj)
+    if isinstance(obj, type):
+        return _of_hidden_class(obj)
     for name, cls, reduce in _REDUCTIONS:
         kind = getattr(sys.modules.get(name), cls, None)
         if kind is not None and isinstance(obj, kind):
@@ -123,6 +135,28 @@ def _of_loader(loader: Any) -> Reduction | None:
         return None
     make, arguments, state, *rest = loader.__reduce_ex__(4)
     return make, arguments, {**state, "_iterator": None}, *rest
+
+
+def _of_hidden_class(cls: type) -> Reduction | None:
+    """Return how to pickle a class by its true module; None if it claims that module, or has none."""
+    if not cls.__flags__ & _HEAP_TYPE or "." in cls.__qualname__:
+        return None
+    name = cls.__qualname__
+    if cls.__module__ == "__main__" or _holds(sys.modules.get(cls.__module__), name, cls):
+        return None
+    for module_name, module in tuple(sys.modules.items()):
+        if module_name != "__main__" and _holds(module, name, cls):
+            return _class_of, (module_name, name)
+    return None
+
+
+def _holds(module: Any, name: str, cls: type) -> bool:
+    """Return whether ``module`` has ``cls``, without calling its ``__getattr__``, which may import other modules."""
+    return getattr(module, "__dict__", {}).get(name) is cls
+
+
+def _class_of(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name)
 
 
 _REDUCTIONS: tuple[tuple[str, str, Callable[[Any], Reduction | None]], ...] = (
