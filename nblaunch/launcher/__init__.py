@@ -24,7 +24,7 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         guardian.py      kills the workers if the kernel dies; started at the first tick
         monitor.py       memory and devices of the workers, read from outside
       outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
-        weights.py       merges and loads trained weights
+        weights.py       merges trained weights, and loads them if they fit the kernel's modules
     timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank
       step_picture.py    draws a typical step and the slowest step of each rank
     debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures

@@ -1,6 +1,10 @@
 """Loads the trained weights of modules in a call's arguments back into the kernel's modules.
 
-It also describes modules that the function uses but does not get as arguments. Their weights are not collected.
+A state dict may hold :class:`ShardedTensor` for tensors that arrived in shards, and :class:`Unchanged` for tensors that
+no worker changed. The counterpart for files is :mod:`nblaunch.training.checkpoints.load_weights`.
+
+This module also describes modules that the function uses but does not get as arguments. Their weights are not
+collected.
 """
 
 from __future__ import annotations
@@ -13,9 +17,16 @@ from nblaunch import formatting
 from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.user_code import used_by
-from nblaunch.weights.loading import has_changes, load_if_it_fits, whole
 from nblaunch.weights.sharded import ShardedTensor, TensorShard
-from nblaunch.weights.state_dicts import versions_of, with_versions, without_wrappers_inside
+from nblaunch.weights.state_dicts import (
+    give_own_memory,
+    is_quantised_weight,
+    shape_mismatches,
+    special_prefixes,
+    versions_of,
+    with_versions,
+    without_wrappers_inside,
+)
 from nblaunch.wire.argument_paths import ArgPath, path_name
 from nblaunch.wire.originals import Unchanged
 
@@ -45,7 +56,7 @@ def assembled(state: Mapping[str, Any], module: Any) -> dict[str, Any]:
     """Return ``state`` with full tensors; tensors that were not sent are copied from the kernel's ``module``."""
     current = without_wrappers_inside(module).state_dict()
     full = {
-        name: current[name].detach().clone() if isinstance(value, Unchanged) else whole(value)
+        name: current[name].detach().clone() if isinstance(value, Unchanged) else _whole(value)
         for name, value in state.items()
     }
     return with_versions(full, versions_of(current))
@@ -76,14 +87,14 @@ def load_back(
         state = weights.get(path)
         if state is None:
             continue
-        misfit = load_if_it_fits(module, state, is_complete=path not in lost)
+        misfit = _load_if_it_fits(module, state, is_complete=path not in lost)
         if misfit:
             warnings.append(
                 f"the trained weights of {_name(module, path)} do not fit the kernel's module and were not "
                 f"loaded ({misfit}); weights()[{path!r}] of the job or session has them"
             )
         else:
-            (back if has_changes(state) else unchanged).append(path)
+            (back if _has_changes(state) else unchanged).append(path)
     known_unchanged = [path for path in unchanged if path not in lost]
     lines = []
     if back:
@@ -135,7 +146,7 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
             f"{type(module).__name__} is not a torch.nn.Module, so weights can't be loaded into it"
         )
     with signal_handlers.held_back():  # an interrupt would leave a part of the weights in the module
-        misfit = load_if_it_fits(module, state, is_complete=True)
+        misfit = _load_if_it_fits(module, state, is_complete=True)
     if misfit:
         raise ValueError(
             f"the trained weights of {path_name(path)} do not fit this {type(module).__name__}: {misfit}"
@@ -194,3 +205,109 @@ def _modules(function: Callable[..., Any]) -> dict[str, Any]:
         if any(parameter.requires_grad for parameter in value.parameters()):
             modules[where] = value
     return modules
+
+
+# --- loading into one module, if the weights fit it -----------------------------------------------------------------
+
+
+def _load_if_it_fits(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
+    """Load a state dict into ``module``; return why that is impossible, or an empty string."""
+    # Quantised weights are never sent.
+    is_complete = is_complete and not any(map(is_quantised_weight, module.parameters()))
+    try:
+        misfit = _misfit(module, state, is_complete)
+        if not misfit:
+            _load(module, state, is_complete)
+    except Exception as error:  # raised by the module's own code
+        misfit = " ".join(f"{type(error).__name__}: {error}".split())
+    return misfit[:300]
+
+
+def _has_changes(state: Mapping[str, Any]) -> bool:
+    """Return whether ``state`` contains weights that the kernel does not have."""
+    return not all(isinstance(value, Unchanged) for value in state.values())
+
+
+def _whole(value: Any) -> Any:
+    """Return the full tensor of an entry that may have arrived in shards."""
+    return value.assembled() if isinstance(value, ShardedTensor) else value
+
+
+def _load(module: Any, state: Mapping[str, Any], is_complete: bool) -> None:
+    """Load ``state`` into ``module``; copy sharded tensors shard by shard, without assembling them.
+
+    Unchanged tensors are skipped: copying them would take time, and memory if their pages belong to a file. Modules
+    with their own loading code get all of their tensors, unsharded.
+    """
+    if not _has_changes(state):
+        return
+    torch: Any = sys.modules["torch"]
+    module = without_wrappers_inside(module)
+    give_own_memory(module)
+    current = module.state_dict()
+    bare = {name for name, tensor in current.items() if getattr(tensor, "is_meta", False)}
+    special = tuple(special_prefixes(module))
+    handled = {
+        name
+        for name, value in state.items()
+        if isinstance(value, (ShardedTensor, Unchanged)) and not name.startswith(special)
+    } | bare
+    with torch.no_grad():
+        for name in handled - bare:
+            if isinstance(state[name], ShardedTensor):
+                state[name].put_into(current[name])
+    plain = {
+        name: current[name] if isinstance(value, Unchanged) else _whole(value)
+        for name, value in state.items()
+        if name not in handled
+    }
+    module.load_state_dict(with_versions(plain, versions_of(current)), strict=is_complete and not handled)
+    if bare:
+        made = with_versions(_made(module, state, bare), versions_of(current))
+        module.load_state_dict(made, strict=False, assign=True)
+
+
+def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, Any]:
+    """Return tensors that replace ``module``'s meta tensors, which have only a shape; shared parameters stay shared."""
+    torch: Any = sys.modules["torch"]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    made: dict[int, Any] = {}
+    tensors = {}
+    for name in bare & state.keys():
+        value = state[name]
+        if isinstance(value, Unchanged):
+            continue
+        parameter = parameters.get(name)
+        tensor = made.get(id(parameter)) if parameter is not None else None
+        if tensor is None:
+            tensor = _whole(value)
+            if parameter is not None:
+                tensor = torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = tensor
+        tensors[name] = tensor
+    return tensors
+
+
+def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
+    """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
+
+    The comparison comes first, because ``load_state_dict`` loads the entries that fit before it raises for the rest.
+    Modules with their own loading code are not compared: for example, observers of quantisation-aware training accept
+    other shapes.
+    """
+    module = without_wrappers_inside(module)
+    special, current = tuple(special_prefixes(module)), module.state_dict()
+    only_there = [name for name in state if name not in current and not name.startswith(special)]
+    only_here = [name for name in current if name not in state and not name.startswith(special)]
+    reasons = [f"{name} exists only in the worker" for name in only_there]
+    reasons += [f"{name} exists only in the kernel" for name in only_here if is_complete]
+    reasons += [
+        f"{value.num_missing:,} elements of {name} are on other machines"
+        for name, value in state.items()
+        if isinstance(value, ShardedTensor) and value.num_missing
+    ]
+    reasons += [
+        f"{name} is {there} in the worker and {here} in the kernel"
+        for name, here, there in shape_mismatches(module, current, state)
+    ]
+    return "; ".join(reasons)

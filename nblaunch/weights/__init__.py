@@ -2,7 +2,6 @@
 
     state_dicts.py      versions of state dicts; whether a module can load one; plain names; quantised weights
     sharded.py          tensors that ranks hold in shards
-    loading.py          loads the workers' weights into the kernel's module
 
 The launcher, which collects trained weights, and the checkpoints of a training run both use this package.
 """
