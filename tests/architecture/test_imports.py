@@ -126,12 +126,15 @@ def test_module_exports_exist() -> None:
 
 
 def _own_imports_in_functions(module: Module) -> list[tuple[ast.AST, str]]:
-    inside = {node for function in module.functions() for node in ast.walk(function)}
-    return [
+    indented = [
         (node, name)
         for node, name in module.imports()
-        if node in inside and name.partition(".")[0] == "nblaunch"
+        if node.col_offset > 0 and name.partition(".")[0] == "nblaunch"
     ]
+    if not indented:  # as in most modules; the next line visits the whole module, and nested functions twice
+        return []
+    inside = {node for function in module.functions() for node in ast.walk(function)}
+    return [(node, name) for node, name in indented if node in inside]
 
 
 def test_names_that_tests_import_exist() -> None:
