@@ -2,8 +2,9 @@
 # They need make and Python >= 3.10 with venv. Everything else is installed into .venv.
 
 # The first Python that runs, is new enough and can create environments. A version manager may offer a command that then
-# refuses to run, so each candidate is executed. 3.11 comes first because the pins are tested mostly on it.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
+# refuses to run, so each candidate is executed. 3.11 comes first because the pins are tested mostly on it. A distribution's
+# build comes before a version manager's, which runs Python code up to twice as slowly; torch.compile needs its headers.
+PYTHON ?= $(shell for python in $(if $(wildcard /usr/include/python3.11/Python.h),/usr/bin/python3.11) python3.11 python3.12 python3.13 python3.10 python3; do \
 	if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
 	then echo $$python; break; fi; done)
 
