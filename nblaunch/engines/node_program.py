@@ -146,7 +146,7 @@ class NodeProgram:
         if boot.registered_backend:
             backends.find(boot.spec.backend, boot.registered_backend)
         try:
-            with process_control.ending_with(self._channel.reading_fd), heap.growing():
+            with process_control.ending_with(self._channel.reading_fd):
                 (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
             raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error

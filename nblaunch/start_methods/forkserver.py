@@ -20,7 +20,7 @@ from typing import NoReturn
 from nblaunch import backends, env
 from nblaunch.errors import LaunchError
 from nblaunch.events import ExceptionInfo, ExitStatus, Failed, Note
-from nblaunch.host import descendants, descriptors
+from nblaunch.host import descendants, descriptors, heap
 from nblaunch.start_methods.fork import fork_workers
 from nblaunch.start_methods.interpreter import Boot, read_boot, report_left, start_interpreter
 from nblaunch.start_methods.saved_call import SavedCall, saved_or_now
@@ -185,7 +185,8 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     first = boot.assignments[0]
     backend = backends.find(first.backend, first.registered_backend)
     try:
-        backend.preload()
+        with heap.growing():
+            backend.preload()
     except RuntimeError as error:
         raise LaunchError(f"workers for {backend.name} can't be started: {error}") from error
     hazard = backend.fork_hazard()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
-from nblaunch.host import descriptors
+from nblaunch.host import descriptors, heap
 from nblaunch.spec import name_of
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
@@ -89,7 +89,8 @@ class SavedCall:
         """Return the call, and the address of its memory file; restore settings and random states."""
         find_at(self.modules)
         multiprocessing.current_process().authkey = self.authkey
-        loaded = payload.load_mapped_with_address(self.fd)
+        with heap.growing():  # most of the time is spent on imports of the user's modules
+            loaded = payload.load_mapped_with_address(self.fd)
         self.settings.restore()
         self.random_states.restore_in_worker()
         missing_names.remember(self.names)
