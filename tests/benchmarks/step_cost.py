@@ -6,26 +6,23 @@ a launcher, and in a launched worker, where only nblaunch's loop counts optimize
 
 All loops take turns in one process, and the result is the median of the differences to the plain lap of the same round.
 On a busy machine, it grows nevertheless, because other processes evict data from the caches. Instruction counts do not
-depend on other processes. If Valgrind is installed, it counts instructions without a launcher; the difference between a
-long and a short lap gives the count of a step.
+depend on other processes. If Valgrind is installed, it counts them; the difference between a long and a short lap gives
+the count of a step.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-import itertools
 import json
 import os
 import random
-import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,12 +32,12 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset, dataloader
 
+from tests.benchmarks import instructions
 from tests.benchmarks.bench import ROOT, Row
+from tests.benchmarks.instructions import LONG, NUM_COUNTED, SHORT, Lap
 
 MAX_ADDED_US = 20.0
 NUM_ROUNDS, NUM_STEPS = 60, 300
-SHORT, LONG = 20, 40
-NUM_COUNTED = 3  # laps
 BATCH, WIDTH = 16, 32
 COLUMNS = {
     "fixed batch": (False, False),
@@ -50,7 +47,6 @@ COLUMNS = {
 }
 TIMEOUT_S = 1800.0
 
-Lap = Callable[[], None]
 Measured = Mapping[
     str, Mapping[str, float]
 ]  # column -> loop's owner -> microseconds, instructions or calls per step
@@ -59,9 +55,7 @@ Measured = Mapping[
 def measure() -> Iterator[Row]:
     for where in ("alone", "launched"):
         times, calls = _run(where, "times"), _run(where, "calls")
-        # Under valgrind, a worker is too slow to answer its launcher.
-        is_counted = where == "alone" and shutil.which("valgrind")
-        counts = _run(where, "instructions") if is_counted else None
+        counts = _run(where, "instructions") if instructions.is_available() else None
         for column in COLUMNS:
             for name in filter("plain".__ne__, times[column]):
                 what = f"{name}, {column}{', in a worker' if where == 'launched' else ''}"
@@ -89,13 +83,7 @@ def _run(where: str, what: str) -> Measured:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory() as folder:
         if what == "instructions":
-            counter = [
-                "valgrind",
-                "--tool=callgrind",
-                "--instr-atstart=no",
-                f"--callgrind-out-file={folder}/%p",
-            ]
-            words = [*counter, *words, folder]
+            words = [*instructions.command(folder, words), folder]
         ended = subprocess.run(
             words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
@@ -122,8 +110,8 @@ def _measure(what: str, folder: str, has_peer: bool) -> Measured:
     torch.set_num_threads(1)
     if what == "times":
         return _times(_loops(NUM_STEPS, has_peer))
-    _put_off_reports()
-    count = (lambda lap: _instructions(lap, Path(folder))) if what == "instructions" else _calls
+    instructions.put_off_reports()
+    count = (lambda lap: instructions.of_lap(lap, Path(folder))) if what == "instructions" else _calls
     loops = [_loops(num_steps, has_peer) for num_steps in (SHORT, LONG)]
     # The first epoch searches for the loops around its line and keeps the result. Occasional events, such as signals,
     # add calls to other epochs; the smallest count is free of them.
@@ -188,36 +176,6 @@ def _calls(lap: Lap) -> int:
         sys.setprofile(None)
         gc.enable()
     return count
-
-
-_labels = itertools.count()
-
-
-def _instructions(lap: Lap, folder: Path) -> int:
-    """Return the instructions of a lap and of the switch around it, in a process under callgrind."""
-    label = f"lap{next(_labels)}"
-    _control("--instr=on")
-    _control("--zero")
-    lap()
-    _control(f"--dump={label}")
-    _control("--instr=off")
-    dumps = (path.read_text() for path in folder.glob(f"{os.getpid()}.*"))
-    dump = next(text for text in dumps if text.partition("Trigger: dump ")[2].startswith(f"{label}\n"))
-    totals = re.search(r"^totals: (\d+)", dump, re.MULTILINE)
-    assert totals is not None
-    return int(totals[1])
-
-
-def _control(command: str) -> None:
-    subprocess.run(["callgrind_control", command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
-
-
-def _put_off_reports() -> None:
-    """Turn off work that is done a few times per second: with callgrind's clock, it would run every few steps."""
-    from nblaunch.progress import board_reports, plain_loops
-
-    board_reports._LOSS_INTERVAL_S = board_reports._MEMORY_INTERVAL_S = 1e9
-    board_reports._BUSY_INTERVAL_S = plain_loops._PLACE_S = 1e9
 
 
 # --- the loops --------------------------------------------------------------------------------------------------------

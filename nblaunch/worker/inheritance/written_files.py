@@ -259,6 +259,7 @@ def _drop_c_buffers(fds: Collection[int]) -> None:
         output.flush_c_streams()
     finally:
         for fd, copy, inheritable in kept:
-            os.dup2(copy, fd, inheritable=inheritable)
+            with suppress(OSError):  # replacing it failed, too: Valgrind reserves descriptors for itself
+                os.dup2(copy, fd, inheritable=inheritable)
             os.close(copy)
         os.close(null)
