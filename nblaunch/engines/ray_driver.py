@@ -8,6 +8,7 @@ It ends, with the actors and the placement group, when the launching process clo
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ from nblaunch.worker import output, process_control
 
 _READ_BYTES = 1 << 20
 _CONNECT_S = 2.0
+_REFUSAL_S = 0.3
 _NOTE_S = 3.0
 _STEP_S = 0.25
 _GROUP_STEP_S = 1
@@ -67,6 +69,10 @@ class _NotNeeded(Exception):
     """The launching process has ended, or needs no nodes any more."""
 
 
+class _NodeDied(Exception):
+    """A node that the job was to use has died before the programs had started."""
+
+
 class Driver:
     """The connection to a cluster, with the nodes of one job."""
 
@@ -81,6 +87,7 @@ class Driver:
         self._actors: list[Any] = []
         self._have_started = False
         self._group: Any = None
+        self._dead: dict[str, str] = {}
         self._owns_cluster = False
         self._sockets = [socket.socket(fileno=fd) for fd in task.node_fds]
 
@@ -98,10 +105,7 @@ class Driver:
         """
         notes = self._connect()
         self._check()
-        bundle, count = self._fitting_nodes()
-        self._reserve(bundle, count)
-        self._make_actors(bundle, count)
-        places = self._start_programs(bundle)
+        places = self._start_nodes()
         self.send(
             Allocated(
                 -1,
@@ -165,6 +169,25 @@ class Driver:
             )
         return notes
 
+    def _start_nodes(self) -> list[tuple[str, str]]:
+        """Reserve nodes and start the program on each; begin again with the others if a node dies meanwhile.
+
+        Returns:
+            The names and addresses of their machines.
+
+        Raises:
+            LaunchError: too few nodes of the cluster could ever provide the resources, or they can't be used.
+            _NotNeeded: the launching process ended in the meantime.
+        """
+        while True:
+            bundle, count = self._fitting_nodes()
+            try:
+                self._reserve(bundle, count)
+                self._make_actors(bundle, count)
+                return self._start_programs()
+            except _NodeDied:
+                self._give_back()
+
     def _fitting_nodes(self) -> tuple[dict[str, float], int]:
         """Return the resources per node, and the number of nodes to request.
 
@@ -181,7 +204,19 @@ class Driver:
         return bundle, count
 
     def _alive_nodes(self) -> list[Any]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
+        """Return the nodes that run. Ray itself learns of the death of a raylet after 14 s."""
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        if self._task.address.startswith("ray://"):
+            return alive  # this process can't reach them
+        places = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive}
+        refusing = _refusing(places.values())
+        self._dead |= {id: place[0] for id, place in places.items() if place in refusing}
+        return [node for node in alive if node["NodeID"] not in self._dead]
+
+    def _check_nodes(self, ids: Iterable[str]) -> None:
+        """Raise if one of these nodes has died."""
+        if set(ids) - {node["NodeID"] for node in self._alive_nodes()}:
+            raise _NodeDied
 
     def _suitable_nodes(self, bundle: Mapping[str, float], nodes: Sequence[Any]) -> list[Any]:
         """Return the nodes that have the resources, free or not.
@@ -192,10 +227,12 @@ class Driver:
         task = self._task
         suitable = [node for node in nodes if _holds(_plain(node["Resources"]), bundle)]
         if len(suitable) < task.min_nodes and not task.waits_for_others:
+            dead = f"; the raylet of {', '.join(self._dead.values())} has died" if self._dead else ""
             raise LaunchError(
                 f"{_needs(task.min_nodes, bundle)}, but only {len(suitable)} of the {len(nodes)} nodes of this Ray "
-                f"cluster could ever provide them: {self._describe(nodes, self._free_by_node())}. Request less with "
-                "resources_per_node or num_nodes; if an autoscaler may add nodes, rdzv_timeout_s sets how long to wait"
+                f"cluster could ever provide them: {self._describe(nodes, self._free_by_node())}{dead}. Request less "
+                "with resources_per_node or num_nodes; if an autoscaler may add nodes, rdzv_timeout_s sets how long to "
+                "wait"
             )
         return suitable
 
@@ -221,6 +258,7 @@ class Driver:
         Raises:
             LaunchError: the nodes were not free in time, or too many have died.
             _NotNeeded: the launching process ended in the meantime.
+            _NodeDied: fewer than ``count`` nodes are left.
         """
         from ray.util.placement_group import placement_group
 
@@ -230,10 +268,11 @@ class Driver:
         while not self._group.wait(_GROUP_STEP_S):
             self._check()
             waited_s = time.monotonic() - began_s
+            nodes = self._alive_nodes()
+            if len(self._suitable_nodes(bundle, nodes)) < count and self._dead:
+                raise _NodeDied
             if waited_s < _NOTE_S:
                 continue
-            nodes = self._alive_nodes()
-            self._suitable_nodes(bundle, nodes)
             text = f"{_needs(count, bundle)}; {self._describe(nodes, self._free_by_node())}"
             if waited_s > self._task.timeout_s:
                 raise LaunchError(f"nodes were not free within {self._task.timeout_s:g} s: {text}")
@@ -271,13 +310,17 @@ class Driver:
         given = dict(self._task.runtime_env.get("env_vars", {}))
         return variables | {name: given[name] for name in variables if name in given}
 
-    def _start_programs(self, bundle: Mapping[str, float]) -> list[tuple[str, str]]:
+    def _start_programs(self) -> list[tuple[str, str]]:
         """Start the program on each node; return the names and addresses of their machines.
 
         Raises:
             LaunchError: an actor can't be started.
             _NotNeeded: the launching process ended in the meantime.
+            _NodeDied: a node has died.
         """
+        from ray.util.placement_group import placement_group_table
+
+        nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
         deadline = time.monotonic() + self._task.timeout_s
         variables = self._variables()
         asked = [actor.start.remote(PROGRAM, variables) for actor in self._actors]
@@ -286,18 +329,17 @@ class Driver:
             while waiting:
                 self._check()
                 started, waiting = self._ray.wait(waiting, timeout=_STEP_S)
-                if started:
-                    self._ray.get(started)
-                else:  # a dead node's actor would wait for another node
-                    self._suitable_nodes(bundle, self._alive_nodes())
+                self._ray.get(started)
+                self._check_nodes(nodes)  # a dead node's actor would wait for another node
                 if time.monotonic() > deadline:
                     raise LaunchError(
                         f"not all actors of the Ray cluster started within {self._task.timeout_s:g} s"
                     )
             places: list[tuple[str, str]] = self._ray.get(asked)
-        except (LaunchError, _NotNeeded):
+        except (LaunchError, _NotNeeded, _NodeDied):
             raise
         except Exception as error:
+            self._check_nodes(nodes)
             first, *_ = str(error).strip().splitlines() or [""]
             cause = _cause(error) or first
             advice = (
@@ -348,16 +390,16 @@ class Driver:
             leaving = [actor.leave.remote() for actor in self._actors] if self._have_started else []
             if leaving:
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
-            for actor in self._actors:
-                self._ray.kill(actor)
-            self._remove_group()
+            self._give_back()
         if self._owns_cluster:
             self._ray.shutdown()
 
-    def _remove_group(self) -> None:
-        """Remove the placement group, and wait until it is gone, so that the next launch finds its nodes free."""
+    def _give_back(self) -> None:
+        """End the actors, remove the placement group, and wait until it is gone, so that its nodes are free."""
         from ray.util.placement_group import placement_group_table, remove_placement_group
 
+        while self._actors:
+            self._ray.kill(self._actors.pop())
         if self._group is None:
             return
         remove_placement_group(self._group)
@@ -383,6 +425,26 @@ def _answers(address: str) -> bool:
             return True
     except (OSError, ValueError):
         return False
+
+
+def _refusing(places: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Return the addresses and ports at which no program listens, although their machines reply."""
+    families = {True: socket.AF_INET6, False: socket.AF_INET}
+    connections = {socket.socket(families[":" in place[0]]): place for place in places}
+    deadline = time.monotonic() + _REFUSAL_S
+    refusing = set()
+    for connection, place in connections.items():
+        connection.setblocking(False)
+        if connection.connect_ex(place) == errno.ECONNREFUSED:
+            refusing.add(place)
+    for connection, place in connections.items():
+        poller = select.poll()
+        poller.register(connection, select.POLLOUT)
+        poller.poll(1000 * max(0.0, deadline - time.monotonic()))
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+            refusing.add(place)
+        connection.close()
+    return refusing
 
 
 def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:

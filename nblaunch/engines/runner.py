@@ -270,7 +270,7 @@ class _Boots:
 
 
 class _NodeEnded(Exception):
-    """The program of a node that the job needs has ended before it was ready."""
+    """The program of a node that the job needs has ended before the ranks started."""
 
 
 class _Gathering:
@@ -310,7 +310,7 @@ class _Gathering:
         while missing := [link for link in self._links if not link.has_clock]:
             self._wait()
             self._check()
-            for link in missing:
+            for link in list(self._links):  # a node may be lost while others load the call
                 self._receive(link)
             now = time.monotonic()
             labels = ", ".join(link.label for link in missing)
@@ -340,12 +340,12 @@ class _Gathering:
         if link.hello is not None:
             for message in link.receive():
                 self._handle(link, message)
-        if link.channel.is_closed and not link.has_clock:
+        if link.channel.is_closed:
             self._handle_end(link)
 
     def _handle_end(self, link: NodeLink) -> None:
         """Continue without a node that was never reached, if enough are left."""
-        text = f"the program of {link.label} ended before it was ready: {link.how_ended()}"
+        text = f"the program of {link.label} ended before the ranks started: {link.how_ended()}"
         if link.hello is not None or len(self._links) <= self._min_nodes:
             raise _NodeEnded(text)
         self._note(f"{text}; continuing without that node")

@@ -129,7 +129,7 @@ def test_nodes_that_end_again_while_loading_are_named(ready: Kernel) -> None:
     ready.run(f"times = 3\n{ENDING}")
     call = "launch(lambda ending: rank(), Ending(), engine=nodes, num_nodes=1)"
     error = ready.run(call, timeout_s=120, raises="LaunchError").raised
-    assert "ended before it was ready: its process was killed by SIGKILL" in error.value
+    assert "ended before the ranks started: its process was killed by SIGKILL" in error.value
     ready.wait_for_no_processes()
     assert ready.run("launch(rank, engine=nodes, num_nodes=1)").value == 0
     ready.run("nodes.close()")

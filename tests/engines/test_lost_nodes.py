@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.kernels import Kernel
@@ -46,6 +48,33 @@ def test_a_silent_node_is_named_and_lost(notebook: Kernel) -> None:
     notebook.run("os.kill(nodes[0], signal.SIGSTOP)")
     error = notebook.run("job.result(60)", raises="NodeLost").raised
     assert "has sent no heartbeat for 15 s" in error.value
+    notebook.wait_for_no_processes()
+
+
+LOADS = """
+class Loaded:
+    def __reduce__(self):
+        return load, (path,)
+
+def load(path):
+    try:
+        open(path, "x").close()
+    except FileExistsError:  # the other node was first
+        while True:
+            time.sleep(1)
+    threading.Thread(target=die, args=(threading.get_ident(),), daemon=True).start()
+
+def die(main):
+    while sys._current_frames()[main].f_code.co_name != "wait_readable":  # it is not ready yet
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_node_lost_while_another_loads_the_call_is_named(notebook: Kernel, tmp_path: Path) -> None:
+    notebook.run(f"path = {str(tmp_path / 'first')!r}\n{LOADS}")
+    error = notebook.run("launch(print, Loaded())", raises="LaunchError", timeout_s=90).raised
+    assert "its process was killed by SIGKILL" in error.value
     notebook.wait_for_no_processes()
 
 

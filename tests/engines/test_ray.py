@@ -17,15 +17,20 @@ from tests.kernels import Kernel
 
 pytest.importorskip("ray", reason="Ray has no wheels for this Python")
 
-from tests.engines.ray_cluster import cluster
+from tests.engines.ray_cluster import RayCluster, cluster
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def running() -> Iterator[RayCluster]:
     with cluster() as started:
-        yield started.address
+        yield started
+
+
+@pytest.fixture(scope="module")
+def address(running: RayCluster) -> str:
+    return running.address
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +179,42 @@ def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str
         driver.kill()
         for fd in (life_fd, own_event_fd, event_fd):
             os.close(fd)
+
+
+KILL_RAYLET = """
+def raylet():
+    found = [p for p in psutil.process_iter() if p.name() == "raylet" and "--head" not in p.cmdline()]
+    return next(p for p in found if p.status() != psutil.STATUS_ZOMBIE)
+
+def kill_when(has_come):
+    victim = raylet()
+    while not has_come(victim): time.sleep(0.01)
+    victim.kill()
+
+def has_driver(victim):
+    return any("ray_driver" in " ".join(p.cmdline()) for p in psutil.Process().children())
+
+def has_actor(victim):
+    return any("NodeActor" in " ".join(p.cmdline()) for p in victim.children())
+"""
+
+
+@pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
+@pytest.mark.parametrize("moment", ["before", "driver", "actor"])
+def test_a_raylet_that_dies_before_the_ranks_run_is_named(
+    moment: str, notebook: Kernel, running: RayCluster
+) -> None:
+    notebook.run(KILL_RAYLET)
+    if moment == "before":
+        notebook.run("raylet().kill()")
+    else:
+        notebook.run(f"threading.Thread(target=kill_when, args=(has_{moment},)).start()")
+    try:
+        error = notebook.run("go(rank)", raises="LaunchError", timeout_s=90).raised
+    finally:
+        running.add_node()
+    assert "raylet" in error.value
+    assert notebook.run("go(rank, return_all=True)", timeout_s=90).value == [0, 1, 2, 3]
 
 
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
