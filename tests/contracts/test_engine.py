@@ -14,20 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import PREAMBLE
+from tests.engines.conftest import PREAMBLE, path_with_ssh
 from tests.engines.ray_cluster import cluster
 from tests.kernels import Kernel
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(300)
 
-SSH = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do shift; done
-[ "$1" = unreachable ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
-echo "Welcome to $1"
-cd /
-SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" exec sh -c "$2"
-"""
 SRUN = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 exec "$@"
@@ -107,11 +100,11 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "ray" and find_spec("ray") is None:
         pytest.skip("Ray has no wheels for this Python")
     folder = tmp_path_factory.mktemp("bin")
-    for name, text in (("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     with ExitStack() as stack:
-        yield ENGINES[request.param](stack, f"{folder}:/usr/local/bin:/usr/bin:/bin")
+        yield ENGINES[request.param](stack, path_with_ssh(folder))
 
 
 @pytest.fixture

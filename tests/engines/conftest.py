@@ -88,6 +88,14 @@ def train(what, who):
 """
 """A function that ends on rank ``who`` as ``what`` says, after all ranks have begun."""
 
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+[ "$1" = unreachable ] && { echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255; }
+echo "Welcome to $1"
+cd /
+SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" exec sh -c "$2"
+"""
+
 
 @pytest.fixture
 def notebook(nothing_left_behind: None, tmp_path: Path) -> Iterator[Kernel]:
@@ -129,3 +137,11 @@ def comparable(text: str) -> str:
     # The launcher stops ranks that have not noticed the lost connection in time.
     ends = "lost the connection to it|stopped by the launcher"
     return re.sub(rf"ranks? [\d, -]+: ({ends})(; ranks? [\d, -]+: ({ends}))*", "others: ended with it", text)
+
+
+def path_with_ssh(folder: str | Path) -> str:
+    """Write a stub of ``ssh``, which runs the command on this machine, to ``folder``; return a ``PATH`` with it."""
+    stub = Path(folder, "ssh")
+    stub.write_text(SSH)
+    stub.chmod(0o755)
+    return f"{folder}:/usr/local/bin:/usr/bin:/bin"

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.engines.conftest import FAILING, PREAMBLE, comparable
+from tests.engines.conftest import FAILING, PREAMBLE, comparable, path_with_ssh
 from tests.engines.ray_cluster import RayCluster, cluster
 from tests.kernels import Kernel
 
@@ -44,15 +44,16 @@ BUSY_LEFT_S = 10.0
 """The same on an overloaded machine, for example while all tests run."""
 
 FAILURES = ("error", "SIGKILL", "SIGSEGV", "exit 0", "return", "unpicklable result", "hang")
-VICTIMS = {"processes": ("kernel", "rank", "node", "job process")}
+VICTIMS = dict.fromkeys(("processes", "ssh"), ("kernel", "rank", "node", "job process"))
 VICTIMS["ray"] = (*VICTIMS["processes"], "actor", "driver", "raylet")
+HOSTS = "hosts=['one', 'other']"
 
 NUM_RANKS = 4
 STARTS_AGAIN_S = 5.0
 """Seconds after which ranks that run are those of a launch that has started all programs again."""
 
 NAMED_S = 2.0
-"""Seconds until the error names a node whose raylet was killed."""
+"""Seconds until the error names a node whose raylet was killed, once the launch uses the node."""
 
 CELL = (
     FAILING
@@ -75,9 +76,9 @@ def error_of(what, who, **settings):
 
 nodes = None
 
-def lend(engine):
+def lend(**settings):
     global nodes
-    nodes = nodes or nblaunch.Nodes(2, engine=engine)
+    nodes = nodes or nblaunch.Nodes(2, **settings)
     return nodes
 
 def error_of_work(detach=False, **settings):
@@ -119,7 +120,7 @@ class Lottery:
     """Draws failures and kills in kernels, with an engine.
 
     Args:
-        engine: ``"processes"`` or ``"ray"``.
+        engine: ``"processes"``, ``"ssh"`` (a stub that runs the command on this machine) or ``"ray"``.
         cluster: the Ray cluster; None without one.
         seed: seed of the draws.
         left_s: seconds that processes may take to end.
@@ -129,6 +130,7 @@ class Lottery:
         self, engine: str, cluster: RayCluster | None = None, seed: int = 0, left_s: float = LEFT_S
     ) -> None:
         self.engine = engine
+        self._settings = f"engine={engine!r}" + (f", {HOSTS}" if engine == "ssh" else "")
         self._cluster = cluster
         self._left_s = left_s
         self._random = random.Random(seed)
@@ -139,7 +141,9 @@ class Lottery:
     def kernel(self) -> Iterator[Kernel]:
         with (
             tempfile.TemporaryDirectory(prefix="lottery-") as folder,
-            Kernel.start(env={"NBLAUNCH_LOG_DIR": folder, **self._environment}) as kernel,
+            Kernel.start(
+                env={"NBLAUNCH_LOG_DIR": folder, "PATH": path_with_ssh(folder), **self._environment}
+            ) as kernel,
         ):
             kernel.run(PREAMBLE)
             kernel.run(CELL)
@@ -153,7 +157,7 @@ class Lottery:
         if (what, who) not in self._local:
             self._local[what, who] = self._error_of(kernel, what, who, "engine='local', num_nodes=1")
         began_s = time.monotonic()
-        there = self._error_of(kernel, what, who, f"engine={self.engine!r}")
+        there = self._error_of(kernel, what, who, self._settings)
         here = self._local[what, who]
         wrong = "" if there == here and here[0] != "nothing" else f"\n{there}\ninstead of\n{here}"
         seconds = time.monotonic() - began_s
@@ -175,15 +179,15 @@ class Lottery:
         """
         delay_s = self._random.uniform(0.0, span_s)
         what = f"{victim} killed {delay_s:.2f} s after the call" + (" on kept nodes" if is_kept else "")
-        engine = f"lend({self.engine!r})" if is_kept else repr(self.engine)
-        if is_kept and (wrong := self._launch(kernel, engine)):
+        settings = f"engine=lend({self._settings})" if is_kept else self._settings
+        if is_kept and (wrong := self._launch(kernel, settings)):
             return Draw(victim, f"before: {what}", wrong, 0.0)
         idle = {
             process.pid
             for process in (*kernel.processes(), *_processes("nblaunch.engines.node", "ray::Node"))
         }
         detach = ", detach=True" if victim == "job process" else ""
-        cell = kernel.submit(f"error_of_work(engine={engine}{detach})")
+        cell = kernel.submit(f"error_of_work({settings}{detach})")
         time.sleep(delay_s)
         stays = set() if is_kept else idle
         victims: list[psutil.Process] = []
@@ -194,6 +198,7 @@ class Lottery:
 
         kernel.wait_until(is_there, 180.0, "the victim", cell)
         was_running = len(_ranks(stays)) == NUM_RANKS
+        is_watched = was_running or any(one.pid not in stays for one in _processes("ray::Node"))
         killed_s = time.monotonic()
         if victims:
             with suppress(psutil.NoSuchProcess):  # the launch has just failed
@@ -213,7 +218,7 @@ class Lottery:
         left, left_s = self._what_is_left(kernel, stays)
         # If a kept program dies before the launch uses it, the launch starts all programs again.
         has_started_again = is_kept and not was_running and name == "KeyboardInterrupt"
-        wrong = "" if has_started_again else self._judge(victim, name, text, seconds if was_running else 0.0)
+        wrong = "" if has_started_again else self._judge(victim, name, text, seconds if is_watched else 0.0)
         wrong = wrong or left
         if victim == "raylet":
             assert self._cluster is not None, "only Ray has raylets"
@@ -221,9 +226,9 @@ class Lottery:
         what = f"{what}, {'while ranks ran' if was_running else 'before'}"
         return Draw(victim, what, wrong, seconds, left_s, is_kept, was_running)
 
-    def _launch(self, kernel: Kernel, engine: str) -> str:
+    def _launch(self, kernel: Kernel, settings: str) -> str:
         """Launch; return what is wrong with the outcome."""
-        cell = kernel.submit(f"launch(rank, return_all=True, engine={engine})").wait(180)
+        cell = kernel.submit(f"launch(rank, return_all=True, {settings})").wait(180)
         return "" if cell.result == "[0, 1, 2, 3]" else f"the next launch: {cell.describe()}"
 
     def _judge(self, victim: str, name: str, text: str, seconds: float) -> str:
@@ -233,9 +238,7 @@ class Lottery:
             "job process": r"process",
             "driver": r"driver of Ray",
             "actor": r"node \d \(host |actor",
-            "raylet": r"node \d \(host .*raylet has died"
-            if seconds
-            else r"raylet|nodes of this Ray cluster|actor",
+            "raylet": r"raylet (of \S+ )?has died",
         }[victim]
         is_good = name in ("WorkerDied", "NodeLost", "LaunchError", "JobLost") and re.search(
             wanted, text, re.DOTALL
@@ -246,15 +249,15 @@ class Lottery:
     def kill_kernel(self, span_s: float, *, is_kept: bool = False) -> Draw:
         """Kill a kernel within ``span_s`` seconds after the call of the launcher."""
         delay_s = self._random.uniform(0.0, span_s)
-        engine = f"lend({self.engine!r})" if is_kept else repr(self.engine)
+        settings = f"engine=lend({self._settings})" if is_kept else self._settings
         what = f"kernel killed {delay_s:.2f} s after the call" + (" on kept nodes" if is_kept else "")
         idle = {
             process.pid for process in _processes("nblaunch.engines.node", "ray::Node")
         }  # another kernel's
         with self.kernel() as kernel:
-            if is_kept and (wrong := self._launch(kernel, engine)):
+            if is_kept and (wrong := self._launch(kernel, settings)):
                 return Draw("kernel", f"before: {what}", wrong, 0.0)
-            kernel.submit(f"launch(work, engine={engine})")
+            kernel.submit(f"launch(work, {settings})")
             time.sleep(delay_s)
             was_running = len(_ranks(idle)) == NUM_RANKS
             kernel.kill()
