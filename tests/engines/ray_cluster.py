@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 CORES = 4
 _STORE_BYTES = 150 << 20
+_NUM_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,23 @@ class RayCluster:
 
 @contextmanager
 def cluster() -> Iterator[RayCluster]:
-    """Run a cluster while the block runs."""
+    """Run a cluster while the block runs.
+
+    Raises:
+        RuntimeError: it does not start. Ray gives each raylet 30 s, which are sometimes too few on a busy machine.
+    """
+    for _ in range(_NUM_STARTS):
+        with _process() as process:
+            assert process.stdout is not None, "it is a pipe"
+            lines = iter(process.stdout.readline, "")
+            if address := next((line.split()[1] for line in lines if line.startswith("ADDRESS ")), ""):
+                yield RayCluster(address, process)
+                return
+    raise RuntimeError(f"Ray did not start in {_NUM_STARTS} attempts")
+
+
+@contextmanager
+def _process() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.engines.ray_cluster"],
         stdin=subprocess.PIPE,
@@ -47,15 +64,13 @@ def cluster() -> Iterator[RayCluster]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert process.stdin is not None, "it is a pipe"
-    assert process.stdout is not None, "it is a pipe"
-    try:
-        lines = iter(process.stdout.readline, "")
-        yield RayCluster(next(line.split()[1] for line in lines if line.startswith("ADDRESS ")), process)
-    finally:
-        process.stdin.close()
-        process.wait(60)
-        process.stdout.close()
+    with process:
+        try:
+            yield process
+        finally:
+            assert process.stdin is not None, "it is a pipe"
+            process.stdin.close()
+            process.wait(60)
 
 
 def main() -> None:
