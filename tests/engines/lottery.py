@@ -145,8 +145,8 @@ class Lottery:
                 env={"NBLAUNCH_LOG_DIR": folder, "PATH": path_with_ssh(folder), **self._environment}
             ) as kernel,
         ):
-            kernel.run(PREAMBLE)
-            kernel.run(CELL)
+            kernel.run(PREAMBLE, timeout_s=240)
+            kernel.run(CELL, timeout_s=240)
             yield kernel
 
     # --- failures ------------------------------------------------------------------------------------------------
