@@ -11,18 +11,17 @@ errors, texts and results. One hang detector watches the progress of all ranks. 
 from __future__ import annotations
 
 import os
-import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from nblaunch import env, formatting
+from nblaunch import formatting
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.silent_errors import OF_JOB, SilentErrors
 from nblaunch.engines.agreements import NodesAgreement
 from nblaunch.engines.collectives import AllCalls
-from nblaunch.engines.link import NodeLink
+from nblaunch.engines.link import LinkWaiter, NodeLink
+from nblaunch.engines.log_copies import LogCopies
 from nblaunch.engines.messages import (
     AskLogs,
     AskStacks,
@@ -64,7 +63,6 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.collective_watch import CollectiveWatch
 from nblaunch.launcher.hang_watch import HangWatch
-from nblaunch.launcher.logtail import LogTail
 from nblaunch.launcher.requests import JobRequests, Query
 from nblaunch.nodes.messages import Heartbeat, Node
 from nblaunch.nodes.peer_states import PeerStates
@@ -74,7 +72,7 @@ from nblaunch.wire.board import SlotReading, create_memory_file
 from nblaunch.wire.outbox import RankResult
 
 _TICK_S = 0.1
-_INSPECTION_S = 0.25
+_INSPECTION_S = 0.5
 _LOST_S = 15.0
 """How long nodes may take to end their ranks after a kill."""
 
@@ -124,9 +122,10 @@ class Coordinator:
             DEFAULT_KEEP_ALIVE_INTERVAL_S * DEFAULT_KEEP_ALIVE_MAX_ATTEMPT,
             attempt.number,
         )
+        self._first_readings = [SlotReading(rank) for rank in self._owner]
         self._pids: dict[int, int] = {}
         self._outboxes: dict[int, int] = {}
-        self._tails: dict[int, LogTail] = {}
+        self._logs = LogCopies(attempt.log, attempt.number, self._owner)
         self._queries: list[NodesStacks] = []
         self._log_queries: list[tuple[Query, set[int]]] = []
         self._num_queries = 0
@@ -142,6 +141,7 @@ class Coordinator:
         self._calls = AllCalls(self._ask_calls, self._readings)
         self._collectives = CollectiveWatch(self._calls, attempt, emit)
         self._errors = SilentErrors(list(self._owner), emit, OF_JOB)
+        self._waiter = LinkWaiter(requests.fileno())
         self._hangs = HangWatch(attempt, self._readings, requests, emit, self._ask_ranks, self._calls.last)
 
     # --- from the start to the end -------------------------------------------------------------------------------
@@ -152,12 +152,6 @@ class Coordinator:
         Raises:
             LaunchError: ranks could not be started on a node.
         """
-        number = self._attempt.number
-        self._attempt.log.make_attempt_folder(number, ())
-        max_bytes = env.read("NBLAUNCH_LOG_LIMIT_MB") * 1_000_000
-        self._tails = {
-            rank: LogTail(rank, self._attempt.log.log_path(rank, number), max_bytes) for rank in self._owner
-        }
         try:
             with self._requests.answering():
                 self._start()
@@ -167,8 +161,7 @@ class Coordinator:
             self._raise_rejection()
             return self._report, self._collect()
         finally:
-            for tail in self._tails.values():
-                tail.close()
+            self._logs.close()
             for fd in self._outboxes.values():
                 os.close(fd)
 
@@ -206,27 +199,17 @@ class Coordinator:
 
     def _turn(self) -> None:
         """Wait for the next message or timeout, and handle it."""
-        self._wait()
+        ready = self._waiter.wait(self._links, max(0.0, self._next_tick - time.monotonic()))
+        self._requests.acknowledge()
         signal_handlers.run_arrived()  # an exception in the user's handler ends the job here
-        for link in self._links:
+        for link in ready:
             self._receive(link)
         self._handle_requests()
         if time.monotonic() >= self._next_tick:
             self._tick()
+            self._give_up_silent()
         self._judge_hang()
         self._poll_agreements()
-        self._give_up_silent()
-
-    def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._requests, selectors.EVENT_READ)
-            for link in self._links:
-                if not link.loss:
-                    selector.register(link, selectors.EVENT_READ)
-                    if link.channel.wants_to_write:
-                        selector.register(link.channel.writing_fd, selectors.EVENT_WRITE)
-            selector.select(max(0.0, self._next_tick - time.monotonic()))
-        self._requests.acknowledge()
 
     # --- what nodes send -----------------------------------------------------------------------------------------
 
@@ -246,7 +229,7 @@ class Coordinator:
         elif isinstance(message, Heartbeat):
             self._handle_heartbeat(link, message)
         elif isinstance(message, LogPart):
-            self._write_log(message)
+            self._logs.write(message)
         elif isinstance(message, OutboxPart):
             if message.rank not in self._outboxes:
                 self._outboxes[message.rank] = create_memory_file(f"nblaunch-outbox-{message.rank}")
@@ -300,9 +283,7 @@ class Coordinator:
 
     def _handle_heartbeat(self, link: NodeLink, heartbeat: Heartbeat) -> None:
         summary = heartbeat.summary
-        readings = tuple(link.reading_here(reading) for reading in summary.readings)
-        summary = replace(summary, readings=readings)
-        events, notes = self._peers.update([replace(heartbeat, summary=summary)], time.monotonic())
+        events, notes = self._peers.update([link.heartbeat_here(heartbeat)], time.monotonic())
         for event in events:
             if isinstance(event, HostMemory):
                 self._report.host_memory[event.rank] = event
@@ -311,20 +292,6 @@ class Coordinator:
             self._note(text, "warning")
         if summary.stop.is_wanted:
             self._requests.wants_stop = True
-
-    def _write_log(self, part: LogPart) -> None:
-        """Append to the local log of a rank, which is read as on one machine. A full disk does not end a job."""
-        log, number = self._attempt.log, self._attempt.number
-        path = (log.stacks_path if part.is_stacks else log.log_path)(part.rank, number)
-        data = part.data
-        if part.left_out:
-            gap = f"... {formatting.size(part.left_out)} of output are only in the file on its node ...\n"
-            data = b"\n" + gap.encode() + data
-        with (
-            suppress(OSError),
-            open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
-        ):
-            file.write(data)
 
     def _conclude(self, link: NodeLink, over: AttemptOver) -> None:
         report = self._report
@@ -419,10 +386,9 @@ class Coordinator:
     def _tick(self) -> None:
         now = time.monotonic()
         self._next_tick = now + _TICK_S
-        for rank, tail in self._tails.items():
-            for event in tail.read():
-                self._hangs.count(rank, event)
-                self._emit(event)
+        for rank, event in self._logs.read():
+            self._hangs.count(rank, event)
+            self._emit(event)
         readings = self._readings()
         self._emit_readings(readings)
         if now >= self._next_inspection:
@@ -433,7 +399,7 @@ class Coordinator:
             self._errors.collect(active)
 
     def _readings(self) -> list[SlotReading]:
-        return self._peers.merged([SlotReading(rank) for rank in sorted(self._owner)])
+        return self._peers.merged(self._first_readings)
 
     def _active_pids(self) -> dict[int, int]:
         """Return the processes, by rank, of the ranks whose function is running or that are still sending states."""
@@ -498,6 +464,8 @@ class Coordinator:
 
     def _poll_agreements(self) -> None:
         """Continue the agreement on the step at which all ranks end."""
+        if not self._agreements:
+            return
         report = self._report
         running = self._owner.keys() - report.returned.keys() - report.exits.keys() - report.failed.keys()
         for agreement in self._agreements.values():
@@ -508,9 +476,8 @@ class Coordinator:
 
     def _drain(self) -> None:
         """Read the logs to their end, and emit the last readings."""
-        for tail in self._tails.values():
-            for event in tail.read_rest():
-                self._emit(event)
+        for event in self._logs.read_rest():
+            self._emit(event)
         report = self._report
         if report.returned.keys() >= self._owner.keys():
             report.interrupted = False  # the function handled the interrupt and returned

@@ -7,8 +7,9 @@ starting ── Hello ──> loading ── Ready, ClockIs ──> ready ──
 from __future__ import annotations
 
 import os
+import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from nblaunch import packages
@@ -17,7 +18,7 @@ from nblaunch.engines.engine import NodeHandle
 from nblaunch.engines.messages import PART_BYTES, AskClock, Boot, CallPart, ClockIs, Hello, Leave, Ready
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
-from nblaunch.nodes.messages import Node
+from nblaunch.nodes.messages import Heartbeat, Node
 from nblaunch.wire import schema
 from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import RankCalls
@@ -146,6 +147,13 @@ class NodeLink:
             return reading
         return replace(reading, step_time_s=reading.step_time_s - self._monotonic_ahead_s)
 
+    def heartbeat_here(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Return a heartbeat of this node with the times of its readings converted to this process's clock."""
+        if not self._monotonic_ahead_s:
+            return heartbeat
+        readings = tuple(map(self.reading_here, heartbeat.summary.readings))
+        return replace(heartbeat, summary=replace(heartbeat.summary, readings=readings))
+
     def calls_here(self, calls: Mapping[int, RankCalls]) -> Mapping[int, RankCalls]:
         """Return collectives of this node's ranks with times converted to this process's clock."""
         ahead_s = self._monotonic_ahead_s
@@ -184,6 +192,36 @@ class NodeLink:
     def close(self) -> None:
         """Close the channel, which ends the program."""
         self._handle.close(0.0 if self.loss else _CLOSE_S)
+
+
+class LinkWaiter:
+    """Waits for bytes from and to nodes, with one poll object for all waits.
+
+    Args:
+        fd: descriptor that also ends a wait when it is readable.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._poller = select.poll()
+        self._poller.register(fd, select.POLLIN)
+        self._watched: dict[int, NodeLink] = {}
+
+    def wait(self, links: Iterable[NodeLink], timeout_s: float) -> list[NodeLink]:
+        """Wait up to ``timeout_s`` seconds; return the links that have received bytes or have room to send some."""
+        wanted: dict[int, NodeLink] = {}
+        for link in links:
+            if not link.loss:
+                wanted[link.channel.reading_fd] = link
+                if link.channel.wants_to_write:
+                    wanted[link.channel.writing_fd] = link
+        for fd in self._watched.keys() - wanted.keys():
+            self._poller.unregister(fd)
+        for fd in wanted.keys() - self._watched.keys():
+            is_read = fd == wanted[fd].channel.reading_fd
+            self._poller.register(fd, select.POLLIN if is_read else select.POLLOUT)
+        self._watched = wanted
+        ready = {fd for fd, _ in self._poller.poll(1000 * timeout_s)}
+        return list(dict.fromkeys(link for fd, link in wanted.items() if fd in ready))
 
 
 def end_all(links: list[NodeLink]) -> None:

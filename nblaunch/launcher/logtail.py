@@ -54,6 +54,9 @@ class LogTail:
         max_bytes: limit of its size on disk; None = no limit, or another process enforces it.
         opener: opens the file; None = by its path.
         keeps_file: restore the file if it is removed while its rank writes to it.
+
+    Attributes:
+        is_behind: whether the last call of :meth:`read` may have left output unread.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class LogTail:
         self._copy_fd = -1  # copy of a removed file
         self._next_check_s = 0.0
         self._kept_from = 0
+        self.is_behind = True
         self._fd = -1
         self._line = _Line()
         self._status = ""
@@ -82,9 +86,13 @@ class LogTail:
         """Return events for the output since the last call, at most ``max_bytes`` of it."""
         events = self._keep_within_limit()
         self._restore()
-        while max_bytes > 0 and (chunk := self._take(max_bytes)):
+        self.is_behind = True
+        while self.is_behind and max_bytes > 0:
+            chunk = self._take(max_bytes)
+            self.is_behind = len(chunk) == min(_READ_BYTES, max_bytes)
             max_bytes -= len(chunk)
-            events += self._split(chunk)
+            if chunk:
+                events += self._split(chunk)
         return [*events, *self._changed_status()]
 
     def read_rest(self) -> Iterator[Event]:
