@@ -42,6 +42,11 @@ class NodesWanted:
     folder: str | None
     environment: Mapping[str, str]
 
+    @property
+    def interpreter_variables(self) -> dict[str, str]:
+        """Variables that Python reads when it starts. With one hash seed, all ranks order sets of strings equally."""
+        return {name: value for name, value in self.environment.items() if name == "PYTHONHASHSEED"}
+
 
 class NodeHandle(ABC):
     """The node program on one machine.

@@ -90,6 +90,7 @@ class _Driver:
                 ranks_per_node=None if spec.num_processes is None else spec.num_processes // spec.max_nodes,
                 backend=spec.backend,
                 runtime_env=dict(spec.runtime_env or {}),
+                variables=wanted.interpreter_variables,
                 timeout_s=spec.rendezvous_timeout_s,
                 waits_for_others=spec.rdzv_timeout_s is not None,
                 node_fds=tuple(connection.fileno() for connection in driver_ends),

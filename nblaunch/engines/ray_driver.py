@@ -304,10 +304,10 @@ class Driver:
     def _variables(self) -> dict[str, str | None]:
         """Return environment variables of the node programs; None removes one."""
         # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
-        variables: dict[str, str | None] = {"OMP_NUM_THREADS": None}
+        variables: dict[str, str | None] = {"OMP_NUM_THREADS": None, **self._task.variables}
         with suppress(Exception):  # Ray Client does not know the address
             variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
-        given = dict(self._task.runtime_env.get("env_vars", {}))
+        given = dict(self._task.runtime_env.get("env_vars") or {})
         return variables | {name: given[name] for name in variables if name in given}
 
     def _start_programs(self) -> list[tuple[str, str]]:

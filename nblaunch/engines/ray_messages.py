@@ -21,6 +21,7 @@ class DriverTask:
         ranks_per_node: number of ranks per node; None = one per device.
         backend: requested device family.
         runtime_env: runtime environment in Ray's format.
+        variables: environment variables of the node programs, which ``runtime_env`` may change.
         timeout_s: how long to wait for nodes that are in use.
         waits_for_others: also wait for nodes that the cluster lacks, because an autoscaler may add them.
         node_fds: one socket per node for its bytes.
@@ -36,6 +37,7 @@ class DriverTask:
     ranks_per_node: int | None
     backend: str
     runtime_env: Mapping[str, Any]
+    variables: Mapping[str, str]
     timeout_s: float
     waits_for_others: bool
     node_fds: tuple[int, ...]

@@ -248,11 +248,18 @@ class _Boots:
             is_detached=False,
         ).without_call()
         environment = saved.environment if is_same_machine else shipping.variables(saved.environment)
+        given = spec.runtime_env or {}
+        environment = {
+            name: value for name, value in environment.items() if name not in (given.get("env_vars") or {})
+        }
+        call = replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path)))
+        if given.get("working_dir") is not None:  # the nodes' folder
+            call = replace(call, folder=None)
         self._boot = Boot(
             key=key,
             spec=of_node,
             registered_backend=registered_backend(spec.backend),
-            call=replace(saved, fd=-1, environment={}, path=tuple(map(str, saved.path))),
+            call=call,
             call_bytes=call_bytes,
             modules=modules,
             required=required,

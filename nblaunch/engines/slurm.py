@@ -35,6 +35,7 @@ class SlurmEngine(Engine):
                 ["srun", *_OPTIONS, f"--nodelist={host}", sys.executable, "-c", PROGRAM],
                 host,
                 wanted.log_path(number),
+                environment=wanted.environment,
             )
             for number, host in enumerate(hosts[: spec.max_nodes])
         )

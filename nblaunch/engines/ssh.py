@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 
 from nblaunch.engines.command_node import PROGRAM, CommandNode, start_all
 from nblaunch.engines.engine import Engine, NodeHandle, NodesWanted
@@ -31,14 +32,15 @@ class SshEngine(Engine):
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
         """Connect to the first ``max_nodes`` hosts."""
         hosts = wanted.spec.hosts[: wanted.spec.max_nodes]
-        command = remote_command(sys.executable)
+        command = remote_command(sys.executable, wanted.interpreter_variables)
         return start_all(
             CommandNode(["ssh", *_OPTIONS, host, command], host, wanted.log_path(number))
             for number, host in enumerate(hosts)
         )
 
 
-def remote_command(python: str) -> str:
+def remote_command(python: str, variables: Mapping[str, str]) -> str:
     """Return the shell command for the node program, with the same interpreter if it exists, else ``python3``."""
     same, program = shlex.quote(python), shlex.quote(PROGRAM)
-    return f"if [ -x {same} ]; then exec {same} -c {program}; else exec python3 -c {program}; fi"
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in variables.items())
+    return f"{exports}if [ -x {same} ]; then exec {same} -c {program}; else exec python3 -c {program}; fi"

@@ -141,11 +141,14 @@ def train(model, large):
     with torch.no_grad():
         model.weight += total
     print(f"rank {rank()} of {int(total)}")
-    return helpers.doubled(large[rank() :: 4]), os.environ["GROUP_RANK"], os.getppid()
+    return helpers.doubled(large[rank() :: 4]), os.environ["GROUP_RANK"], os.getppid(), hash("a word")
 """)
     cell = notebook.run("values = go(train, model, large, return_all=True)", timeout_s=180)
     assert notebook.run("[value[1] for value in values]").value == ["0", "0", "1", "1"]
     assert notebook.run("len({value[2] for value in values})").value == 2
+    assert notebook.run("len({value[3] for value in values})").value == 1, (
+        "sets have the same order everywhere"
+    )
     assert notebook.run("all((v[0] == 2 * large[r::4]).all() for r, v in enumerate(values))").value is True
     assert notebook.run("bool(torch.allclose(model.weight, before + 4))").value is True
     for number in range(4):

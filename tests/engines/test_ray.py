@@ -94,6 +94,20 @@ def put():
     notebook.run(f"ray.init({address!r}, log_to_driver=False)")
 
 
+def test_a_runtime_environment_has_priority(notebook: Kernel, tmp_path: Path) -> None:
+    """Over variables and the folder of the notebook, which also exist on the nodes."""
+    (tmp_path / "data.txt").write_text("there")
+    notebook.run("""
+def read():
+    return open("data.txt").read(), os.environ["NCCL_DEBUG"]
+
+os.environ["NCCL_DEBUG"] = "WARN"
+""")
+    environment = {"working_dir": str(tmp_path), "env_vars": {"NCCL_DEBUG": "INFO"}}
+    values = notebook.run(f"go(read, runtime_env={environment!r}, return_all=True)", timeout_s=180).value
+    assert values == [("there", "INFO")] * 4
+
+
 @pytest.mark.thorough
 def test_a_range_of_nodes_takes_what_is_free(notebook: Kernel) -> None:
     size = notebook.run(
@@ -156,6 +170,7 @@ def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str
         ranks_per_node=1,
         backend="cpu",
         runtime_env={},
+        variables={},
         timeout_s=600,
         waits_for_others=False,
         node_fds=(),
