@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 CORES = 4
 _STORE_BYTES = 150 << 20
 _NUM_STARTS = 3
@@ -27,6 +29,18 @@ class RayCluster:
 
     address: str
     process: subprocess.Popen[str]
+
+    def raylet(self) -> int:
+        """Return the process of the raylet that is not the head's."""
+        found = [
+            one.pid
+            for one in psutil.Process(self.process.pid).children(recursive=True)
+            if one.name() == "raylet"
+            and one.status() != psutil.STATUS_ZOMBIE
+            and "--head" not in one.cmdline()
+        ]
+        (raylet,) = found
+        return raylet
 
     def add_node(self) -> None:
         """Add a node, after another one was killed."""

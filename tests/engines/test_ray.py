@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -197,12 +198,8 @@ def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str
 
 
 KILL_RAYLET = """
-def raylet():
-    found = [p for p in psutil.process_iter() if p.name() == "raylet" and "--head" not in p.cmdline()]
-    return next(p for p in found if p.status() != psutil.STATUS_ZOMBIE)
-
-def kill_when(has_come):
-    victim = raylet()
+def kill_when(has_come, pid):
+    victim = psutil.Process(pid)
     while not has_come(victim): time.sleep(0.01)
     victim.kill()
 
@@ -221,9 +218,9 @@ def test_a_raylet_that_dies_before_the_ranks_run_is_named(
 ) -> None:
     notebook.run(KILL_RAYLET)
     if moment == "before":
-        notebook.run("raylet().kill()")
+        os.kill(running.raylet(), signal.SIGKILL)
     else:
-        notebook.run(f"threading.Thread(target=kill_when, args=(has_{moment},)).start()")
+        notebook.run(f"threading.Thread(target=kill_when, args=(has_{moment}, {running.raylet()})).start()")
     try:
         error = notebook.run("go(rank)", raises="LaunchError", timeout_s=90).raised
     finally:
@@ -233,21 +230,19 @@ def test_a_raylet_that_dies_before_the_ranks_run_is_named(
 
 
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
-def test_the_death_of_a_raylet_is_reported(notebook: Kernel) -> None:
+def test_the_death_of_a_raylet_is_reported(notebook: Kernel, running: RayCluster) -> None:
     """The last test, because the cluster has lost a node."""
+    notebook.run(f"victim = {running.raylet()}")
     notebook.run(
         """
 def train():
     dist.init_process_group("gloo")
     dist.barrier()
-    print("raylet", os.environ["RAY_RAYLET_PID"], flush=True)
+    print("under way", flush=True)
     time.sleep(3600)
 
 job = go(train, background=True)
-while not all("raylet" in job.logs(r) for r in range(4)): time.sleep(0.05)
-mine = [int(job.logs(r).split()[-1]) for r in (1, 3)]
-head = [p.pid for p in psutil.process_iter() if p.name() == "raylet" and "--head" in p.cmdline()]
-victim = next(pid for pid in mine if pid not in head)
+while not all("under way" in job.logs(r) for r in range(4)): time.sleep(0.05)
 actors = [child for child in psutil.Process(victim).children() if "NodeActor" in " ".join(child.cmdline())]
 os.kill(victim, signal.SIGKILL)
 """,
