@@ -330,7 +330,8 @@ class Driver:
                 self._check()
                 started, waiting = self._ray.wait(waiting, timeout=_STEP_S)
                 self._ray.get(started)
-                self._check_nodes(nodes)  # a dead node's actor would wait for another node
+                if not started or not waiting:  # a dead node's actor would wait for another node
+                    self._check_nodes(nodes)
                 if time.monotonic() > deadline:
                     raise LaunchError(
                         f"not all actors of the Ray cluster started within {self._task.timeout_s:g} s"
