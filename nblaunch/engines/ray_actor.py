@@ -74,6 +74,11 @@ class NodeActor:
         self._raylet_fd = _open_process(int(os.environ.get("RAY_RAYLET_PID", "0")))
         return os.uname().nodename, str(ray.util.get_node_ip_address())
 
+    def wait(self) -> tuple[int | None, bytes]:
+        """Wait until the program has ended; return its exit code and the last part of its output."""
+        self._process.wait()
+        return self._end()
+
     def poll(self) -> tuple[bytes, str | tuple[int | None, bytes]]:
         """Return bytes from the program, or how it ended; return neither if nothing arrives for a second.
 
@@ -114,8 +119,9 @@ class NodeActor:
     def _end(self) -> tuple[int | None, bytes]:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_POLL_S)
-        self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - _LAST_BYTES))
-        return self._process.returncode, self._log.read()
+        log = self._log.fileno()
+        start = max(0, os.fstat(log).st_size - _LAST_BYTES)
+        return self._process.returncode, os.pread(log, _LAST_BYTES, start)
 
 
 def _open_process(pid: int) -> int:

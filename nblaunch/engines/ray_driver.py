@@ -323,20 +323,27 @@ class Driver:
         nodes = placement_group_table(self._group)["bundles_to_node_id"].values()
         deadline = time.monotonic() + self._task.timeout_s
         variables = self._variables()
-        asked = [actor.start.remote(PROGRAM, variables) for actor in self._actors]
-        waiting = list(asked)
+        starts = [actor.start.remote(PROGRAM, variables) for actor in self._actors]
+        places: dict[int, tuple[str, str]] = {}
+        ends: dict[Any, int] = {}
         try:
-            while waiting:
+            while len(places) < len(starts):
                 self._check()
-                started, waiting = self._ray.wait(waiting, timeout=_STEP_S)
-                self._ray.get(started)
-                if not started or not waiting:  # a dead node's actor would wait for another node
+                waiting = [start for number, start in enumerate(starts) if number not in places]
+                done, _ = self._ray.wait([*waiting, *ends], timeout=_STEP_S)
+                for reply in done:
+                    if reply in ends:
+                        self._report_early_end(places, ends.pop(reply), *self._ray.get(reply))
+                    else:
+                        number = starts.index(reply)
+                        places[number] = self._ray.get(reply)
+                        ends[self._actors[number].wait.remote()] = number
+                if not done or len(places) == len(starts):  # a dead node's actor would wait for another node
                     self._check_nodes(nodes)
                 if time.monotonic() > deadline:
                     raise LaunchError(
                         f"not all actors of the Ray cluster started within {self._task.timeout_s:g} s"
                     )
-            places: list[tuple[str, str]] = self._ray.get(asked)
         except (LaunchError, _NotNeeded, _NodeDied):
             raise
         except Exception as error:
@@ -351,7 +358,17 @@ class Driver:
                 f"{cause}{advice if 'No module named' in cause else ''}"
             ) from error
         self._have_started = True
-        return places
+        return [place for _, place in sorted(places.items())]
+
+    def _report_early_end(
+        self, places: Mapping[int, tuple[str, str]], number: int, exit_code: int | None, last_output: bytes
+    ) -> None:
+        """Raise if a program has ended before others have started, and its node is needed."""
+        if len(self._actors) == self._task.min_nodes:
+            raise LaunchError(
+                f"the program of node {number} (host {places[number][0]}) ended before the ranks started: "
+                f"{describe_end(exit_code, last_output)}"
+            )
 
     # --- bytes ---------------------------------------------------------------------------------------------------
 

@@ -197,30 +197,24 @@ def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str
             os.close(fd)
 
 
-KILL_RAYLET = """
-def kill_when(has_come, pid):
+KILL_AT_ACTOR = """
+def kill_at_actor(pid):
     victim = psutil.Process(pid)
-    while not has_come(victim): time.sleep(0.01)
+    while not any("NodeActor" in " ".join(p.cmdline()) for p in victim.children()): time.sleep(0.01)
     victim.kill()
-
-def has_driver(victim):
-    return any("ray_driver" in " ".join(p.cmdline()) for p in psutil.Process().children())
-
-def has_actor(victim):
-    return any("NodeActor" in " ".join(p.cmdline()) for p in victim.children())
 """
 
 
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
-@pytest.mark.parametrize("moment", ["before", "driver", "actor"])
+@pytest.mark.parametrize("moment", ["before", "actor"])
 def test_a_raylet_that_dies_before_the_ranks_run_is_named(
     moment: str, notebook: Kernel, running: RayCluster
 ) -> None:
-    notebook.run(KILL_RAYLET)
+    raylet = running.raylet()
     if moment == "before":
-        os.kill(running.raylet(), signal.SIGKILL)
+        os.kill(raylet, signal.SIGKILL)
     else:
-        notebook.run(f"threading.Thread(target=kill_when, args=(has_{moment}, {running.raylet()})).start()")
+        notebook.run(f"{KILL_AT_ACTOR}\nthreading.Thread(target=kill_at_actor, args=({raylet},)).start()")
     try:
         error = notebook.run("go(rank)", raises="LaunchError", timeout_s=90).raised
     finally:
