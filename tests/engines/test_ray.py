@@ -200,8 +200,14 @@ def test_the_driver_and_its_actors_end_with_the_launcher(slow: str, address: str
 KILL_AT_ACTOR = """
 def kill_at_actor(pid):
     victim = psutil.Process(pid)
-    while not any("NodeActor" in " ".join(p.cmdline()) for p in victim.children()): time.sleep(0.01)
+    while not any(map(is_actor, victim.children())): time.sleep(0.01)
     victim.kill()
+
+def is_actor(process):
+    try:
+        return "NodeActor" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
 """
 
 
