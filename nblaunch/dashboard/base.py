@@ -168,7 +168,7 @@ _LOOK_S_PER_RANK = 0.001
 
 _MAX_SHARE = 0.05
 _LONGEST_S = 1.0
-"""Folding and drawing take at most this share of a processor, unless the next look would be later than this."""
+"""Folding and drawing take at most this share of the time, unless the next look would be later than this."""
 
 _EVENTS_PER_RANK = 16
 """Number of waiting events per rank at which they are folded together."""
@@ -220,12 +220,11 @@ class ViewingDashboard(Dashboard):
         self._unread = _Unread(readings, at_s, len(self._events))
         if at_s < self._next_look_s:
             return
-        began_s = time.thread_time()
         self._catch_up()
         # close() draws the final table soon after the job has ended.
         if self._view.is_started and not self._view.is_over and self._pace.is_due():
             self._draw()
-        pause_s = min(_LONGEST_S, (time.thread_time() - began_s) / _MAX_SHARE)
+        pause_s = min(_LONGEST_S, (self._pace.elapsed_s - at_s) / _MAX_SHARE)
         self._next_look_s = at_s + max(pause_s, _LOOK_S_PER_RANK * len(self._view.ranks))
 
     def close(self) -> None:

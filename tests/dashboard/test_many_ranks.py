@@ -37,6 +37,7 @@ class Recorded(ViewingDashboard):
         self.now_s = 1000.0
         super().__init__(Pace(interval_s=0.2, slow_s=0.2, clock=lambda: self.now_s))
         self.drawn: list[JobView] = []
+        self.draws_for_s = 0.0
         self.last = JobView()
 
     def tick(self, step: int, num_ranks: int) -> None:
@@ -45,6 +46,7 @@ class Recorded(ViewingDashboard):
 
     def _draw(self) -> None:
         self.drawn.append(self._view)
+        self.now_s += self.draws_for_s
         self._pace.note_published()
 
     def _draw_last(self, view: JobView) -> None:
@@ -74,6 +76,17 @@ def test_many_ranks_are_drawn_less_often(num_ranks: int, most: int) -> None:
         for view in dashboard.drawn[num_drawn:]:
             assert {rank.step for rank in view.ranks} == {step}
     assert most / 2 < len(dashboard.drawn) <= most
+
+
+@pytest.mark.parametrize(("draws_for_s", "most"), [(0.02, 30), (10.0, 2)])
+def test_slow_tables_are_drawn_less_often(draws_for_s: float, most: int) -> None:
+    dashboard = started(8)
+    dashboard.draws_for_s = draws_for_s
+    began_s = dashboard.now_s
+    step = 0
+    while dashboard.now_s < began_s + 12:
+        dashboard.tick(step := step + 1, 8)
+    assert most / 2 <= len(dashboard.drawn) <= most
 
 
 def test_the_last_reading_before_the_end_counts() -> None:
