@@ -14,6 +14,7 @@ In the launching process:
     runner.py            runs the job: starts the nodes, attempt after attempt
       coordinator.py     watches one attempt on all nodes
       link.py            the coordinator's view of a node
+      log_copies.py      copies of the ranks' logs
       stacks.py          a query for the stacks of ranks on several nodes
     kept_nodes.py        Nodes: machines that are kept between launches
     engine.py            the interface of an engine; one file each:
