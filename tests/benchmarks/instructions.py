@@ -44,7 +44,8 @@ def command(folder: str | Path, words: Sequence[str]) -> list[str]:
     """Return the command that runs ``words`` under callgrind, which counts only in laps."""
     compiler = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", f"{folder}/{_LIBRARY}"]
     subprocess.run(compiler, input=_ORDERS, text=True, check=True)
-    options = ["--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/%p"]
+    options = ["--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"]
+    options += [f"--callgrind-out-file={folder}/%p"]
     return ["valgrind", "--quiet", *options, *words]
 
 
@@ -58,13 +59,16 @@ def of_step(lap_of: Callable[[int], Lap], folder: Path) -> float:
 
 
 def of_lap(lap: Lap, folder: Path) -> int:
-    """Return the instructions of a lap and of the switch around it, in all threads of this process."""
+    """Return the instructions of this process's first thread in a lap and in the switch around it.
+
+    The other threads are those of gloo, which poll: their instructions depend on how fast the other ranks are.
+    """
     orders = _orders(folder)
     label = f"lap{next(_labels)}"
     orders.begin()
     lap()
     orders.end(label.encode())
-    dumps = (path.read_text() for path in folder.glob(f"{os.getpid()}.*"))
+    dumps = (path.read_text() for path in folder.glob(f"{os.getpid()}.*-01"))
     dump = next(
         text for text in dumps if label in re.findall(r"^desc: Trigger: .*?(\w+)$", text, re.MULTILINE)
     )
