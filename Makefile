@@ -37,9 +37,9 @@ IMAGE_VENV = .venv-image-$(PROFILE)
 CONSTRAINTS ?= constraints.txt
 # More arguments for pytest: `make test ARGS='tests/dashboard -x'`.
 ARGS ?=
-# Number of test processes: two more than cores, because tests spend half of their time waiting for processes and kernels.
-# All tests of a module run in one process.
-WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
+# Number of test processes: three more than cores, because tests spend half of their time waiting for processes and
+# kernels, and those of tests/nodes nine tenths. All tests of a module run in one process.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 3 )))
 # Set to --thorough to run the tests marked as thorough, too.
 THOROUGH ?=
 # Set to anything to run files with failed tests once more, one test at a time.
@@ -124,7 +124,7 @@ endif
 # Run a whole suite. $(1): interpreter, $(2): test paths, $(3): options. A retry runs whole files, because browser tests
 # continue in the notebook that earlier tests of the file opened.
 define whole_suite
-	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 4 --no-loadscope-reorder || { status=$$?; \
+	@$(1) -m pytest $(2) $(3) --numprocesses $(WORKERS) --maxprocesses 5 --no-loadscope-reorder || { status=$$?; \
 	if [ -z "$(AGAIN)" ] || [ $$status -ne 1 ]; then exit $$status; fi; \
 	files=$$($(1) -m pytest $(2) $(3) --last-failed --last-failed-no-failures none --collect-only --quiet | sed -n 's/::.*//p' | sort -u); \
 	if [ -z "$$files" ]; then exit $$status; fi; \
