@@ -199,7 +199,8 @@ class CollectiveRecorder:
             if is_user is None:
                 is_user = is_user_of[filename] = is_user_file(filename)
             if is_user:
-                self._last_place = place = filename, frame.f_lineno  # once: Python searches a table for the line
+                # Read the line once, because Python searches a table for it.
+                self._last_place = place = filename, frame.f_lineno
                 return name, *place
             called = code.co_name
             if called == _MODULE_CALL:
