@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nblaunch import Accelerator, FullyShardedDataParallelPlugin
-from nblaunch.training.strategies.fsdp2.initialisation import is_unwritten, unwritten
+from nblaunch.training.strategies.fsdp2.weights import is_unwritten, unwritten
 from tests.training import ranks
 
 

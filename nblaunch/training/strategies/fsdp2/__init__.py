@@ -5,6 +5,5 @@ strategy.py         the strategy, which ``prepare`` and the training loop call; 
 over_devices.py     the strategy for a single process that drives several devices
 units.py            chooses the modules to gather as units; their outputs and recomputed activations; access to torch's
                     private attributes
-weights.py          fills the shards: from the rank's own weights, or from rank 0
-initialisation.py   initialises weights that no rank has, module by module
+weights.py          fills the shards: from the rank's own weights, from rank 0, or by initialising module by module
 """
