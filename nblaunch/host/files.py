@@ -65,9 +65,9 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
 
 
 @contextmanager
-def private_folder(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
+def private_folder(path: Path) -> Iterator[int]:
     """Open a folder like :func:`open_private`, and close it after the block."""
-    fd = open_private(path, dir_fd)
+    fd = open_private(path)
     try:
         yield fd
     finally:

@@ -53,18 +53,11 @@ class SlowWatch:
     Args:
         running: the attempt.
         emit: receives notes.
-        clock: the monotonic clock of the spans.
     """
 
-    def __init__(
-        self,
-        running: RunningAttempt,
-        emit: Callable[[Event], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, running: RunningAttempt, emit: Callable[[Event], None]) -> None:
         self._group = running.group
         self._emit = emit
-        self._clock = clock
         self._is_on = not {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
         ranks = running.attempt.ranks
         num_spans = min(max(_ALL_SPANS // len(ranks), _MIN_SPANS), _MAX_SPANS)
@@ -90,12 +83,12 @@ class SlowWatch:
             return
         for rank, data in spans.items():
             self._spans[rank].extend(unpack(data))
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s < self._next_s:
             return
         began_s = time.thread_time()  # not elapsed time, which is longer on a busy machine
         self._judge(now_s)
-        self._next_s = max(now_s + _LOOK_S, self._clock() + (time.thread_time() - began_s) / _MAX_SHARE)
+        self._next_s = max(now_s + _LOOK_S, time.monotonic() + (time.thread_time() - began_s) / _MAX_SHARE)
 
     def _judge(self, now_s: float) -> None:
         times = self._step_times(now_s)

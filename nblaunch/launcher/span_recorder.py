@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from nblaunch.events import Event
@@ -20,7 +20,7 @@ from nblaunch.launcher.joblog import LogFolder
 from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.wire.spans import read_blocks, to_blocks
 
-MAX_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 """Limit of a file; two files are kept. 8 ranks with 10,000 steps of 4 spans fill a third of one."""
 
 _WRITE_S = 0.5
@@ -33,24 +33,13 @@ class SpanRecorder:
     Args:
         running: the attempt.
         watch: judges the spans as they arrive.
-        max_bytes: largest size of the file.
-        clock: seconds on a clock that never jumps.
     """
 
-    def __init__(
-        self,
-        running: RunningAttempt,
-        watch: SlowWatch,
-        *,
-        max_bytes: int = MAX_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, running: RunningAttempt, watch: SlowWatch) -> None:
         attempt = running.attempt
         self._folder = attempt.log.attempt_path(attempt.number)
         self._board, self._ranks = running.board, attempt.ranks
         self._watch = watch
-        self._max_bytes = max_bytes
-        self._clock = clock
         self._pending: list[bytes] = []
         self._next_write_s = 0.0
         self._num_bytes = 0
@@ -65,24 +54,23 @@ class SpanRecorder:
         spans = {rank: data for rank in self._ranks if (data := self._board.spans(rank).read())}
         if self._is_writable and spans:
             self._pending.append(to_blocks(spans))
-        if self._clock() >= self._next_write_s:
-            self.write()
+        if time.monotonic() >= self._next_write_s:
+            self._write()
         if alive:
             self._watch.take(spans)
 
     def end(self) -> None:
         """Write the last spans."""
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Write the collected spans."""
-        self._next_write_s = self._clock() + _WRITE_S
+    def _write(self) -> None:
+        self._next_write_s = time.monotonic() + _WRITE_S
         data, self._pending = b"".join(self._pending), []
         if not data:
             return
         before, path = (self._folder / name for name in _NAMES)
         try:
-            if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
+            if self._num_bytes and self._num_bytes + len(data) > _MAX_BYTES:
                 os.replace(path, before)
                 self._num_bytes = 0
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
