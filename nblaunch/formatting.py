@@ -149,6 +149,11 @@ def single_line(text: str) -> str:
     return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"
 
 
+def first_line(text: str) -> str:
+    """Return the first line of ``text`` that is not blank, as :func:`single_line` does."""
+    return single_line(text.strip().partition("\n")[0])
+
+
 def short_name(name: str, max_length: int = 28) -> str:
     """Return a name as one line; the middle of a long name is left out, because names often differ at their ends."""
     text = single_line(name)

@@ -23,7 +23,7 @@ from nblaunch.dashboard.view import (
     replace,
 )
 from nblaunch.events import Event, WorkerState
-from nblaunch.formatting import single_line
+from nblaunch.formatting import first_line, single_line
 from nblaunch.wire.board import LARGEST_DRAWN, SlotReading
 
 _PAUSE_S = 2.0  # rates continue after a shorter pause between epochs
@@ -284,7 +284,7 @@ def _with_training_numbers(rank: RankView) -> RankView:
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
     """Return a rank in its final state, given the outcome of the job: ranks that the launcher stopped did not fail."""
     if view.outcome == "failed" and rank.rank == view.end.failed_rank:
-        message = _first_line(view.end.message)
+        message = first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message
         if rank.exit_status is not None and rank.failure.startswith(str(rank.exit_status)):
             failure = message or rank.failure  # the message says how the process ended and what it means
@@ -457,7 +457,7 @@ def _exited(ranks: Sequence[RankView], rank: RankView, event: events.Exited) -> 
 
 def describe_failure(info: events.ExceptionInfo) -> str:
     """Return an exception as one line: type and message."""
-    return single_line(f"{info.type_name.rpartition('.')[2]}: {_first_line(info.message)}".removesuffix(": "))
+    return single_line(f"{info.type_name.rpartition('.')[2]}: {first_line(info.message)}".removesuffix(": "))
 
 
 def failed_line(info: events.ExceptionInfo) -> str:
@@ -468,10 +468,6 @@ def failed_line(info: events.ExceptionInfo) -> str:
         if frames
         else ""
     )
-
-
-def _first_line(text: str) -> str:
-    return single_line(text.strip().partition("\n")[0])
 
 
 _JOB_FOLDS: dict[type[Event], Callable[[JobView, Any], JobView]] = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nblaunch import formatting
 from nblaunch.dashboard.view import Curve, EpochView, JobView, RankView
 from nblaunch.events import WorkerState
-from nblaunch.formatting import loss, rate, single_line
+from nblaunch.formatting import first_line, loss, rate, single_line
 
 _MAX_METRICS = 4
 _MAX_CAUSES = 4
@@ -187,7 +187,7 @@ def failures(view: JobView) -> tuple[Failure, ...]:
     is_of_none = not shown or (view.end.has_hung and view.end.failed_rank is None)
     if is_of_none and view.outcome == "failed" and view.end.message:
         shown = [
-            Failure("job", _first_line(view.end.message), advice=_advice(view)),
+            Failure("job", first_line(view.end.message), advice=_advice(view)),
             *(failure._replace(advice=()) for failure in shown),
         ]
     return tuple(shown)
@@ -213,7 +213,3 @@ def _causes(view: JobView, failed_ranks: list[RankView]) -> list[Failure]:
 
 def _advice(view: JobView) -> tuple[str, ...]:
     return tuple(single_line(text) for text in view.end.advice)
-
-
-def _first_line(text: str) -> str:
-    return single_line(text.strip().partition("\n")[0])
