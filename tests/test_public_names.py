@@ -44,6 +44,7 @@ def test_accelerate_submodules_need_no_import() -> None:
     output_of(
         LOOK_UP,
         "utils.set_seed",
+        "utils.random.set_seed",
         "state.PartialState",
         "data_loader.skip_first_batches",
         "logging.get_logger",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,26 +30,6 @@ def test_no_test_fails_because_the_machine_is_busy() -> None:
         "assert what happens, not how fast, and measure costs in tests/benchmarks;"
         f" an upper bound on measured seconds:{listing(offenders)}"
     )
-
-
-def test_benchmark_imports_exist() -> None:
-    """No test runs the benchmarks, and most of their functions run in a kernel."""
-    missing = [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
-        for path in (TESTS / "benchmarks").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nblaunch")
-        for alias in node.names
-        if not _exists(node.module or "", alias.name)
-    ]
-    assert not missing, listing(missing)
-
-
-def _exists(module: str, name: str) -> bool:
-    try:
-        return hasattr(importlib.import_module(module), name) or bool(find_spec(f"{module}.{name}"))
-    except ModuleNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

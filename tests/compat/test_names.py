@@ -56,11 +56,6 @@ sys.meta_path.insert(0, _Finder())
     assert output_of(other + LINES) == "all found"
 
 
-def test_submodules_need_no_separate_import() -> None:
-    code = "import nblaunch; print(nblaunch.utils.random.set_seed is nblaunch.set_seed)"
-    assert output_of(code) == "True"
-
-
 @pytest.mark.parametrize("module", sorted(HOMES))
 def test_every_name_of_the_table_is_defined_in_its_home(module: str) -> None:
     loaded = importlib.import_module(module)

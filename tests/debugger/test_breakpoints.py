@@ -210,7 +210,7 @@ def test_interact_uses_copies_and_returns_to_pdb(shared: Kernel) -> None:
         assert text in cell.stdout, cell.describe()
 
 
-@pytest.mark.parametrize("leaving", ["exit()", "quit", "raise SystemExit(3)"])
+@pytest.mark.parametrize("leaving", ["quit", "raise SystemExit(3)"])
 def test_leaving_interact_returns_to_pdb(shared: Kernel, leaving: str) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
     for line in ("interact", leaving, "p 'in', 'pdb'", "c"):
