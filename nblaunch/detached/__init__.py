@@ -10,9 +10,8 @@
 job_process.py          starts the process that runs a job, with the ordinary ``JobRunner``
 recorder.py             writes the folder of the job, and waits if the disk has no space for the result
 home.py                 location of the jobs' folders; the user's key
-folder.py               contents of a job's folder, private to the user
+folder.py               contents of a job's folder, private to the user, and which of its pickles this version can read
 record.py               facts about a job as JSON, without pickles
-layout.py               decides which pickles this version can read
 listing.py              lists jobs, from folders and from processes whose folders were removed
 requests.py             requests to a running job, on its Unix sockets
 reader.py               reads a folder from the beginning

@@ -21,15 +21,21 @@ Files are replaced atomically, so readers never see a partial file. ``events`` e
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import hashlib
+import inspect
 import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
+from nblaunch import events
 from nblaunch.detached import home, record
 from nblaunch.detached.record import End, Head, OtherFormat, Record
 from nblaunch.detached.requests import Endpoint
@@ -37,6 +43,7 @@ from nblaunch.events import Event, Failed
 from nblaunch.host import descriptors, files
 from nblaunch.host.machine import ProcessState
 from nblaunch.launcher.joblog import LogFolder
+from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.spec import LaunchSpec
 from nblaunch.wire import signing
 from nblaunch.wire.board import SlotReading
@@ -353,3 +360,39 @@ class JobFolder(LogFolder):
                     value, main_by_reference=True, key=key
                 ),
             )
+
+
+# --- the layout of the pickles ----------------------------------------------------------------------------------------
+
+
+@cache
+def own_layout() -> str:
+    """Return the layout of this process's pickles in a job's folder, as a short text.
+
+    It has their classes, with names and types of fields, so the version of nblaunch does not matter. A process attaches
+    only to jobs with its own layout, because an event with missing or different fields would fail somewhere in a
+    dashboard.
+    """
+    texts: dict[Any, str] = {}
+    for cls in (Launch, LaunchPlan, Snapshot, JobError, *vars(events).values()):
+        if inspect.isclass(cls):
+            _add_layout(cls, texts)
+    return hashlib.sha256("\n".join(sorted(texts.values())).encode()).hexdigest()[:16]
+
+
+def _add_layout(hint: Any, texts: dict[Any, str]) -> None:
+    """Add the classes that ``hint`` names, with the classes of their fields."""
+    for argument in get_args(hint):
+        _add_layout(argument, texts)
+    if not inspect.isclass(hint) or hint in texts:
+        return
+    if issubclass(hint, enum.Enum):
+        texts[hint] = f"{hint.__qualname__}: {[(member.name, member.value) for member in hint]}"
+    elif dataclasses.is_dataclass(hint):
+        fields = dataclasses.fields(hint)
+        texts[hint] = (
+            f"{hint.__module__}.{hint.__qualname__}: {[(field.name, field.type) for field in fields]}"
+        )
+        hints = get_type_hints(hint)
+        for field in fields:
+            _add_layout(hints[field.name], texts)

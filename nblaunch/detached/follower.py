@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import backends, env
-from nblaunch.detached.folder import END, RECORD, RESULT, WEIGHTS, JobError, JobFolder, Launch, Unusable
-from nblaunch.detached.layout import own_layout
+from nblaunch.detached.folder import (
+    END,
+    RECORD,
+    RESULT,
+    WEIGHTS,
+    JobError,
+    JobFolder,
+    Launch,
+    Unusable,
+    own_layout,
+)
 from nblaunch.detached.listing import OTHER_LAYOUT, ask
 from nblaunch.detached.reader import JobReader
 from nblaunch.detached.record import End, Record

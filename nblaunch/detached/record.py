@@ -19,7 +19,7 @@ from nblaunch.wire import schema
 
 FORMAT = 2
 """Format of these files. Increment it with every change to :class:`Record` or :class:`End`. The pickles next to them
-are compared by layout (``layout.py``).
+are compared by layout (``folder.py``).
 """
 
 
