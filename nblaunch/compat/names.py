@@ -148,13 +148,11 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
             "purge_accelerate_environment "
             "str_to_bool"
         ),
-        "training.utilities.constants": (
+        "training.utilities.helpers": (
             "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION "
             "BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION DTENSOR_PYTORCH_VERSION "
             "FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION "
-            "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DYNAMO_MODES XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
-        ),
-        "training.utilities.helpers": (
+            "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DYNAMO_MODES XPU_PROFILING_AVAILABLE_PYTORCH_VERSION "
             "are_libraries_initialized check_cuda_fp8_capability convert_dict_to_env_variables "
             "disable_fsdp_ram_efficient_loading dtype_byte_size enable_fsdp_ram_efficient_loading "
             "find_tied_parameters id_tensor_storage ignorant_find_batch_size is_port_in_use "

@@ -1,8 +1,7 @@
 """Functions that scripts import in addition to the Accelerator. No other module of ``nblaunch.training`` imports them.
 
-constants.py     versions for comparisons in scripts
 environment.py   environment variables, and installed packages
-helpers.py       small helpers of Accelerate's utils
+helpers.py       small helpers and constants of Accelerate's utils
 local_sgd.py     averages weights every few steps, instead of gradients
 log.py           logging and progress bars of several processes
 memory.py        memory of a device: releases it, finds the largest batch that fits
