@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import mmap
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -75,6 +77,10 @@ _LIBRARIES = (
     _Library("numba", flag=("numba.np.ufunc.parallel", "_is_initialized")),
 )
 
+_TOKIO_THREADS = {"tokio-rt-worker", "tokio-runtime-w"}
+_FORKABLE = {"tokenizers"}
+"""Libraries that contain tokio, but use it for downloads only."""
+
 
 def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     """Return why workers for ``call`` can't be forked from this thread, as the end of a sentence; None if they can.
@@ -105,7 +111,12 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
             "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both processes; "
             "workers connect to the cluster themselves"
         )
-    used = [library for library in _LIBRARIES if library.is_running() and _uses(call, library.name)]
+    running = [library for library in _LIBRARIES if library.is_running()]
+    if not running and not _runs_tokio():
+        return None
+    names = _libraries_of(call)
+    running += [_Library(name) for name in sorted(names) if _runs_tokio() and _is_built_on_tokio(name)]
+    used = [library for library in running if library.name in names]
     return f"the function uses {used[0].name}, {used[0].harm}" if used else None
 
 
@@ -146,11 +157,36 @@ def _thread_names() -> set[str]:
     return names
 
 
-def _uses(call: FunctionCall, library: str) -> bool:
-    """Return whether the user's code of ``call``, or its arguments, refer to a library."""
+def _runs_tokio() -> bool:
+    """Return whether tokio, a Rust library for asynchronous code, runs threads in this process."""
+    return not _TOKIO_THREADS.isdisjoint(_thread_names())
+
+
+def _is_built_on_tokio(library: str) -> bool:
+    """Return whether a loaded library contains tokio, except for those that survive a fork."""
+    if library in _FORKABLE:
+        return False
     return any(
-        library in _names_of_libraries(value) for value in islice(_reached([call[0], *call[1]]), _MAX_VISITED)
+        _contains_tokio(file)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == library
+        and (file := str(getattr(module, "__file__", None))).endswith(".so")
     )
+
+
+@lru_cache(maxsize=256)
+def _contains_tokio(file: str) -> bool:
+    try:
+        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(b"/tokio-") >= 0
+    except (OSError, ValueError):  # the file was removed or is empty
+        return False
+
+
+def _libraries_of(call: FunctionCall) -> set[str]:
+    """Return the libraries to which the user's code of ``call``, or its arguments, refer."""
+    reached = islice(_reached([call[0], *call[1]]), _MAX_VISITED)
+    return {name for value in reached for name in _names_of_libraries(value)}
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:

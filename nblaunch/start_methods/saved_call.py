@@ -9,14 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nblaunch import env
 from nblaunch.errors import PayloadError
 from nblaunch.host import descriptors, heap
 from nblaunch.spec import name_of
+from nblaunch.user_code import is_user_file
 from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sources
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.pickling import payload, pickle_errors
@@ -66,7 +68,7 @@ class SavedCall:
         return cls(
             fd=fd,
             modules=places_of_this_process(),
-            settings=KernelSettings.of_this_process(sources.values()),
+            settings=KernelSettings.of_this_process([*sources.values(), *_text_of_script()]),
             random_states=RandomStates.of_this_process(),
             environment={**_hash_seed(), **env.snapshot(), **connected_engines.environment()},
             path=tuple(sys.path),
@@ -138,6 +140,14 @@ def saved_or_now(saved: SavedCall | None, call: FunctionCall) -> Iterator[SavedC
         yield snapshot
     finally:
         snapshot.close()
+
+
+def _text_of_script() -> Iterator[str]:
+    """Yield the text of the script that this process runs; nothing in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if is_user_file(file or "<frozen"):
+        with suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(file) as script:
+            yield script.read()
 
 
 def _hash_seed() -> dict[str, str]:

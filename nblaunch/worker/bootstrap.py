@@ -66,6 +66,7 @@ from nblaunch.worker.failure import describe_failure
 from nblaunch.worker.inheritance import (
     connections,
     kernel_only,
+    lost_changes,
     missing_names,
     queues,
     studies,
@@ -165,6 +166,7 @@ class _Worker:
         )
         if assignment.post_mortem:
             process_group.extend_collective_timeout()
+        changes = lost_changes.Changes(function, args, is_forked=not missing_names.is_fresh_process())
         try:
             with self.interrupts, self.child_handler:
                 value, exit_code = _call(function, args)
@@ -182,6 +184,9 @@ class _Worker:
             return value, exit_code
         output.show_pending_figures()
         context.current().flush_losses()
+        lost = changes.describe(value)
+        if lost is not None:
+            self._note(lost)
         returned = delivery.put_value(value, left_by_exit=value is _EXITED)
         self.sender.send(returned)
         for sent in delivery.put_states(returned.sends):

@@ -25,6 +25,7 @@ READERS = {
     "nblaunch.worker.inheritance.settings": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.message_settings": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.cell_assignments": "values in an assignment, see nblaunch.start_methods.interpreter",
+    "nblaunch.worker.inheritance.registrations": "values in an assignment, see nblaunch.start_methods.interpreter",
     "nblaunch.worker.inheritance.random_states": "with these assignments, or pickled in the same process",
 }
 """Modules that read pickles, each with the reason why no other process can have written the pickle."""

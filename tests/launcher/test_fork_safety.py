@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,29 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         f"/proc/self/task/{thread.native_id}"
     ):  # join() returns a moment before the system's thread ends
         pass
+
+
+def uses_rust() -> Any:
+    return rust_library
+
+
+rust_library = types.ModuleType("rust_library")
+
+
+def test_a_function_that_uses_a_library_built_on_tokio_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = types.ModuleType("rust_library.compiled")
+    compiled.__file__ = str(tmp_path / "compiled.abi3.so")
+    (tmp_path / "compiled.abi3.so").write_bytes(b"\x7fELF...registry/src/tokio-1.40.0/src/runtime\0")
+    monkeypatch.setitem(sys.modules, "rust_library", rust_library)
+    monkeypatch.setitem(sys.modules, "rust_library.compiled", compiled)
+    assert hazard(uses_rust) is None
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "comm").write_bytes(b"tokio-rt-worker\n")
+    monkeypatch.setattr(fork_safety, "_THREADS", tmp_path)
+    assert "the function uses rust_library" in (hazard(uses_rust) or "")
+    assert hazard(uses_nothing) is None
 
 
 def hazard(function: Any, *args: Any) -> str | None:

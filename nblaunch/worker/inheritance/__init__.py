@@ -3,7 +3,12 @@
 inventory.py      the table: every kind of state, and its treatment under each start method
 modules.py        the user's modules that a fresh process could not import
 settings.py       settings of Python, torch and other libraries, for workers that are not forked from the kernel
-cell_assignments.py  attributes of modules that cells have assigned, for the same workers
+cell_assignments.py  attributes of modules that cells have changed, for the same workers; with
+                  cell_text.py       reads from the text of a cell what the cell may have changed
+                  used_objects.py    objects of the user's modules that calls from cells may have changed
+                  plain_values.py    values that can be copied, and how a worker takes them over
+registrations.py  what cells have registered in libraries and modules, for the same workers
+lost_changes.py   names variables of the notebook that the function fills or assigns
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
 child_processes.py  lets workers query programs that the kernel has started

@@ -206,14 +206,37 @@ KINDS: tuple[Kind, ...] = (
         ),
     ),
     Kind(
+        "variables of the notebook",
+        fork=Way(
+            Treatment.NOTED,
+            "each worker has its own copy. Weights of modules come back, other changes do not: a note names containers "
+            "that the function has filled, such as `losses.append(loss)`, and global variables that it has assigned",
+        ),
+        fresh=Way(
+            Treatment.NOTED,
+            "the same. Only variables that the function's code names are sent; an error explains a missing one",
+        ),
+    ),
+    Kind(
         "attributes of modules and classes",
         fork=Way(Treatment.KEPT, "all"),
         fresh=Way(
             Treatment.KEPT,
             "attributes that a cell has assigned, such as `config.lr = 0.1`, `Config.width = 8` or "
-            "`torch.nn.functional.gelu = my_gelu`, and dictionaries, lists and sets of your modules that a cell has "
-            "changed; a note names values that can't be sent. Other changes, such as those by a function of the "
-            "module, are lost: make them inside the function",
+            "`torch.nn.functional.gelu = my_gelu`; in your modules also dictionaries, lists, sets, settings objects "
+            "and global variables that calls from cells may have changed, such as `cfg.merge(...)` or "
+            "`config.set_lr(0.1)`. A note names assigned values that can't be sent. A model in one of your modules is "
+            "created again by each worker: pass it as an argument",
+        ),
+    ),
+    Kind(
+        "registrations",
+        fork=Way(Treatment.KEPT, "all"),
+        fresh=Way(
+            Treatment.KEPT,
+            "calls and decorators of cells that register functions or classes of the notebook, such as "
+            "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, are repeated "
+            "in each worker once it has imported the library; a note names registrations whose arguments can't be sent",
         ),
     ),
     Kind(
@@ -223,8 +246,9 @@ KINDS: tuple[Kind, ...] = (
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
             "`torch.backends`, attention kernels, anomaly, gradient and inference mode, autocast, function and "
-            "dispatch modes, hooks of all modules and optimizers, print options, flushing of denormal numbers, "
-            "compiler settings. The worker applies them when it has imported torch",
+            "dispatch modes, hooks of saved tensors, of all modules and optimizers, threads of backward, print "
+            "options, flushing of denormal numbers, compiler settings. The worker applies them when it has imported "
+            "torch",
         ),
     ),
     Kind(

@@ -26,6 +26,11 @@ def remember(names: Collection[str]) -> None:
     _names = frozenset(names)
 
 
+def is_fresh_process() -> bool:
+    """Return whether this process, or the one that forked it, is an interpreter that was started for the launch."""
+    return bool(_names)
+
+
 def explain(error: BaseException) -> tuple[str, ...]:
     """Return a sentence if ``error`` misses a variable that the notebook has and this process does not have."""
     name = _missing_name(error)

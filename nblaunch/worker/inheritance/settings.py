@@ -5,7 +5,8 @@
 
 nblaunch does not import libraries for this, in the kernel or in a worker, because the function may not use
 them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers, and
-``cell_assignments.py`` has attributes of modules that cells have assigned.
+``cell_assignments.py`` has attributes of modules that cells have changed, and ``registrations.py`` what cells have
+registered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from nblaunch import packages
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.pickling import payload
-from nblaunch.worker.inheritance import cell_assignments, message_settings
+from nblaunch.worker.inheritance import cell_assignments, message_settings, registrations
 
 _TINY = sys.float_info.min
 
@@ -55,6 +56,7 @@ class KernelSettings:
         warning_filters: see :mod:`nblaunch.worker.inheritance.message_settings`.
         loggers: see the same module.
         assigned: see :mod:`nblaunch.worker.inheritance.cell_assignments`.
+        registered: see :mod:`nblaunch.worker.inheritance.registrations`.
         left: settings that can't be sent to another process, as text.
     """
 
@@ -62,6 +64,7 @@ class KernelSettings:
     warning_filters: Sequence[message_settings.WarningFilter]
     loggers: message_settings.LoggerSettings
     assigned: Sequence[cell_assignments.AssignedAttribute]
+    registered: Sequence[registrations.Registration]
     left: tuple[str, ...]
 
     @classmethod
@@ -82,8 +85,11 @@ class KernelSettings:
                 module = sys.modules.get(setting.module)
                 if module is not None:
                     _read(setting, module, values, left)
-        assigned, not_sent = cell_assignments.read(cells)
-        return cls(values, filters, loggers, assigned, (*left, *loggers.left, *not_sent))
+        texts = list(cells)
+        assigned, not_sent = cell_assignments.read(texts)
+        registered, not_repeated = registrations.read(texts)
+        lost = (*left, *loggers.left, *not_sent, *not_repeated)
+        return cls(values, filters, loggers, assigned, registered, lost)
 
     def restore(self) -> None:
         """Apply these settings to this process; write a library's settings once the library is imported."""
@@ -91,6 +97,7 @@ class KernelSettings:
             if setting.name in self.values:
                 packages.when_imported(setting.module, partial(self._write, setting))
         cell_assignments.write(self.assigned)
+        registrations.write(self.registered)
         message_settings.write_loggers(self.loggers)
         message_settings.write_warning_filters(self.warning_filters)
 
@@ -202,30 +209,60 @@ def _set_sparse_checks(torch: Any, is_enabled: bool) -> None:
     (checks.enable if is_enabled else checks.disable)()
 
 
+def _saved_tensors_hooks(torch: Any) -> Any:
+    """Return the innermost pair of hooks that pack what autograd saves, which is the only one that torch calls."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _push_saved_tensors_hooks(torch: Any, hooks: tuple[Any, Any]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 _HOOKS = (
     ("torch.nn.modules.module", "_global_forward_pre_hooks", "register_module_forward_pre_hook"),
     ("torch.nn.modules.module", "_global_forward_hooks", "register_module_forward_hook"),
     ("torch.nn.modules.module", "_global_backward_pre_hooks", "register_module_full_backward_pre_hook"),
     ("torch.nn.modules.module", "_global_backward_hooks", "register_module_full_backward_hook"),
+    (
+        "torch.nn.modules.module",
+        "_global_buffer_registration_hooks",
+        "register_module_buffer_registration_hook",
+    ),
+    (
+        "torch.nn.modules.module",
+        "_global_module_registration_hooks",
+        "register_module_module_registration_hook",
+    ),
+    (
+        "torch.nn.modules.module",
+        "_global_parameter_registration_hooks",
+        "register_module_parameter_registration_hook",
+    ),
     ("torch.optim.optimizer", "_global_optimizer_pre_hooks", "register_optimizer_step_pre_hook"),
     ("torch.optim.optimizer", "_global_optimizer_post_hooks", "register_optimizer_step_post_hook"),
 )
 """Module, its hooks, which torch can't list in public, and the function that adds one."""
 
 
-def _global_hooks(torch: Any) -> list[tuple[str, str, Any]]:
+def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
     """Return the hooks that the user has registered for all modules and optimizers, without libraries' hooks."""
     return [
-        (module, register, hook)
+        (module, register, hook, _options(sys.modules[module], hooks, key))
         for module, hooks, register in _HOOKS
-        for hook in getattr(sys.modules[module], hooks).values()
+        for key, hook in getattr(sys.modules[module], hooks).items()
         if isinstance(hook, types.FunctionType) and is_user_file(hook.__code__.co_filename)
     ]
 
 
-def _register_hooks(torch: Any, hooks: Sequence[tuple[str, str, Any]]) -> None:
-    for module, register, hook in hooks:
-        getattr(sys.modules[module], register)(hook)
+def _options(module: Any, hooks: str, key: int) -> dict[str, bool]:
+    """Return the options with which a hook was registered."""
+    suffixes = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
+    return {name: True for name, suffix in suffixes.items() if key in getattr(module, f"{hooks}{suffix}", ())}
+
+
+def _register_hooks(torch: Any, hooks: Sequence[tuple[str, str, Any, dict[str, bool]]]) -> None:
+    for module, register, hook, options in hooks:
+        getattr(sys.modules[module], register)(hook, **options)
 
 
 def _compiler_values(config: Any) -> dict[str, Any]:
@@ -361,6 +398,9 @@ _TORCH = (
         ("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
         ("backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
          "backends.cuda.allow_fp16_bf16_reduction_math_sdp"),
+        ("_C._get_sdp_priority_order", "_C._set_sdp_priority_order"),
+        ("_C._is_multithreading_enabled", "_C._set_multithreading_enabled"),
+        ("_C._is_view_replay_enabled", "_C._set_view_replay_enabled"),
         ("backends.cuda.preferred_linalg_library", "backends.cuda.preferred_linalg_library"),
     ),
     *_attributes(
@@ -391,7 +431,15 @@ _TORCH = (
         "backends.mkldnn.rnn.fp32_precision",
         "backends.mkldnn.matmul.fp32_precision",
     ),
+    *_attributes("torch.utils.checkpoint", "_enable_checkpoint_early_stop", "_checkpoint_debug_enabled"),
+    *_attributes("torch.nn.utils.parametrize", "_cache_enabled"),
     LibrarySetting("torch.autocast", "torch", _autocast, _set_autocast),
+    LibrarySetting(
+        "torch.autograd.graph.saved_tensors_hooks",
+        "torch",
+        _saved_tensors_hooks,
+        _push_saved_tensors_hooks,
+    ),
     LibrarySetting(
         "torch.sparse.check_sparse_tensor_invariants",
         "torch",

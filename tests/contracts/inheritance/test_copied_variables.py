@@ -105,3 +105,53 @@ def test_writable_maps_are_shared_only_with_forks(shared: Kernel, tmp_path: Path
     else:
         assert f"mapped maps {tmp_path / 'map'} for writing" in "".join(warnings)
         assert written == [0] * 4
+
+
+COLLECTORS = """
+import collections, torch, numpy
+losses, history, counts, best, total = [], {"loss": []}, collections.Counter(), 0.0, torch.zeros(4)
+table, cache, of_rank, returned, untouched, options = numpy.zeros(4), {}, 0, [], [], {"lr": 0.1}
+
+class Tracker:
+    def __init__(self): self.values = []
+    def add(self, value): self.values.append(value)
+
+tracker = Tracker()
+
+def record(value):
+    global best
+    losses.append(value); history["loss"].append(value); counts["steps"] += 1; tracker.add(value)
+    total[0] = table[0] = best = value
+
+def function(out):
+    global _step
+    _step = 1
+    record(0.5); out.append(1); cache["key"] = 1; returned.append(1); options["lr"] = 0.2
+    return {"returned": returned}
+"""
+
+
+@contract("variables of the notebook")
+def test_variables_that_the_function_fills_are_named(shared: Kernel, start_method: str) -> None:
+    cell = shared.run(
+        f"{COLLECTORS}\nnblaunch.notebook_launcher(function, ([],), num_processes=2, start_method={start_method!r})"
+    )
+    (note,) = {
+        line for line in cell.shown.splitlines() if "the notebook's variables keep their values" in line
+    }
+    named = note.partition("changes ")[2].partition(" in its worker")[0].split(", ")
+    assert set(named) == {
+        "losses",
+        "history",
+        "counts",
+        "tracker.values",
+        "total",
+        "table",
+        "args[0]",
+        "best",
+    }
+    assert shared.run("losses").value == []
+    cell = shared.run(
+        f"nblaunch.notebook_launcher(len, ('ab',), num_processes=2, start_method={start_method!r})"
+    )
+    assert "keep their values" not in cell.shown

@@ -278,3 +278,44 @@ def test_function_and_dispatch_modes_around_a_launch_apply_in_it(shared: Kernel,
         f"    launch(of_modes, {start_method!r})\n"
         "assert within == {'add': 4.0, 'sub': -2.0, 'device': 'meta'} != of_modes(), within"
     )
+
+
+SAVED_TENSORS = """
+import torch.utils.checkpoint
+from contextlib import ExitStack
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+def around():
+    stack = ExitStack()
+    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: 2 * tensor, lambda tensor: tensor))
+    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+    stack.enter_context(torch.autograd._force_original_view_tracking(True))
+    stack.enter_context(torch.utils.checkpoint.set_checkpoint_early_stop(False))
+    stack.enter_context(sdpa_kernel([SDPBackend.MATH], set_priority=True))
+    hook = register_module_parameter_registration_hook(lambda module, name, weight: torch.nn.Parameter(weight + 5))
+    stack.callback(hook.remove)
+    return stack
+
+def of_autograd():
+    import torch.utils.checkpoint
+    weight = torch.tensor(3.0, requires_grad=True, device="cpu")
+    (weight * weight).backward()
+    module = torch.nn.Module()
+    module.register_parameter("weight", torch.nn.Parameter(torch.zeros(())))
+    return {
+        "grad": weight.grad.item(),
+        "threads": torch._C._is_multithreading_enabled(),
+        "views": torch._C._is_view_replay_enabled(),
+        "early stop": torch.utils.checkpoint._enable_checkpoint_early_stop,
+        "attention": torch._C._get_sdp_priority_order(),
+        "weight": module.weight.item(),
+    }
+"""
+
+
+@contract("numeric settings of torch", is_slow=True)
+def test_contexts_of_autograd_around_a_launch_apply_in_it(shared: Kernel, start_method: str) -> None:
+    shared.run(SAVED_TENSORS)
+    shared.run(f"with around():\n    launch(of_autograd, {start_method!r})\n    within = of_autograd()")
+    assert shared.run("[within['grad'], of_autograd()['grad'], within['weight']]").value == [12.0, 6.0, 5.0]

@@ -1,0 +1,312 @@
+"""Registrations by cells in libraries and modules, for workers that import these modules again.
+
+    AutoModel.register(MyConfig, MyModel)     a call with functions or classes of the notebook
+    @registry.register("mine")                the same, as a decorator
+    @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
+
+A fresh process imports the library without them. A registry within a function is read, because a later cell may have
+reused the names. Other calls are repeated in the worker, once it has imported the module, under three conditions: the
+name says that the call registers something, it is a statement of a cell's outermost level, and it registers a function
+or class of the notebook or calls Python's own library. ``mlflow.register_model("runs:/1")`` would write to a server.
+"""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from operator import attrgetter
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from nblaunch import packages
+from nblaunch.user_code import is_standard_file, is_user_file
+from nblaunch.wire.pickling import payload
+from nblaunch.worker.inheritance import cell_text
+
+_REGISTERS = re.compile(
+    r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
+)
+_LEFT_OUT = {
+    *("sys", "threading", "nblaunch", "IPython", "ipykernel", "ipywidgets", "traitlets", "builtins"),
+    *("atexit", "signal", "weakref", "faulthandler", "multiprocessing", "concurrent", "asyncio"),
+    *("torch.multiprocessing", "torch.autograd.graph", "torch.nn.modules.module", "torch.optim.optimizer"),
+}
+"""Modules and packages whose registrations belong to the process, or are sent as settings."""
+
+_MAX_BYTES = 1 << 20
+_MAX_ENTRIES = 10_000
+_NO_VALUE = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+"""Expressions that could have an effect if they were evaluated again."""
+
+
+class Place(NamedTuple):
+    """The place of a function, class or object in a module.
+
+    Args:
+        module: name of the module.
+        path: names of attributes, joined by dots.
+    """
+
+    module: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+    def find(self) -> Any:
+        return attrgetter(self.path)(sys.modules[self.module])
+
+
+class Registration(NamedTuple):
+    """What a worker repeats.
+
+    Args:
+        place: the function that registers.
+        content: pickled :class:`_Call` or list of entries.
+    """
+
+    place: Place
+    content: bytes
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    decorated: tuple[Any, ...]
+    """The function or class below a decorator; empty for a call without one."""
+    is_called: bool
+    """Whether the decorator is itself the value of a call."""
+
+    def names_notebook(self) -> bool:
+        """Return whether a function or class of the notebook is registered."""
+        values = (*self.args, *self.keywords.values(), *self.decorated)
+        return any(
+            _is_of_notebook(part)
+            for value in values
+            for part in (value if isinstance(value, (list, tuple, set)) else (value,))
+        )
+
+
+class _Entry(NamedTuple):
+    cell: int
+    """Position of the variable in the function's closure that is the registry."""
+    key: Any
+    value: Any
+
+
+def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
+    """Return the registrations of cells, and as text those that can't be sent to another process.
+
+    Args:
+        sources: the text of the cells.
+    """
+    sent: dict[tuple[Place, bytes], Registration] = {}
+    left: dict[str, None] = {}
+    for statement in (each for text in sources for each in _statements(text)):
+        target = _target(statement.path)
+        if target is None:
+            continue
+        place, function = target
+        entries = list(_entries(function))
+        if not entries and is_user_file(getattr(sys.modules[place.module], "__file__", None) or "<frozen"):
+            continue  # used_objects.py sends the registry
+        try:
+            content: _Call | list[_Entry] = entries or _call(statement)
+            if isinstance(content, _Call) and not (content.names_notebook() or _is_standard(place.module)):
+                continue
+            data = payload.to_bytes(content, main_by_reference=False, max_bytes=_MAX_BYTES)
+        except _NotKnown as error:
+            left[f"{'.'.join(statement.path)}(...) in a cell ({error})"] = None
+        except Exception as error:
+            left[f"{'.'.join(statement.path)}(...) in a cell ({type(error).__name__}: {error})"] = None
+        else:
+            sent[place, data] = Registration(place, data)
+    return list(sent.values()), list(left)
+
+
+def write(registrations: Sequence[Registration]) -> None:
+    """Repeat registrations in this process, each once its module is imported."""
+    for registration in registrations:
+        packages.when_imported(registration.place.module, partial(_write, registration))
+
+
+def _write(registration: Registration, module: Any) -> None:
+    try:
+        content = pickle.loads(registration.content)
+        if isinstance(content, _Call):
+            _repeat(registration.place.find(), content)
+        else:
+            _add(registration.place.find(), content)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        print(
+            f"{registration.place} of the kernel can't be repeated in this worker: {message}", file=sys.stderr
+        )
+
+
+def _repeat(function: Callable[..., Any], call: _Call) -> None:
+    if not call.decorated:
+        function(*call.args, **call.keywords)
+    elif call.is_called:
+        function(*call.args, **call.keywords)(*call.decorated)
+    else:
+        function(*call.decorated)
+
+
+def _add(function: Any, entries: Sequence[_Entry]) -> None:
+    for cell, key, value in entries:
+        function.__closure__[cell].cell_contents[key] = value
+
+
+# --- what cells have registered -------------------------------------------------------------------------------------
+
+
+class _Statement(NamedTuple):
+    """A statement that registers something.
+
+    Args:
+        path: path of the function that it calls.
+        call: the call; None for a decorator without arguments.
+        decorated: name of the function or class below the decorator; "" for other calls.
+    """
+
+    path: cell_text.Path
+    call: ast.Call | None
+    decorated: str
+
+
+class _NotKnown(Exception):
+    """The arguments of a registration can't be evaluated again; the message says which."""
+
+
+@lru_cache(maxsize=4096)
+def _statements(text: str) -> tuple[_Statement, ...]:
+    return tuple(
+        statement
+        for node in cell_text.statements(text)
+        for statement in _calls(node)
+        if _REGISTERS.match(statement.path[-1])
+    )
+
+
+def _calls(node: ast.stmt) -> Iterator[_Statement]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        for path in cell_text.paths(node.value.func):
+            yield _Statement(path, node.value, "")
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        for decorator in node.decorator_list:
+            call = decorator if isinstance(decorator, ast.Call) else None
+            for path in cell_text.paths(decorator if call is None else call.func):
+                yield _Statement(path, call, node.name)
+
+
+def _target(path: cell_text.Path) -> tuple[Place, Any] | None:
+    """Return where the function at a path from the notebook's names is, and itself; None if no module has it."""
+    values = cell_text.values_on(path)
+    if len(values) != len(path):
+        return None
+    place: Place | None = None
+    for position, value in enumerate(values):
+        if isinstance(value, ModuleType):
+            place = None
+        elif place is not None:
+            place = Place(place.module, f"{place.path}.{path[position]}")
+        else:
+            owner = values[position - 1] if position else None
+            place = _place(value, owner, path[position])
+            if place is None:
+                return None
+    if place is None or {place.module, place.module.partition(".")[0]} & _LEFT_OUT:
+        return None
+    return place, values[-1]
+
+
+def _place(value: Any, owner: Any, name: str) -> Place | None:
+    if isinstance(owner, ModuleType):
+        return Place(owner.__name__, name) if sys.modules.get(owner.__name__) is owner else None
+    qualified = getattr(value, "__qualname__", None)
+    module_name = getattr(value, "__module__", None)
+    names = [
+        (module_name, qualified),
+        (module_name, name),
+        *((each, name) for each in _modules_with(name, value)),
+    ]
+    for module, path in names:
+        if (
+            isinstance(module, str)
+            and isinstance(path, str)
+            and module != "__main__"
+            and module in sys.modules
+        ):
+            place = Place(module, path)
+            try:
+                if place.find() is value:
+                    return place
+            except AttributeError:
+                continue
+    return None
+
+
+def _modules_with(name: str, value: Any) -> Iterator[str]:
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and vars(module).get(name) is value:
+            yield module_name
+
+
+def _entries(function: Any) -> Iterator[_Entry]:
+    """Yield the entries of dictionaries in a function's closure that contain functions or classes of the notebook."""
+    if not isinstance(function, FunctionType):
+        return
+    for position, cell in enumerate(function.__closure__ or ()):
+        try:
+            registry = cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+        if type(registry) is dict and len(registry) <= _MAX_ENTRIES:
+            for key, value in registry.items():
+                if _is_of_notebook(key) or _is_of_notebook(value):
+                    yield _Entry(position, key, value)
+
+
+def _is_standard(module: str) -> bool:
+    file = getattr(sys.modules[module], "__file__", None)
+    return file is None or is_standard_file(file)
+
+
+def _is_of_notebook(value: Any) -> bool:
+    return isinstance(value, (type, FunctionType)) and value.__module__ == "__main__"
+
+
+def _call(statement: _Statement) -> _Call:
+    names = vars(sys.modules["__main__"])
+    decorated = (names[statement.decorated],) if statement.decorated in names else ()
+    if statement.decorated and not decorated:
+        raise _NotKnown(f"{statement.decorated} no longer exists")
+    if statement.call is None:
+        return _Call((), {}, decorated, False)
+    call = statement.call
+    if any(keyword.arg is None for keyword in call.keywords) or any(
+        isinstance(argument, ast.Starred) for argument in call.args
+    ):
+        raise _NotKnown("its arguments are unpacked")
+    args = tuple(_value(argument) for argument in call.args)
+    keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+    return _Call(args, keywords, decorated, True)
+
+
+def _value(expression: ast.expr) -> Any:
+    """Evaluate an argument again, unless that could have an effect."""
+    bodies = {
+        id(node)
+        for function in ast.walk(expression)
+        if isinstance(function, ast.Lambda)
+        for node in ast.walk(function.body)
+    }
+    if any(isinstance(node, _NO_VALUE) and id(node) not in bodies for node in ast.walk(expression)):
+        raise _NotKnown(f"of {ast.unparse(expression)}")
+    code: CodeType = compile(ast.Expression(expression), "<cell>", "eval")
+    return eval(code, vars(sys.modules["__main__"]))
