@@ -28,13 +28,10 @@ from nblaunch import packages
 from nblaunch.user_code import is_user_file
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text, plain_values, used_objects
-from nblaunch.worker.inheritance.used_objects import Place
+from nblaunch.worker.inheritance.used_objects import OF_PROCESS, Place
 
 _MAX_BYTES = 1 << 20
 """Larger values are named instead: functions may not use them, and every worker would load them."""
-
-_OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
-"""Modules and packages whose attributes belong to the process: streams, arguments, the shell."""
 
 
 class AssignedAttribute(NamedTuple):
@@ -153,7 +150,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
         is_found = isinstance(owner, ModuleType) and sys.modules.get(owner.__name__) is owner
     if not is_found or module is None or last not in vars(owner) or module.__name__ == "__main__":
         return None
-    if module.__name__.partition(".")[0] in _OF_PROCESS or (not qualified and last.startswith("__")):
+    if module.__name__.partition(".")[0] in OF_PROCESS or (not qualified and last.startswith("__")):
         return None
     value = vars(owner)[last]
     if is_container and not (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import re
 import sys
 import tokenize
 import types
@@ -29,7 +30,12 @@ from nblaunch.worker.inheritance.plain_values import is_changeable
 
 _MAX_VISITED = 2000
 _ASSIGNS = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")}
+_SETS = re.compile("set_|enable|disable")
+_SETTING = (bool, int, float, str, type(None))
 _SIMPLE = (int, float, complex, str, bytes, bool, type(None), tuple, list, dict, set, frozenset)
+
+OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
+"""Modules and packages whose attributes belong to the process: streams, arguments, the shell."""
 
 
 class Place(NamedTuple):
@@ -53,8 +59,9 @@ def find(cells: Iterable[cell_text.CellText]) -> tuple[dict[Place, Any], set[Pla
         cells: the texts of the cells that this process has run.
     """
     search = _Search()
-    if search.modules:
-        for cell in cells:
+    for cell in cells:
+        search.follow_settings(cell)
+        if search.modules:
             search.follow(cell)
     return search.found, search.changed
 
@@ -82,7 +89,21 @@ class _Search:
                 ):
                     self._homes[id(value)] = Place(name, "", attribute)
 
+    def follow_settings(self, cell: cell_text.CellText) -> None:
+        """Add the global variables of libraries that hold settings, as for ``torch.hub.set_dir("models")``."""
+        for path in cell.for_effect:
+            function = cell_text.value_at(path)
+            if not isinstance(function, FunctionType) or not _SETS.match(function.__name__):
+                continue
+            module = _module_of(function)
+            if module is None or module.__name__.partition(".")[0] in OF_PROCESS:
+                continue
+            for name in _stored(function.__code__).names & vars(module).keys():
+                if isinstance(vars(module)[name], _SETTING):
+                    self._add(Place(module.__name__, "", name), vars(module)[name])
+
     def follow(self, cell: cell_text.CellText) -> None:
+        """Add what a cell may have changed in the user's modules."""
         for path in cell.used:
             for value in cell_text.values_on(path):
                 self._visit(value)
@@ -221,9 +242,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _is_user_function(function: FunctionType) -> bool:
+def _module_of(function: FunctionType) -> ModuleType | None:
     module = sys.modules.get(function.__globals__.get("__name__", ""))
-    return isinstance(module, ModuleType) and vars(module) is function.__globals__ and _is_of_user(module)
+    return module if isinstance(module, ModuleType) and vars(module) is function.__globals__ else None
+
+
+def _is_user_function(function: FunctionType) -> bool:
+    module = _module_of(function)
+    return module is not None and _is_of_user(module)
 
 
 def _is_of_user(module: ModuleType) -> bool:

@@ -119,7 +119,7 @@ def test_a_changed_object_that_can_not_be_sent_is_named(shared: Kernel) -> None:
 
 
 REGISTRATIONS = """
-import codecs, collections.abc, copyreg, mimetypes, pickle
+import codecs, collections.abc, copyreg, doctest, mimetypes, pickle
 from functools import singledispatch
 
 class Shape:
@@ -143,12 +143,13 @@ codecs.register(find_codec)
 collections.abc.Sized.register(Mine)
 copyreg.pickle(Shape, reduce_shape)
 mimetypes.add_type("text/mine", ".mine")
+doctest.set_unittest_reportflags(doctest.REPORT_CDIFF)
 
 def registered():
-    import mimetypes
+    import doctest, mimetypes
     return [theirs.area(1), theirs.area("a"), theirs.area(Shape()), sorted(theirs.registry.items),
             "a".encode("theirs"), issubclass(Mine, collections.abc.Sized), mimetypes.guess_type("a.mine")[0],
-            pickle.loads(pickle.dumps(Shape()))]
+            pickle.loads(pickle.dumps(Shape())), doctest.set_unittest_reportflags(doctest.REPORT_CDIFF)]
 """
 
 
@@ -157,7 +158,7 @@ def test_registrations_in_libraries_and_modules_apply(shared: Kernel, start_meth
     shared.run(
         "if 'Shape' not in vars():\n" + "\n".join(f"    {line}" for line in REGISTRATIONS.splitlines())
     )
-    wanted = ["number", "text", "shape", ["Mine"], b"mine", True, "text/mine", 4]
+    wanted = ["number", "text", "shape", ["Mine"], b"mine", True, "text/mine", 4, 128]
     assert shared.run("registered()").value == wanted
     assert shared.run(f"launch(registered, {start_method!r})").value == [wanted] * 2
 
