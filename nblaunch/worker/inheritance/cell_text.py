@@ -88,6 +88,8 @@ def _assigned(node: ast.AST) -> Iterator[tuple[Path, bool]]:
         for path in paths(target):
             if len(path) > 1:
                 yield path, is_content
+    for owners, strings in _named(node) if isinstance(node, ast.Call) else ():
+        yield from (((*owner, name), False) for owner in owners for name in strings if name.isidentifier())
 
 
 def _targets(node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:

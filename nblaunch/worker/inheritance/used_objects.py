@@ -91,6 +91,8 @@ class _Search:
 
     def follow_settings(self, cell: cell_text.CellText) -> None:
         """Add the global variables of libraries that hold settings, as for ``torch.hub.set_dir("models")``."""
+        for _, strings in cell.named:
+            self._follow_names(strings)
         for path in cell.for_effect:
             function = cell_text.value_at(path)
             if not isinstance(function, FunctionType) or not _SETS.match(function.__name__):
@@ -120,19 +122,27 @@ class _Search:
             self._follow_strings(owners, strings)
 
     def _follow_strings(self, owners: Iterable[cell_text.Path], strings: Iterable[str]) -> None:
-        """Add the attributes that strings name: in modules that are arguments, or by their full names."""
+        """Add all constants of modules that are arguments, if no string names one of their attributes."""
         for path in owners:
             module = cell_text.value_at(path)
             if not isinstance(module, ModuleType) or module.__name__ not in self.modules:
                 continue
-            names = [name for name in strings if name in vars(module)]
-            for name in names or _constants(module.__file__ or ""):
+            if any(name in vars(module) for name in strings):
+                continue  # an assignment
+            for name in _constants(module.__file__ or ""):
                 if name in vars(module):
                     self._add(Place(module.__name__, "", name), vars(module)[name])
-        for text in strings:
+
+    def _follow_names(self, names: Iterable[str]) -> None:
+        """Add attributes that strings name in full, as in ``patch("torch.nn.functional.relu", my_relu)``."""
+        for text in names:
             name, _, attribute = text.rpartition(".")
-            if name in self.modules and attribute in vars(self.modules[name]):
-                self._add(Place(name, "", attribute), vars(self.modules[name])[attribute])
+            module = sys.modules.get(name)
+            if not isinstance(module, ModuleType) or attribute not in vars(module) or name == "__main__":
+                continue
+            if name.partition(".")[0] not in OF_PROCESS:
+                self._add(Place(name, "", attribute), vars(module)[attribute])
+                self.changed.add(Place(name, "", attribute))
 
     def _add(self, place: Place, value: Any) -> None:
         self.found[place] = value

@@ -100,10 +100,13 @@ theirs.tags.set(("mine",))
 def test_objects_and_variables_that_calls_have_changed_apply(shared: Kernel, start_method: str) -> None:
     shared.run(CHANGES.strip())
     shared.run(
-        "def read(): return theirs.values(), theirs.cfg.inner is theirs.inner\n"
-        f"with mock.patch('theirs.patched', 0.5): of_ranks = launch(read, {start_method!r})"
+        "import shlex\n"
+        "def read(): return theirs.values(), theirs.cfg.inner is theirs.inner, shlex.quote('a'), shlex.join([])\n"
+        "with mock.patch('theirs.patched', 0.5), mock.patch('shlex.quote', lambda text: 'mine'),"
+        " mock.patch.object(shlex, 'join', lambda texts: 'mine'):\n"
+        f"    of_ranks = launch(read, {start_method!r})"
     )
-    assert shared.run("of_ranks").value == [([0.5] * 10 + [("mine",)], True)] * 2
+    assert shared.run("of_ranks").value == [([0.5] * 10 + [("mine",)], True, "mine", "mine")] * 2
 
 
 def test_each_worker_computes_what_cells_do_not_change(shared: Kernel) -> None:
