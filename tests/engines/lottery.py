@@ -217,9 +217,9 @@ class Lottery:
         seconds = ended_s - killed_s
         if victim == "rank" and is_kept:
             stays = idle
-        left, left_s = self._what_is_left(kernel, stays)
-        # If a kept program dies before the launch uses it, the launch starts all programs again.
+        # If a kept program dies before the launch uses it, the launch starts all programs again and keeps those.
         has_started_again = is_kept and not was_running and name == "KeyboardInterrupt"
+        left, left_s = ("", 0.0) if has_started_again else self._what_is_left(kernel, stays)
         wrong = "" if has_started_again else self._judge(victim, name, text, seconds if is_watched else 0.0)
         wrong = wrong or left
         if victim == "raylet":
