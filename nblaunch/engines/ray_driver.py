@@ -258,18 +258,19 @@ class Driver:
         Raises:
             LaunchError: the nodes were not free in time, or too many have died.
             _NotNeeded: the launching process ended in the meantime.
-            _NodeDied: fewer than ``count`` nodes are left.
+            _NodeDied: a node that has the resources has died.
         """
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([dict(bundle)] * count, strategy="STRICT_SPREAD", name="nblaunch")
         began_s = time.monotonic()
         has_noted = False
+        before = {node["NodeID"] for node in self._suitable_nodes(bundle, self._alive_nodes())}
         while not self._group.wait(_GROUP_STEP_S):
             self._check()
             waited_s = time.monotonic() - began_s
             nodes = self._alive_nodes()
-            if len(self._suitable_nodes(bundle, nodes)) < count and self._dead:
+            if before - {node["NodeID"] for node in self._suitable_nodes(bundle, nodes)}:
                 raise _NodeDied
             if waited_s < _NOTE_S:
                 continue
