@@ -235,8 +235,10 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(
             Treatment.KEPT,
             "calls and decorators of cells that register functions or classes of the notebook, such as "
-            "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, are repeated "
-            "in each worker once it has imported the library; a note names registrations whose arguments can't be sent",
+            "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, and items of a "
+            "library's dictionary, such as `ACT2FN['mine'] = Mine`, are repeated in each worker once it has imported "
+            "the library; a note names registrations whose arguments can't be sent. Registrations by a function that a "
+            "cell calls are lost: call it inside the launched function, too",
         ),
     ),
     Kind(

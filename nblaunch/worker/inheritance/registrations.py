@@ -2,6 +2,7 @@
 
     AutoModel.register(MyConfig, MyModel)     a call with functions or classes of the notebook
     @registry.register("mine")                the same, as a decorator
+    ACT2FN["mine"] = MyActivation             an item of a dictionary
     @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
 
 A fresh process imports the library without them. A registry within a function is read, because a later cell may have
@@ -16,7 +17,7 @@ import ast
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
@@ -26,6 +27,7 @@ from nblaunch import packages
 from nblaunch.user_code import is_standard_file, is_user_file
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text
+from nblaunch.worker.inheritance.plain_values import is_plain
 
 _REGISTERS = re.compile(
     r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
@@ -93,7 +95,7 @@ class _Call(NamedTuple):
 
 class _Entry(NamedTuple):
     cell: int
-    """Position of the variable in the function's closure that is the registry."""
+    """Position of the variable in the function's closure that is the registry; -1 if the object is a dictionary."""
     key: Any
     value: Any
 
@@ -111,7 +113,14 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
         if target is None:
             continue
         place, function = target
-        entries = list(_entries(function))
+        try:
+            entries = list(
+                _entries(function) if statement.key is None else _entry_at(function, statement.key)
+            )
+        except _NotKnown:
+            continue
+        if statement.key is not None and not entries:
+            continue
         if not entries and is_user_file(getattr(sys.modules[place.module], "__file__", None) or "<frozen"):
             continue  # used_objects.py sends the registry
         try:
@@ -157,9 +166,10 @@ def _repeat(function: Callable[..., Any], call: _Call) -> None:
         function(*call.decorated)
 
 
-def _add(function: Any, entries: Sequence[_Entry]) -> None:
+def _add(holder: Any, entries: Sequence[_Entry]) -> None:
     for cell, key, value in entries:
-        function.__closure__[cell].cell_contents[key] = value
+        registry = holder if cell < 0 else holder.__closure__[cell].cell_contents
+        registry[key] = value
 
 
 # --- what cells have registered -------------------------------------------------------------------------------------
@@ -172,11 +182,13 @@ class _Statement(NamedTuple):
         path: path of the function that it calls.
         call: the call; None for a decorator without arguments.
         decorated: name of the function or class below the decorator; "" for other calls.
+        key: for an assignment to an item of a dictionary at ``path``.
     """
 
     path: cell_text.Path
     call: ast.Call | None
     decorated: str
+    key: ast.expr | None = None
 
 
 class _NotKnown(Exception):
@@ -189,11 +201,15 @@ def _statements(text: str) -> tuple[_Statement, ...]:
         statement
         for node in cell_text.statements(text)
         for statement in _calls(node)
-        if _REGISTERS.match(statement.path[-1])
+        if statement.key is not None or _REGISTERS.match(statement.path[-1])
     )
 
 
 def _calls(node: ast.stmt) -> Iterator[_Statement]:
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Subscript):
+            for path in cell_text.paths(target.value):
+                yield _Statement(path, None, "", target.slice)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         for path in cell_text.paths(node.value.func):
             yield _Statement(path, node.value, "")
@@ -275,6 +291,15 @@ def _entries(function: Any) -> Iterator[_Entry]:
 def _is_standard(module: str) -> bool:
     file = getattr(sys.modules[module], "__file__", None)
     return file is None or is_standard_file(file)
+
+
+def _entry_at(registry: Any, key: ast.expr) -> Iterator[_Entry]:
+    """Yield the entry of a library's dictionary to which a cell has assigned a plain value."""
+    wanted = _value(key)
+    if isinstance(registry, dict) and isinstance(wanted, Hashable) and wanted in registry:
+        entry = dict.__getitem__(registry, wanted)
+        if is_plain(entry):
+            yield _Entry(-1, wanted, entry)
 
 
 def _is_of_notebook(value: Any) -> bool:

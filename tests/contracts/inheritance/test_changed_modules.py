@@ -122,7 +122,7 @@ def test_a_changed_object_that_can_not_be_sent_is_named(shared: Kernel) -> None:
 
 
 REGISTRATIONS = """
-import codecs, collections.abc, copyreg, doctest, mimetypes, pickle
+import codecs, collections.abc, copyreg, doctest, html.entities, mimetypes, pickle
 from functools import singledispatch
 
 class Shape:
@@ -147,12 +147,14 @@ collections.abc.Sized.register(Mine)
 copyreg.pickle(Shape, reduce_shape)
 mimetypes.add_type("text/mine", ".mine")
 doctest.set_unittest_reportflags(doctest.REPORT_CDIFF)
+html.entities.html5["mine;"] = "!"
 
 def registered():
-    import doctest, mimetypes
+    import doctest, html, mimetypes
     return [theirs.area(1), theirs.area("a"), theirs.area(Shape()), sorted(theirs.registry.items),
             "a".encode("theirs"), issubclass(Mine, collections.abc.Sized), mimetypes.guess_type("a.mine")[0],
-            pickle.loads(pickle.dumps(Shape())), doctest.set_unittest_reportflags(doctest.REPORT_CDIFF)]
+            pickle.loads(pickle.dumps(Shape())), doctest.set_unittest_reportflags(doctest.REPORT_CDIFF),
+            html.unescape("&mine;")]
 """
 
 
@@ -161,7 +163,7 @@ def test_registrations_in_libraries_and_modules_apply(shared: Kernel, start_meth
     shared.run(
         "if 'Shape' not in vars():\n" + "\n".join(f"    {line}" for line in REGISTRATIONS.splitlines())
     )
-    wanted = ["number", "text", "shape", ["Mine"], b"mine", True, "text/mine", 4, 128]
+    wanted = ["number", "text", "shape", ["Mine"], b"mine", True, "text/mine", 4, 128, "!"]
     assert shared.run("registered()").value == wanted
     assert shared.run(f"launch(registered, {start_method!r})").value == [wanted] * 2
 
