@@ -166,7 +166,7 @@ class Pace:
 _LOOK_S_PER_RANK = 0.001
 """Seconds per rank between two folds of readings: at most ten folds a second, and two with 512 ranks."""
 
-_MAX_SHARE = 0.05
+_MAX_SHARE = 0.1
 _LONGEST_S = 1.0
 """Folding and drawing take at most this share of the time, unless the next look would be later than this."""
 
