@@ -4,28 +4,19 @@ Every process that nblaunch or other code forks from the kernel inherits its des
 end of a guardian's pipe would hide the kernel's death from that guardian; a child that kept a listening socket would
 keep its port open. Every child therefore closes the registered descriptors as soon as it is forked. For descriptors
 that exist only for a moment, :func:`forks_held_back` makes forks wait.
-
-While this process, or the system, has no free descriptor, calls fail; :func:`when_free` repeats them.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import select
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 _HIGH = 960
 """Below the usual limit, 1024. Higher numbers cost memory, because the system's table reaches up to the highest."""
-
-_RETRY_S = 0.1
-
-T = TypeVar("T")
 
 _kernel_only: set[int] = set()
 _forking = threading.RLock()
@@ -133,20 +124,3 @@ def is_writable(fd: int) -> bool:
     poller = select.poll()  # select.select rejects descriptors of 1024 and above
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(0))
-
-
-def is_exhausted(error: OSError) -> bool:
-    """Return whether ``error`` means that this process, or the system, has no free descriptor."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def when_free(call: Callable[[], T], patience_s: float) -> T:
-    """Return ``call()``; wait up to ``patience_s`` seconds while it raises because there is no free descriptor."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if not is_exhausted(error) or time.monotonic() >= until_s:
-                raise
-            time.sleep(_RETRY_S)
