@@ -1,4 +1,4 @@
-"""The exceptions and warnings of nblaunch, except ``config.resolving.ConfigError``.
+"""The exceptions and warnings of nblaunch, except ``config.settings.ConfigError``.
 
     NblaunchError
     ├── LaunchError           the job could not be started; no worker ran the function

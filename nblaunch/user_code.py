@@ -86,11 +86,17 @@ def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:
 
 
 def line_of(tb: TracebackType) -> int:
-    """Return the line of a traceback entry, or the first line of its function if Python has none.
+    """Return the line of a traceback entry, or the first line of its function if Python has none."""
+    return line_in(tb.tb_frame.f_code, tb.tb_lineno)
+
+
+def line_in(code: CodeType, line: int | None) -> int:
+    """Return ``line``, or the first line of ``code`` if Python has none.
 
     An interrupt may arrive at an instruction that belongs to no line, such as the jump of a ``while True: pass``.
+    Python then gives None or, in early releases of 3.11, -1.
     """
-    return tb.tb_lineno or tb.tb_frame.f_code.co_firstlineno
+    return line if line is not None and line > 0 else code.co_firstlineno
 
 
 def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from traceback import format_exception, format_exception_only, walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import from_first_user_frame, is_user_file
+from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
     CONSOLE_PROMPT,
@@ -184,7 +184,7 @@ class Debugger:
 
     def _line_of(self, frame: FrameType) -> int:
         lines = (line for visited, line in walk_tb(self._traceback) if visited is frame)
-        return next(lines, frame.f_lineno) or frame.f_code.co_firstlineno
+        return line_in(frame.f_code, next(lines, frame.f_lineno))
 
 
 class _Closed(Exception):

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
-from nblaunch.user_code import from_first_user_frame, is_user_file
+from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
 
@@ -103,7 +103,7 @@ def _info(error: BaseException, depth: int = 4) -> ExceptionInfo:
 
 
 def _frames(tb: TracebackType | None) -> list[FrameInfo]:
-    steps = [(frame, lineno or frame.f_code.co_firstlineno) for frame, lineno in traceback.walk_tb(tb)]
+    steps = [(frame, line_in(frame.f_code, line)) for frame, line in traceback.walk_tb(tb)]
     if len(steps) > _MAX_FRAMES:
         steps = steps[: _MAX_FRAMES // 2] + steps[-_MAX_FRAMES // 2 :]
     return [

@@ -115,14 +115,14 @@ def test_the_device_defines_precisions_and_errors(toy: Kernel) -> None:
 
 def test_commands_offer_the_device() -> None:
     program = f"""{DEVICE}
-from nblaunch.cli import environment, questions
+from nblaunch.cli import config, environment
 from nblaunch.config.settings import SETTINGS
-machine = questions.Machine.here()
+machine = config.Machine.here()
 answers = {{"backend": "toy"}}
 assert machine.best == "toy" and machine.count("toy") == 3
-assert ("toy", "toy chips (3 on this machine)") in questions._devices(answers, machine)
-assert [value for value, _ in questions._precisions(answers, machine)] == ["no"]
-assert [value for value, _ in questions._compilers(answers, machine)] == ["no", "inductor"]
+assert ("toy", "toy chips (3 on this machine)") in config._devices(answers, machine)
+assert [value for value, _ in config._precisions(answers, machine)] == ["no"]
+assert [value for value, _ in config._compilers(answers, machine)] == ["no", "inductor"]
 assert environment.collect()[0]["devices"]["toy"] == "3 toy chips"
 assert SETTINGS["backend"].converter.convert("toy") == "toy"
 """
