@@ -79,11 +79,11 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
 
 def _content(value: Any) -> tuple[bytes | None, str]:
     """Return a value, pickled, or None and why it can't be sent."""
-    if isinstance(value, ContextVar):
+    if plain_values.has_own_class(value) and isinstance(value, ContextVar):
         if value not in copy_context():
             return None, ""  # it has its default
         value = _StateOfThread(value.get(None))
-    elif isinstance(value, threading.local):
+    elif plain_values.has_own_class(value) and isinstance(value, threading.local):
         value = _StateOfThread(dict(vars(value)))
     if not plain_values.is_plain(value.value if isinstance(value, _StateOfThread) else value):
         return None, f"an object of the class {type(value).__name__}"
@@ -141,7 +141,11 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     root, *names, last = path
     owner = vars(sys.modules["__main__"]).get(root)
     for name in names:
+        if not plain_values.has_own_class(owner):
+            return None
         owner = vars(owner).get(name) if isinstance(owner, (ModuleType, type)) else None
+    if not plain_values.has_own_class(owner):
+        return None
     if isinstance(owner, type):
         module, qualified = sys.modules.get(owner.__module__), owner.__qualname__
         is_found = module is not None and _found(module, qualified) is owner

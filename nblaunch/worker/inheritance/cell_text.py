@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from nblaunch.worker.inheritance.plain_values import has_own_class
+
 Path = tuple[str, ...]
 """The names of an expression such as ``a.b.c``."""
 
@@ -172,9 +174,11 @@ def values_on(path: Path) -> list[Any]:
     if not path or path[0] not in names:
         return []
     values = [names[path[0]]]
+    if not has_own_class(values[0]):
+        return []
     for name in path[1:]:
         value = inspect.getattr_static(values[-1], name, _NOTHING)
-        if value is _NOTHING or isinstance(value, property):
+        if value is _NOTHING or not has_own_class(value) or isinstance(value, property):
             break
         values.append(value)
     return values

@@ -23,6 +23,7 @@ from types import CodeType, FunctionType, MethodType, NoneType
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, used_by
+from nblaunch.worker.inheritance.plain_values import has_own_class
 
 _MAX_FUNCTIONS = 200
 _MAX_ELEMENTS = 1 << 16
@@ -81,7 +82,7 @@ class Changes:
         ]
         for name, before in self._globals.items():
             value = _notebook().get(name, _NO_VALUE)
-            if value is not before and id(value) not in kept and isinstance(value, _PLAIN):
+            if value is not before and id(value) not in kept and type(value) in _PLAIN:
                 names.append(name)
         return _LOST.format(names=", ".join(dict.fromkeys(names))) if names else None
 
@@ -99,6 +100,8 @@ def _functions(function: Any) -> Iterator[FunctionType]:
     seen: set[int] = set()
     while pending and len(seen) < _MAX_FUNCTIONS:
         value = pending.pop()
+        if not has_own_class(value):
+            continue
         while isinstance(value, (MethodType, functools.partial)):
             value = value.__func__ if isinstance(value, MethodType) else value.func
         definition = value if isinstance(value, (type, FunctionType)) else type(value)
@@ -114,7 +117,7 @@ def _functions(function: Any) -> Iterator[FunctionType]:
 
 def _collectors(values: list[tuple[str, Any]], is_forked: bool) -> Iterator[_Variable]:
     for name, value in values:
-        if _FOR_ITSELF.match(name):
+        if _FOR_ITSELF.match(name) or not has_own_class(value):
             continue
         if _is_collector(value, is_forked):
             yield _Variable(name, value)
@@ -139,7 +142,7 @@ def _is_collector(value: Any, is_forked: bool) -> bool:
     if type(value).__module__ == "torch":
         is_own = type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
         return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared() and _is_empty(value)
-    return isinstance(value, _CONTAINERS) and _is_empty(value)
+    return has_own_class(value) and isinstance(value, _CONTAINERS) and _is_empty(value)
 
 
 def _is_empty(value: Any) -> bool:
@@ -154,9 +157,9 @@ def _is_empty(value: Any) -> bool:
 
 def _parts(value: Any) -> Iterator[Any]:
     yield value
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         yield from value
-    elif isinstance(value, dict):
+    elif type(value) is dict:
         yield from value.values()
 
 

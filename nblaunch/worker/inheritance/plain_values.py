@@ -51,8 +51,18 @@ def is_plain(value: Any) -> bool:
     return True
 
 
+def has_own_class(value: Any) -> bool:
+    """Return whether a value shows its class: proxies show the class of another object, or raise if it is missing."""
+    try:
+        return value.__class__ is type(value)
+    except Exception:  # for example, werkzeug's request outside of a request
+        return False
+
+
 def is_changeable(value: Any) -> bool:
     """Return whether code can change a value without assigning it: a container, an object, state of a thread."""
+    if not has_own_class(value):
+        return False
     if isinstance(value, (ContextVar, threading.local, *_CONTAINERS)):
         return True
     return not isinstance(value, (*_ATOMS, tuple, frozenset, types.FunctionType)) and (
@@ -113,6 +123,8 @@ def _replace_attributes(present: Any, attributes: dict[str, Any], done: set[int]
 
 def _parts(value: Any) -> Sequence[Any] | None:
     """Return the values that a plain value consists of; None if it is not plain."""
+    if not has_own_class(value):
+        return None
     if isinstance(value, _ATOMS):
         return ()
     if isinstance(value, types.FunctionType):

@@ -27,7 +27,7 @@ from nblaunch import packages
 from nblaunch.user_code import is_standard_file, is_user_file
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text
-from nblaunch.worker.inheritance.plain_values import is_plain
+from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
 
 _REGISTERS = re.compile(
     r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
@@ -89,7 +89,7 @@ class _Call(NamedTuple):
         return any(
             _is_of_notebook(part)
             for value in values
-            for part in (value if isinstance(value, (list, tuple, set)) else (value,))
+            for part in (value if type(value) in (list, tuple, set) else (value,))
         )
 
 
@@ -303,7 +303,7 @@ def _entry_at(registry: Any, key: ast.expr) -> Iterator[_Entry]:
 
 
 def _is_of_notebook(value: Any) -> bool:
-    return isinstance(value, (type, FunctionType)) and value.__module__ == "__main__"
+    return has_own_class(value) and isinstance(value, (type, FunctionType)) and value.__module__ == "__main__"
 
 
 def _call(statement: _Statement) -> _Call:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from nblaunch.user_code import is_user_file
 from nblaunch.worker.inheritance import cell_text
-from nblaunch.worker.inheritance.plain_values import is_changeable
+from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeable
 
 _MAX_VISITED = 2000
 _ASSIGNS = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR")}
@@ -84,6 +84,7 @@ class _Search:
                 is_new = id(value) not in self._homes or name == type(value).__module__
                 if (
                     is_new
+                    and has_own_class(value)
                     and not isinstance(value, (ModuleType, type, FunctionType))
                     and is_changeable(value)
                 ):
@@ -101,7 +102,7 @@ class _Search:
             if module is None or module.__name__.partition(".")[0] in OF_PROCESS:
                 continue
             for name in _stored(function.__code__).names & vars(module).keys():
-                if isinstance(vars(module)[name], _SETTING):
+                if type(vars(module)[name]) in _SETTING:
                     self._add(Place(module.__name__, "", name), vars(module)[name])
 
     def follow(self, cell: cell_text.CellText) -> None:
@@ -148,7 +149,7 @@ class _Search:
         self.found[place] = value
 
     def _visit(self, value: Any) -> None:
-        if id(value) in self._seen or len(self._seen) > _MAX_VISITED:
+        if id(value) in self._seen or len(self._seen) > _MAX_VISITED or not has_own_class(value):
             return
         self._seen.add(id(value))
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
@@ -169,6 +170,8 @@ class _Search:
         if module is None or issubclass(kind, Enum) or "<locals>" in kind.__qualname__:
             return
         for name, value in list(vars(kind).items()):
+            if not has_own_class(value):
+                continue
             if isinstance(value, property):
                 self._visit(value.fget)
             elif isinstance(value, (FunctionType, staticmethod, classmethod)):
@@ -187,6 +190,8 @@ class _Search:
         stored = _stored(function.__code__)
         for name in stored.read:
             value = vars(module).get(name)
+            if not has_own_class(value):
+                continue
             if isinstance(value, ModuleType):
                 if value.__name__ in self.modules:
                     for attribute in stored.read & vars(value).keys():

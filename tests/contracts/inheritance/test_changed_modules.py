@@ -42,7 +42,14 @@ def values():
     return [cfg.lr, cfg.inner.lr, inner.lr, options.lr, attributes.lr, args.lr, of_thread.lr, lr, patched, in_loop,
             tags.get()]
 
+class Proxy:
+    @property
+    def __class__(self): raise RuntimeError("not bound yet")
+
+request = Proxy()
+
 class Registry:
+    request = Proxy()
     def __init__(self): self.items = {}
     def register(self, item):
         assert item.__name__ not in self.items, "twice"
@@ -93,6 +100,9 @@ cfg.lr = inner.lr = theirs.attributes.lr = theirs.args.lr = theirs.of_thread.lr 
 for name in ("in_loop",):
     setattr(theirs, name, 0.5)
 theirs.tags.set(("mine",))
+from theirs import request
+try: request.lr = theirs.request.lr = 0.5
+except RuntimeError: pass
 """
 
 
