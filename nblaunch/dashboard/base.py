@@ -166,9 +166,11 @@ class Pace:
 _LOOK_S_PER_RANK = 0.001
 """Seconds per rank between two folds of readings: at most ten folds a second, and two with 512 ranks."""
 
-_MAX_SHARE = 0.1
-_LONGEST_S = 1.0
-"""Folding and drawing take at most this share of the time, unless the next look would be later than this."""
+_MAX_SHARE = 0.05
+_LONGEST_S_PER_RANK = 0.002
+"""Folding and drawing take at most this share of the time, unless the pause would be longer than this: tables of a few
+ranks always move, and a table of 512 ranks moves once a second or more often.
+"""
 
 _EVENTS_PER_RANK = 16
 """Number of waiting events per rank at which they are folded together."""
@@ -224,8 +226,9 @@ class ViewingDashboard(Dashboard):
         # close() draws the final table soon after the job has ended.
         if self._view.is_started and not self._view.is_over and self._pace.is_due():
             self._draw()
-        pause_s = min(_LONGEST_S, (self._pace.elapsed_s - at_s) / _MAX_SHARE)
-        self._next_look_s = at_s + max(pause_s, _LOOK_S_PER_RANK * len(self._view.ranks))
+        num_ranks = len(self._view.ranks)
+        pause_s = min(_LONGEST_S_PER_RANK * num_ranks, (self._pace.elapsed_s - at_s) / _MAX_SHARE)
+        self._next_look_s = at_s + max(pause_s, _LOOK_S_PER_RANK * num_ranks)
 
     def close(self) -> None:
         if self._is_closed:
