@@ -78,14 +78,18 @@ def test_many_ranks_are_drawn_less_often(num_ranks: int, most: int) -> None:
     assert most / 2 < len(dashboard.drawn) <= most
 
 
-@pytest.mark.parametrize(("draws_for_s", "most"), [(0.02, 30), (10.0, 2)])
-def test_slow_tables_are_drawn_less_often(draws_for_s: float, most: int) -> None:
-    dashboard = started(8)
+@pytest.mark.parametrize(
+    ("num_ranks", "draws_for_s", "most"), [(8, 0.02, 60), (NUM_RANKS, 0.04, 15), (NUM_RANKS, 10.0, 2)]
+)
+def test_slow_tables_of_many_ranks_are_drawn_less_often(
+    num_ranks: int, draws_for_s: float, most: int
+) -> None:
+    dashboard = started(num_ranks)
     dashboard.draws_for_s = draws_for_s
     began_s = dashboard.now_s
     step = 0
     while dashboard.now_s < began_s + 12:
-        dashboard.tick(step := step + 1, 8)
+        dashboard.tick(step := step + 1, num_ranks)
     assert most / 2 <= len(dashboard.drawn) <= most
 
 
