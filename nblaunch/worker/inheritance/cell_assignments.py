@@ -79,11 +79,13 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
 
 def _content(value: Any) -> tuple[bytes | None, str]:
     """Return a value, pickled, or None and why it can't be sent."""
-    if plain_values.has_own_class(value) and isinstance(value, ContextVar):
+    if not plain_values.has_own_class(value):
+        return None, f"an object of the class {type(value).__name__}"
+    if isinstance(value, ContextVar):
         if value not in copy_context():
             return None, ""  # it has its default
         value = _StateOfThread(value.get(None))
-    elif plain_values.has_own_class(value) and isinstance(value, threading.local):
+    elif isinstance(value, threading.local):
         value = _StateOfThread(dict(vars(value)))
     if not plain_values.is_plain(value.value if isinstance(value, _StateOfThread) else value):
         return None, f"an object of the class {type(value).__name__}"

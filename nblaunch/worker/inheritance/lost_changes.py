@@ -77,9 +77,7 @@ class Changes:
             returned: the function's value, which the kernel gets.
         """
         kept = {id(value) for value in _parts(returned)}
-        names = [
-            each.name for each in self._empty if not _is_empty(each.value) and id(each.value) not in kept
-        ]
+        names = [each.name for each in self._empty if _is_filled(each.value) and id(each.value) not in kept]
         for name, before in self._globals.items():
             value = _notebook().get(name, _NO_VALUE)
             if value is not before and id(value) not in kept and type(value) in _PLAIN:
@@ -136,13 +134,29 @@ def _owns_memory(array: Any) -> bool:
 
 def _is_collector(value: Any, is_forked: bool) -> bool:
     """Return whether a value is empty or zero, and belongs to this process alone."""
+    if not has_own_class(value):
+        return False
+    try:
+        return _may_collect(value, is_forked) and _is_empty(value)
+    except Exception:  # for example, a sparse tensor has no memory to ask about
+        return False
+
+
+def _may_collect(value: Any, is_forked: bool) -> bool:
     if type(value).__module__ == "numpy":
         is_own = type(value).__name__ == "ndarray" and (not is_forked or _owns_memory(value))
-        return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc" and _is_empty(value)
+        return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc"
     if type(value).__module__ == "torch":
         is_own = type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
-        return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared() and _is_empty(value)
-    return has_own_class(value) and isinstance(value, _CONTAINERS) and _is_empty(value)
+        return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared()
+    return isinstance(value, _CONTAINERS)
+
+
+def _is_filled(value: Any) -> bool:
+    try:
+        return not _is_empty(value)
+    except Exception:  # a container of the user may raise after it was changed
+        return False
 
 
 def _is_empty(value: Any) -> bool:

@@ -155,3 +155,31 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
         f"nblaunch.notebook_launcher(len, ('ab',), num_processes=2, start_method={start_method!r})"
     )
     assert "keep their values" not in cell.shown
+
+
+UNUSUAL = """
+import torch, warnings
+
+class Broken(list):
+    def __len__(self): raise RuntimeError("no length")
+
+class Unread(dict):
+    def values(self): raise RuntimeError("no values")
+
+class Holder: pass
+
+warnings.simplefilter("ignore")
+graph, rows = torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse_csr()
+broken, unread, holder = Broken(), Unread(a=1), Holder()
+holder.graph = graph
+
+def function(given):
+    return len([graph, rows, broken, unread, holder, given])
+"""
+
+
+@contract("variables of the notebook")
+def test_variables_that_can_not_be_examined_are_harmless(shared: Kernel, start_method: str) -> None:
+    shared.run(UNUSUAL)
+    launch = f"nblaunch.notebook_launcher(function, (graph,), num_processes=2, start_method={start_method!r})"
+    assert shared.run(f"result = {launch}\nresult").value == 6
