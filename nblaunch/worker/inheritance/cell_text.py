@@ -140,7 +140,7 @@ def _named(node: ast.Call) -> Iterator[Named]:
 
 
 def statements(text: str) -> Iterator[ast.stmt]:
-    """Yield the statements of a cell that run when the cell does, without those in functions and loops."""
+    """Yield the statements of a cell, in all branches of conditions, but without those in functions and loops."""
     try:
         pending: list[ast.stmt] = ast.parse(text).body[::-1]
     except (SyntaxError, ValueError):

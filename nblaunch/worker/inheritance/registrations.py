@@ -28,12 +28,13 @@ from nblaunch.user_code import is_standard_file, is_user_file
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
+from nblaunch.worker.inheritance.used_objects import OF_PROCESS
 
 _REGISTERS = re.compile(
     r"(un)?register|add_?(type|level_?name|safe_globals|extension)|pickle$", re.IGNORECASE
 )
 _LEFT_OUT = {
-    *("sys", "threading", "nblaunch", "IPython", "ipykernel", "ipywidgets", "traitlets", "builtins"),
+    *(*OF_PROCESS, "ipywidgets", "traitlets", "builtins"),
     *("atexit", "signal", "weakref", "faulthandler", "multiprocessing", "concurrent", "asyncio"),
     *("torch.multiprocessing", "torch.autograd.graph", "torch.nn.modules.module", "torch.optim.optimizer"),
 }
@@ -45,8 +46,8 @@ _NO_VALUE = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 """Expressions that could have an effect if they were evaluated again."""
 
 
-class Place(NamedTuple):
-    """The place of a function, class or object in a module.
+class Registrar(NamedTuple):
+    """The function or dictionary of a module that registers something.
 
     Args:
         module: name of the module.
@@ -67,11 +68,11 @@ class Registration(NamedTuple):
     """What a worker repeats.
 
     Args:
-        place: the function that registers.
+        registrar: the function that registers.
         content: pickled :class:`_Call` or list of entries.
     """
 
-    place: Place
+    registrar: Registrar
     content: bytes
 
 
@@ -106,13 +107,13 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
     Args:
         sources: the text of the cells.
     """
-    sent: dict[tuple[Place, bytes], Registration] = {}
+    sent: dict[tuple[Registrar, bytes], Registration] = {}
     left: dict[str, None] = {}
     for statement in (each for text in sources for each in _statements(text)):
         target = _target(statement.path)
         if target is None:
             continue
-        place, function = target
+        registrar, function = target
         try:
             entries = list(
                 _entries(function) if statement.key is None else _entry_at(function, statement.key)
@@ -121,11 +122,15 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
             continue
         if statement.key is not None and not entries:
             continue
-        if not entries and is_user_file(getattr(sys.modules[place.module], "__file__", None) or "<frozen"):
+        if not entries and is_user_file(
+            getattr(sys.modules[registrar.module], "__file__", None) or "<frozen"
+        ):
             continue  # used_objects.py sends the registry
         try:
             content: _Call | list[_Entry] = entries or _call(statement)
-            if isinstance(content, _Call) and not (content.names_notebook() or _is_standard(place.module)):
+            if isinstance(content, _Call) and not (
+                content.names_notebook() or _is_standard(registrar.module)
+            ):
                 continue
             data = payload.to_bytes(content, main_by_reference=False, max_bytes=_MAX_BYTES)
         except _NotKnown as error:
@@ -133,27 +138,28 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
         except Exception as error:
             left[f"{'.'.join(statement.path)}(...) in a cell ({type(error).__name__}: {error})"] = None
         else:
-            sent[place, data] = Registration(place, data)
+            sent[registrar, data] = Registration(registrar, data)
     return list(sent.values()), list(left)
 
 
 def write(registrations: Sequence[Registration]) -> None:
     """Repeat registrations in this process, each once its module is imported."""
     for registration in registrations:
-        packages.when_imported(registration.place.module, partial(_write, registration))
+        packages.when_imported(registration.registrar.module, partial(_write, registration))
 
 
 def _write(registration: Registration, module: Any) -> None:
     try:
         content = pickle.loads(registration.content)
         if isinstance(content, _Call):
-            _repeat(registration.place.find(), content)
+            _repeat(registration.registrar.find(), content)
         else:
-            _add(registration.place.find(), content)
+            _add(registration.registrar.find(), content)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         print(
-            f"{registration.place} of the kernel can't be repeated in this worker: {message}", file=sys.stderr
+            f"{registration.registrar} of the kernel can't be repeated in this worker: {message}",
+            file=sys.stderr,
         )
 
 
@@ -220,30 +226,30 @@ def _calls(node: ast.stmt) -> Iterator[_Statement]:
                 yield _Statement(path, call, node.name)
 
 
-def _target(path: cell_text.Path) -> tuple[Place, Any] | None:
+def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
     """Return where the function at a path from the notebook's names is, and itself; None if no module has it."""
     values = cell_text.values_on(path)
     if len(values) != len(path):
         return None
-    place: Place | None = None
+    registrar: Registrar | None = None
     for position, value in enumerate(values):
         if isinstance(value, ModuleType):
-            place = None
-        elif place is not None:
-            place = Place(place.module, f"{place.path}.{path[position]}")
+            registrar = None
+        elif registrar is not None:
+            registrar = Registrar(registrar.module, f"{registrar.path}.{path[position]}")
         else:
             owner = values[position - 1] if position else None
-            place = _place(value, owner, path[position])
-            if place is None:
+            registrar = _registrar_of(value, owner, path[position])
+            if registrar is None:
                 return None
-    if place is None or {place.module, place.module.partition(".")[0]} & _LEFT_OUT:
+    if registrar is None or {registrar.module, registrar.module.partition(".")[0]} & _LEFT_OUT:
         return None
-    return place, values[-1]
+    return registrar, values[-1]
 
 
-def _place(value: Any, owner: Any, name: str) -> Place | None:
+def _registrar_of(value: Any, owner: Any, name: str) -> Registrar | None:
     if isinstance(owner, ModuleType):
-        return Place(owner.__name__, name) if sys.modules.get(owner.__name__) is owner else None
+        return Registrar(owner.__name__, name) if sys.modules.get(owner.__name__) is owner else None
     qualified = getattr(value, "__qualname__", None)
     module_name = getattr(value, "__module__", None)
     names = [
@@ -258,11 +264,11 @@ def _place(value: Any, owner: Any, name: str) -> Place | None:
             and module != "__main__"
             and module in sys.modules
         ):
-            place = Place(module, path)
+            registrar = Registrar(module, path)
             try:
-                if place.find() is value:
-                    return place
-            except AttributeError:
+                if registrar.find() is value:
+                    return registrar
+            except Exception:  # a module that imports its parts when they are used may fail in any way
                 continue
     return None
 

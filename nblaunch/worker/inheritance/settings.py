@@ -86,8 +86,8 @@ class KernelSettings:
                 if module is not None:
                     _read(setting, module, values, left)
         texts = list(cells)
-        assigned, not_sent = cell_assignments.read(texts)
-        registered, not_repeated = registrations.read(texts)
+        assigned, not_sent = _read_modules(cell_assignments.read, texts, "attributes that cells have changed")
+        registered, not_repeated = _read_modules(registrations.read, texts, "registrations by cells")
         lost = (*left, *loggers.left, *not_sent, *not_repeated)
         return cls(values, filters, loggers, assigned, registered, lost)
 
@@ -122,6 +122,16 @@ class KernelSettings:
             else:
                 return
         print(f"{setting.name} of the kernel can't be set in this worker: {message}", file=sys.stderr)
+
+
+def _read_modules(
+    read: Callable[[list[str]], tuple[list[Any], list[str]]], texts: list[str], what: str
+) -> tuple[list[Any], list[str]]:
+    """Return what ``read`` finds in the user's modules; if an unusual object raises, name ``what`` as left behind."""
+    try:
+        return read(texts)
+    except Exception as error:
+        return [], [f"{what} ({type(error).__name__}: {error})"]
 
 
 def _read(setting: LibrarySetting, module: Any, values: dict[str, bytes], left: list[str]) -> None:
