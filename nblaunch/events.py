@@ -134,10 +134,15 @@ class ExceptionInfo:
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events."""
+    """Base of all events.
 
-    rank: int
-    time_s: float
+    Args:
+        rank: the rank that it is about; -1 = the job as a whole.
+        time_s: when it was created, by the wall clock.
+    """
+
+    rank: int = -1
+    time_s: float = field(default_factory=time.time)
 
 
 # --- sent by workers ---------------------------------------------------------------------------------------------
@@ -206,7 +211,7 @@ class Note(Event):
     @classmethod
     def of_job(cls, text: str, kind: str = "note") -> Note:
         """Return a note about the job as a whole, with the current time."""
-        return cls(rank=-1, time_s=time.time(), text=text, kind=kind)
+        return cls(text=text, kind=kind)
 
 
 @dataclass(frozen=True)

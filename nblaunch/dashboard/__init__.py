@@ -26,7 +26,6 @@ lines.py           output of workers in the cell or terminal, labelled, merged, 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TextIO, get_args
@@ -156,7 +155,7 @@ def close_rejected(dashboards: Sequence[Dashboard], error: BaseException) -> Non
     """Show that ``error`` prevented the launch, because no job will report its end to these dashboards."""
     message = f"{type(error).__name__}: {error}"
     for dashboard in dashboards:
-        dashboard.on_event(JobEnded(-1, time.time(), outcome="failed", message=message))
+        dashboard.on_event(JobEnded(outcome="failed", message=message))
         dashboard.close()
 
 

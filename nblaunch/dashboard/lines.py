@@ -14,7 +14,6 @@ order. In a cell, ``FoldedLines`` puts the lines between the first and the last 
 from __future__ import annotations
 
 import sys
-import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,7 +248,7 @@ class LinesPrinter(Dashboard):
         if self._folded is not None and self._publish is not None:
             bundle, last = self._folded.rest(self._log_dir)
             if bundle is not None:
-                self._publish(Displayed(-1, time.time(), bundle))
+                self._publish(Displayed(data=bundle))
             self._print("".join(last))
 
     def _label(self, rank: int) -> str:

@@ -197,9 +197,7 @@ class JobFollower(Job):
         try:
             self._follow_to_end()
         except BaseException as error:  # from a listener or from the files
-            self._conclude(
-                JobOutcome.of_error(error), JobEnded(-1, time.time(), "failed", message=str(error))
-            )
+            self._conclude(JobOutcome.of_error(error), JobEnded(outcome="failed", message=str(error)))
         finally:
             _followers.pop((os.getpid(), self._folder.path), None)
             self._has_looked.set()

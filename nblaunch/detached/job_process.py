@@ -235,7 +235,7 @@ class _DetachedJob:
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""
         self._outcome = JobOutcome.of_error(error)
-        ended = JobEnded(-1, time.time(), outcome=self._outcome.status, message=self._outcome.message)
+        ended = JobEnded(outcome=self._outcome.status, message=self._outcome.message)
         self._recorder.on_event(ended)
 
     def _present_outcome(self) -> JobOutcome | None:

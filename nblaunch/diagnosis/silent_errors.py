@@ -104,7 +104,7 @@ class SilentErrors:
             text = self._judge(key, is_end)
             if text and is_hint:
                 self._hints.append(key[0])
-                self._emit(Hint(-1, time.time(), text))
+                self._emit(Hint(text=text))
             elif text:
                 self._emit(Note.of_job(text, "warning"))
 

@@ -236,7 +236,7 @@ class Coordinator:
             os.pwrite(self._outboxes[message.rank], message.data, message.at)
         elif isinstance(message, DevicesUsed):
             for rank, share in message.shares.items():
-                self._emit(DeviceUse(rank, time.time(), share=share))
+                self._emit(DeviceUse(rank, share=share))
         elif isinstance(message, Stacks):
             self._calls.take(link.calls_here(message.calls))
             for query in self._queries:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         pass
     except Exception as error:
         text = str(error) if isinstance(error, LaunchError) else f"Ray: {type(error).__name__}: {error}"
-        driver.send(Allocated(-1, time.time(), error=text))
+        driver.send(Allocated(error=text))
     finally:
         driver.end()
         output.flush()
@@ -108,8 +108,6 @@ class Driver:
         places = self._start_nodes()
         self.send(
             Allocated(
-                -1,
-                time.time(),
                 hosts=tuple(host for host, _ in places),
                 addresses=tuple(address for _, address in places),
                 notes=tuple(notes),
@@ -279,7 +277,7 @@ class Driver:
                 raise LaunchError(f"nodes were not free within {self._task.timeout_s:g} s: {text}")
             if not has_noted:
                 has_noted = True
-                self.send(DriverNote(-1, time.time(), text=f"waiting for nodes of the Ray cluster: {text}"))
+                self.send(DriverNote(text=f"waiting for nodes of the Ray cluster: {text}"))
 
     def _make_actors(self, bundle: Mapping[str, float], count: int) -> None:
         """Create an actor on each node, without waiting for it."""
@@ -386,7 +384,7 @@ class Driver:
             why = f"its connection was closed here: {error}"
         except Exception as error:
             why = f"its actor has ended: {type(error).__name__}"
-        self.send(NodeEnded(-1, time.time(), number=number, why=why))
+        self.send(NodeEnded(number=number, why=why))
         with suppress(OSError):
             self._sockets[number].shutdown(socket.SHUT_RDWR)
 

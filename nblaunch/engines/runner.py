@@ -91,7 +91,7 @@ class EngineRunner(JobRunner):
 
     def _run_attempt(self) -> tuple[AttemptReport, dict[int, RankResult]]:
         self._announce_attempt()
-        self.emit(Fact(-1, time.time(), name="nodes", text=describe_nodes(self._links)))
+        self.emit(Fact(name="nodes", text=describe_nodes(self._links)))
         coordinator = Coordinator(
             self._make_attempt(),
             self._links,

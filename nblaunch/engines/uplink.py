@@ -263,8 +263,6 @@ class Uplink:
             return []  # queued bytes are a sign of life
         assert self._attempt is not None, "ranks run"
         summary = Summary(
-            -1,
-            time.time(),
             readings=tuple(
                 reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
                 for reading in self._readings

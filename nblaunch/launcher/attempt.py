@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -121,8 +120,6 @@ class Attempt:
     def start_event(self) -> AttemptStarted:
         """Return the event that announces this attempt to listeners."""
         return AttemptStarted(
-            rank=-1,
-            time_s=time.time(),
             function_name=self.spec.function_name,
             num_processes=self.topology.world_size,
             backend=self.plan.backend.name,

@@ -249,7 +249,7 @@ class HangWatch:
             return None
         self._deadlocked.update(waiting)
         for rank, at in waiting.items():
-            self._emit(Stalled(rank, time.time(), at.place, "", deadlock.CERTAIN_S))
+            self._emit(Stalled(rank, where=at.place, for_s=deadlock.CERTAIN_S))
         lines, explanation = self._describe(positions, done)
         self._report(f"no progress for {deadlock.CERTAIN_S:g} s:", _with_headline(lines, explanation))
         is_certain = any(deadlocked[rank] for rank in waiting)
@@ -267,7 +267,7 @@ class HangWatch:
         }
         self._blocked.update(waiting)
         for rank, at in waiting.items():
-            self._emit(Stalled(rank, time.time(), at.place, "", full_queues.LONG_S))
+            self._emit(Stalled(rank, where=at.place, for_s=full_queues.LONG_S))
         if waiting:
             lines = _with_headline(*self._describe(positions, done))
             self._report(f"no progress for {full_queues.LONG_S:g} s:", lines)
@@ -283,7 +283,9 @@ class HangWatch:
             if at is not None and (at.waits_for_ranks or is_named):
                 is_certain = at.waits_for_ranks or (finding is not None and rank in finding.hung)
                 waiting_in = at.waiting_in if at.waits_for_ranks else ""
-                self._emit(Stalled(rank, time.time(), at.place, waiting_in, for_s, is_certain))
+                self._emit(
+                    Stalled(rank, where=at.place, waiting_in=waiting_in, for_s=for_s, is_certain=is_certain)
+                )
         if finding is None:
             return None
         lines, explanation = self._describe(positions, done, finding.busy)

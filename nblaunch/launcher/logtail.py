@@ -106,7 +106,7 @@ class LogTail:
             yield from self._keep_within_limit()
         rest = self._line.end()
         if rest:
-            yield LogLines(rank=self._rank, time_s=time.time(), lines=(rest,))
+            yield LogLines(rank=self._rank, lines=(rest,))
 
     def close(self) -> None:
         """Close the file."""
@@ -204,12 +204,12 @@ class LogTail:
             os.lseek(self._fd, kept_from, os.SEEK_SET)
             gap = f"... {formatting.size(unread)} of output dropped: printed too fast ..."
             texts = (self._line.end(), gap)
-            events.append(LogLines(rank=self._rank, time_s=time.time(), lines=tuple(filter(None, texts))))
+            events.append(LogLines(rank=self._rank, lines=tuple(filter(None, texts))))
         return events
 
     def _outgrown(self, consequence: str) -> Note:
         text = f"the log {self._path} is larger than NBLAUNCH_LOG_LIMIT_MB: {consequence}"
-        return Note(rank=self._rank, time_s=time.time(), text=text, kind="warning")
+        return Note(rank=self._rank, text=text, kind="warning")
 
     def _split(self, chunk: bytes) -> list[Event]:
         first, *others = chunk.split(b"\n")
@@ -221,14 +221,14 @@ class LogTail:
         texts = [self._line.end()] if is_shown else []
         self._line = _Line(rest)
         texts += [_shortened(line) for line in whole if not _is_connection_notice(line)]
-        return [LogLines(rank=self._rank, time_s=time.time(), lines=tuple(texts))] if texts else []
+        return [LogLines(rank=self._rank, lines=tuple(texts))] if texts else []
 
     def _changed_status(self) -> list[Event]:
         status = _on_screen(self._line.text[-_MAX_STATUS_BYTES:])
         if status == self._status:
             return []
         self._status = status
-        return [StatusLine(rank=self._rank, time_s=time.time(), text=status)]
+        return [StatusLine(rank=self._rank, text=status)]
 
 
 class _Line:

@@ -60,7 +60,7 @@ class DeviceSampler:
         for local_rank in range(self._num_workers if shares else 0):
             share = shares[local_rank % len(shares)]
             if share is not None:
-                events.append(DeviceUse(self._first_rank + local_rank, time.time(), share))
+                events.append(DeviceUse(self._first_rank + local_rank, share=share))
         return events
 
     def close(self) -> None:
@@ -170,5 +170,9 @@ class MemorySampler:
         use = self._uses[rank]
         use.reported_bytes, use.next_s = use.peak_bytes, now_s + INTERVAL_S
         return HostMemory(
-            rank, time.time(), use.num_bytes, use.is_proportional, use.peak_bytes, self._job_peak_bytes
+            rank,
+            num_bytes=use.num_bytes,
+            is_proportional=use.is_proportional,
+            peak_bytes=use.peak_bytes,
+            job_peak_bytes=self._job_peak_bytes,
         )

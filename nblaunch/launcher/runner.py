@@ -13,7 +13,6 @@ start only prepares the job; attempts start in finish, once the rendezvous is co
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -267,8 +266,6 @@ class JobRunner(Job):
         self.outcome = outcome.with_traceback()
         self.emit(
             JobEnded(
-                rank=-1,
-                time_s=time.time(),
                 outcome=outcome.status,
                 failed_rank=outcome.failed_rank,
                 message=outcome.message,

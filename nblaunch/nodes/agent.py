@@ -104,13 +104,13 @@ class NodeAgent:
             self._heartbeats.publish(messages.DONE if is_success else messages.FAILED)
             if is_success:
                 self._heartbeats.wait_for_final()
-            self._launcher.send(AgentEnded(-1, time.time(), is_success=is_success))
+            self._launcher.send(AgentEnded(is_success=is_success))
             handler.shutdown()
         except Exception as error:
             traceback.print_exc()
             text = describe(error, rendezvous, self._heartbeats)
             self._heartbeats.publish(messages.FAILED, reason="could not continue")
-            self._launcher.send(AgentEnded(-1, time.time(), error=text, can_retry=is_connection_error(error)))
+            self._launcher.send(AgentEnded(error=text, can_retry=is_connection_error(error)))
         self._heartbeats.linger()
 
     def _leave(self, reason: str) -> NoReturn:
@@ -169,7 +169,7 @@ class NodeAgent:
             return False
         self._heartbeats.refresh()
         reason = "the set of nodes changed, so all workers restart"
-        self._launcher.send(StopWorkers(-1, time.time(), reason=reason))
+        self._launcher.send(StopWorkers(reason=reason))
         return True
 
     # --- the start of the workers --------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class NodeAgent:
             master_addr=nodes[0].address,
             master_port=port,
         )
-        self._launcher.send(WorldFormed(-1, time.time(), topology, nodes, restart_count))
+        self._launcher.send(WorldFormed(topology=topology, nodes=nodes, restart_count=restart_count))
 
     def _exchange_nodes(self, world: RendezvousInfo) -> tuple[Node, ...]:
         """Write this node to the store of the current round; return all nodes of the round, by node rank."""

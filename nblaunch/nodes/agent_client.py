@@ -201,12 +201,12 @@ class AgentClient:
 
     def leave(self, reason: str) -> None:
         """Leave the job, and send the reason to the other nodes."""
-        self.send(Leave(-1, time.time(), reason=reason))
-        self.ended = AgentEnded(-1, time.time())
+        self.send(Leave(reason=reason))
+        self.ended = AgentEnded()
 
     def end(self, error: str, can_retry: bool = False) -> None:
         """Set :attr:`ended` to a failure of the agent."""
-        self.ended = AgentEnded(-1, time.time(), error=error, can_retry=can_retry)
+        self.ended = AgentEnded(error=error, can_retry=can_retry)
 
 
 def _start(config: AgentConfig) -> subprocess.Popen[bytes]:

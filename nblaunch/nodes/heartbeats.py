@@ -363,7 +363,7 @@ class HeartbeatExchange:
             reads_all = is_agreeing or heartbeat.state in _FINAL or self._wanted > self._published
         others = store.exchange(heartbeat, reads_all=reads_all)
         # Emit the heartbeats before waiting threads wake up and send messages that must not overtake them.
-        self._emit(PeerHeartbeats(-1, time.time(), heartbeats=others))
+        self._emit(PeerHeartbeats(heartbeats=others))
         with self._changed:
             self._others, self._published, self._is_store_lost = others, heartbeat.count, False
             for other in others:

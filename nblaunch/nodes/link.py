@@ -393,7 +393,7 @@ class NodeLink:
             return
         self._last_summary = summary = self._summary(self._readings, report)
         self._is_finished = report.is_success
-        self._agent.send(WorkersEnded(-1, time.time(), is_success=report.is_success, summary=summary))
+        self._agent.send(WorkersEnded(is_success=report.is_success, summary=summary))
         if not report.is_success and not own_failures(report):
             self._wait_for_cause()
             if not report.remote.has_cause and self.last_error:
@@ -420,8 +420,6 @@ class NodeLink:
         remote = report.remote.labels
         causes = own_failures(report)
         return Summary(
-            -1,
-            time.time(),
             readings=tuple(_for_peers(reading) for reading in readings if reading.rank not in remote),
             # Pickled exceptions and results stay on this machine.
             failed={

@@ -521,7 +521,7 @@ def give_up(error: Exception) -> None:
             f"nblaunch stopped showing the steps of this loop: {type(error).__name__}: {error} "
             f"({os.path.basename(place.filename)}:{place.lineno}). Training is not affected"
         )
-        here.emit(Note(here.topology.rank, time.time(), text))
+        here.emit(Note(here.topology.rank, text=text))
 
 
 def harmless(note: Callable[..., None]) -> Callable[..., None]:

@@ -38,7 +38,7 @@ class Reports:
         here = context.current()
         duration_s = time.monotonic() - loop.began_s
         mean = self.losses.take_mean()
-        here.emit(EpochEnded(here.topology.rank, time.time(), loop.epoch, mean, duration_s))
+        here.emit(EpochEnded(here.topology.rank, epoch=loop.epoch, loss=mean, duration_s=duration_s))
 
     def begin_anew(self) -> None:
         """Forget what an earlier command of a session has shown."""
@@ -75,14 +75,13 @@ def _report_nan(step: int) -> None:
     here.emit(
         Observation(
             here.topology.rank,
-            time.time(),
-            NAN_CHECK,
-            f"losses have been NaN since step {step} on this rank, and since the next step on all others",
-            "Check the samples that the rank has read for this step: their gradients made all weights NaN",
-            step,
-            step,
-            "first",
-            frame.f_code.co_filename if is_users else "",
-            frame.f_lineno,
+            check=NAN_CHECK,
+            problem=f"losses have been NaN since step {step} on this rank, and since the next step on all others",
+            advice="Check the samples that the rank has read for this step: their gradients made all weights NaN",
+            step=step,
+            value=step,
+            judged_by="first",
+            filename=frame.f_code.co_filename if is_users else "",
+            lineno=frame.f_lineno,
         )
     )

@@ -152,10 +152,8 @@ def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Ite
     for rank, received in replies.items():
         reply = received.reply
         yield reply.failed or reply.returned or Returned(rank, reply.time_s)
-        yield Exited(rank, time.time(), status=ExitStatus(0 if reply.failed is None else 1))
+        yield Exited(rank, status=ExitStatus(0 if reply.failed is None else 1))
     yield JobEnded(
-        -1,
-        time.time(),
         outcome=outcome.status,
         failed_rank=outcome.failed_rank,
         message=outcome.message,

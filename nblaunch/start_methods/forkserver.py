@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import NoReturn
@@ -213,7 +212,7 @@ def _interrupt(pids: Mapping[int, int]) -> None:
 def _as_failure(rank: int, error: BaseException) -> Failed:
     if isinstance(error, LaunchError):
         info = ExceptionInfo("LaunchError", str(error))
-        return Failed(rank=rank, time_s=time.time(), info=info, exception=exceptions.dump(error))
+        return Failed(rank=rank, info=info, exception=exceptions.dump(error))
     return describe_failure(rank, error)
 
 

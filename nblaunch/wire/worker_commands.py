@@ -14,7 +14,6 @@ import os
 import pickle
 import socket
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -344,7 +343,7 @@ class Reply:
         if type(value) in PLAIN_TYPES:
             return cls(value=value)
         location = Outbox(outbox_fd).put_value(value)
-        return cls(returned=Returned(rank, time.time(), value_location=location))
+        return cls(returned=Returned(rank, value_location=location))
 
 
 PLAIN_TYPES = (type(None), bool, int, float, str)

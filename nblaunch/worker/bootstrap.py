@@ -33,7 +33,6 @@ import multiprocessing.util
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -278,7 +277,7 @@ class _Worker:
         os.register_at_fork(after_in_child=self._become_subprocess)
         backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
         self.slot.set_state(WorkerState.RUNNING)
-        self.sender.send(Started(rank=assignment.rank, time_s=time.time(), pid=os.getpid()))
+        self.sender.send(Started(rank=assignment.rank, pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:
             self.sender.send(Note.of_job(_ONE_THREAD.format(assignment.num_threads)))
 
@@ -312,7 +311,7 @@ class _Worker:
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)
             text = f"breakpoint() in {place} is skipped, because there is no interactive input"
-            self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
+            self.sender.send(Note(rank=self.assignment.rank, text=text))
 
     def _become_subprocess(self) -> None:
         """Give up the rank in a process that was just forked from the worker."""
@@ -349,12 +348,12 @@ class _Worker:
 
     def _report_unread(self, pipes: tuple[int, ...], has_tensors: bool) -> None:
         """Report that this rank waits until others have read the values that it put into queues."""
-        self.sender.send(PutUnread(self.assignment.rank, time.time(), pipes, has_tensors))
+        self.sender.send(PutUnread(self.assignment.rank, pipes=pipes, has_tensors=has_tensors))
 
     def _report_fact(self, name: str, text: str) -> None:
         """Report a fact for the header of the table from the first rank."""
         if self.assignment.rank == 0:
-            self.sender.send(Fact(rank=-1, time_s=time.time(), name=name, text=text))
+            self.sender.send(Fact(name=name, text=text))
 
     def _show_compiling(self, is_compiling: bool) -> None:
         if is_compiling:
@@ -389,7 +388,7 @@ class _Worker:
         lost = output.flush()
         if lost:
             text = f"{lost} bytes of output are lost, because the disk had no space for {self.assignment.log_path}"
-            self.sender.send(Note(rank=self.assignment.rank, time_s=time.time(), text=text))
+            self.sender.send(Note(rank=self.assignment.rank, text=text))
         return exit_code
 
 

@@ -9,7 +9,6 @@ or a ``state_dict()`` that raises, can't lose this result.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -84,14 +83,12 @@ class Delivery:
         """
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = self._outbox.put_value(value) if is_wanted else ValueLocation()
-        return Returned(
-            self._rank, time.time(), value_location=location, left_by_exit=left_by_exit, sends=self._sends()
-        )
+        return Returned(self._rank, value_location=location, left_by_exit=left_by_exit, sends=self._sends())
 
     def announce_interrupted(self) -> Interrupted:
         """Return the event that reports the progress of this rank's function and names the states that follow."""
         sends = () if steps.is_cut else self._sends()
-        return Interrupted(self._rank, time.time(), step=steps.num_done, is_cut=steps.is_cut, sends=sends)
+        return Interrupted(self._rank, step=steps.num_done, is_cut=steps.is_cut, sends=sends)
 
     def _sends(self) -> tuple[ArgPath, ...]:
         # If every rank holds the whole module, one rank is enough.
@@ -107,7 +104,7 @@ class Delivery:
     def _put_state(self, path: ArgPath, in_shards: bool) -> StateSent:
         """Write the state of a module or optimizer; return where it is or why it is missing."""
         if path in self._absent:
-            return StateSent(self._rank, time.time(), path=path, error=_ABSENT)
+            return StateSent(self._rank, path=path, error=_ABSENT)
         try:
             if path in self._optimizers:
                 at, end, lost = self._put_optimizer_state(path, in_shards)
@@ -115,8 +112,8 @@ class Delivery:
                 at, end, lost = self._put_weights(path, in_shards)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return StateSent(self._rank, time.time(), path=path, error=text)
-        return StateSent(self._rank, time.time(), path=path, at=at, end=end, lost=lost)
+            return StateSent(self._rank, path=path, error=text)
+        return StateSent(self._rank, path=path, at=at, end=end, lost=lost)
 
     def _holds_shards(self) -> bool:
         """Return whether ranks hold shards, created by a strategy or by the user's own ``fully_shard``."""

@@ -58,7 +58,6 @@ def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] 
     error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
         rank=rank,
-        time_s=time.time(),
         info=_info(error),
         is_consequence=not evidence and _is_consequence(error),
         evidence=evidence,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import _io
 import os
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -133,15 +132,15 @@ class FileWrites:
         self._num_left -= 1
         return Observation(
             self._rank,
-            time.time(),
-            CHECK,
-            f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
-            "Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own file",
-            self._slot.num_updates,
-            (path, context.current().num_commands, self._num_collectives(), contents),
-            "together",
-            users.f_code.co_filename,
-            users.f_lineno,
+            check=CHECK,
+            problem=f"several ranks write the file {os.path.basename(path)} at once, so its contents depend on timing",
+            advice="Write it on the main process only (`if accelerator.is_main_process:`), or give each rank its own "
+            "file",
+            step=self._slot.num_updates,
+            value=(path, context.current().num_commands, self._num_collectives(), contents),
+            judged_by="together",
+            filename=users.f_code.co_filename,
+            lineno=users.f_lineno,
         )
 
     def _note_contents(self, observation: Observation, contents: str) -> None:

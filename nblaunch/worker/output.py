@@ -14,7 +14,6 @@ import ctypes
 import io
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,7 +197,15 @@ def connect_displays(rank: int, emit: Callable[[Event], None]) -> None:
         **kwargs: Any,
     ) -> None:
         shown = {kind: content for kind, content in data.items() if kind != _WIDGET_VIEW}
-        emit(Displayed(rank, time.time(), shown, dict(metadata or {}), dict(transient or {}), update))
+        emit(
+            Displayed(
+                rank,
+                data=shown,
+                metadata=dict(metadata or {}),
+                transient=dict(transient or {}),
+                update=update,
+            )
+        )
 
     def write_payload(payload: dict[str, Any], single: bool = True) -> None:
         """Show the pager's contents, such as the help of ``name?``."""

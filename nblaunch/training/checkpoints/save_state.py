@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -279,7 +278,7 @@ class Saver:
             except BaseException as error:  # wait() raises it later
                 self._thread_error = error
                 if self._live.rank == 0:  # rank 0 knows all ranks' problems
-                    context.current().emit(Note(rank=0, time_s=time.time(), text=str(error)))
+                    context.current().emit(Note(rank=0, text=str(error)))
 
         # The thread is not a daemon: the process must wait for it before it exits.
         self._thread = threading.Thread(target=run, name=f"nblaunch-save-{target.name}")

@@ -7,7 +7,6 @@ Between these windows, a backward pass costs one comparison of numbers, and an o
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -159,16 +158,15 @@ class Watch:
         process.emit(
             Observation(
                 process.topology.rank,
-                time.time(),
-                check.name,
-                problem,
-                advice,
-                self._slot.num_updates if step is None else step,
-                value,
-                judged_by,
-                frame.f_code.co_filename,
-                frame.f_lineno,
-                check.is_hint,
+                check=check.name,
+                problem=problem,
+                advice=advice,
+                step=self._slot.num_updates if step is None else step,
+                value=value,
+                judged_by=judged_by,
+                filename=frame.f_code.co_filename,
+                lineno=frame.f_lineno,
+                is_hint=check.is_hint,
             )
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,7 +142,7 @@ class TrackerHub:
             logged = self._values_to_show(named)
             step = self._step_to_show(step)
             epoch = self.process.slot.epoch
-            context.current().emit(Metric(rank=0, time_s=time.time(), step=step, values=logged, epoch=epoch))
+            context.current().emit(Metric(rank=0, step=step, values=logged, epoch=epoch))
 
     def _values_to_show(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the numbers and strings among the values; warn about the first other values that no tracker gets."""
@@ -207,7 +206,7 @@ def _report_location(tracker: Any, rank: int) -> None:
     except Exception:  # from the user's tracker, or from a service that has not answered
         return
     if location:
-        context.current().emit(RunTracked(rank, time.time(), tracker.name, location))
+        context.current().emit(RunTracked(rank, tracker=tracker.name, location=location))
 
 
 def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:

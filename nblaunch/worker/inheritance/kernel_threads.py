@@ -14,7 +14,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from typing import Any
 
 from nblaunch import context, packages
@@ -113,7 +112,6 @@ def _report_join(name: str, line: int) -> None:
     here.emit(
         Note(
             rank=here.topology.rank,
-            time_s=time.time(),
             kind="warning",
             text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() "
             "returns at once, before the thread has done its work. Start the thread inside the function",
