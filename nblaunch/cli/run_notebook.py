@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.cli import UsageError, named_value
+from nblaunch.host.files import replace_file
 from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
@@ -134,9 +135,7 @@ def _check_output(path: Path) -> None:
 def _write(notebook: Any, path: Path) -> None:
     """Write the notebook atomically."""
     nbformat: Any = importlib.import_module("nbformat")
-    part = path.with_name(f".{path.name}.part")
-    nbformat.write(notebook, part)
-    part.replace(path)
+    replace_file(path, lambda aside: nbformat.write(notebook, aside))
 
 
 # --- parameters ------------------------------------------------------------------------------------------------------

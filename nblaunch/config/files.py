@@ -14,7 +14,6 @@ import json
 import os
 import textwrap
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from nblaunch.config.settings import (
     unknown,
     unsupported_reason,
 )
+from nblaunch.host.files import replace_file
 from nblaunch.setting import Flag
 
 _DISTRIBUTED_TYPES: dict[str, dict[str, Any]] = {
@@ -225,14 +225,11 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
         ConfigError: the folder or the file can't be written.
     """
     path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.part")
+    text = render_json(values) if path.suffix == ".json" else render(values)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(render_json(values) if path.suffix == ".json" else render(values), encoding="utf-8")
-        part.replace(path)
+        replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise ConfigError(f"{path}: can't be written: {error.strerror}") from None
 
 

@@ -19,7 +19,7 @@ from typing import IO
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES)
 """Error numbers of file systems without fsync for folders (FUSE mounts of cloud storage, some network disks)."""
 
 
@@ -157,10 +157,40 @@ def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) ->
     return sync_folder(folder_fd)
 
 
-def sync_folder(folder_fd: int) -> None:
-    """Force the names in a folder to the disk, if the file system supports it."""
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file atomically and lastingly with the one that ``write(other_path)`` writes.
+
+    Like :func:`replace`, for paths that the user chooses: the file gets the mode that ``write`` gives it.
+
+    Raises:
+        Exception: as ``write`` does; the file is unchanged.
+        OSError: for example, the disk is full; the file is unchanged.
+    """
+    aside = path.with_name(f".{path.name}.partial")
     try:
-        os.fsync(folder_fd)
+        write(aside)
+        sync_file(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's contents to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: int | Path) -> None:
+    """Force the names in a folder, a descriptor or a path, to the disk, if the file system supports it."""
+    try:
+        os.fsync(folder) if isinstance(folder, int) else sync_file(folder)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise

@@ -53,7 +53,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def reject(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", reject)
+    monkeypatch.setattr(os, "replace", reject)
     with pytest.raises(ConfigError, match="No space left"):
         files.write(path, {"num_processes": 2})
     assert path.read_text() == "num_processes: 1\n"

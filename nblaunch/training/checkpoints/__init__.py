@@ -9,5 +9,5 @@ files.py             file names in a checkpoint folder, and the manifest; files 
 model_files.py       weight files: safetensors or torch's format, whole or in shards
 load_weights.py      checks whether weights from such files fit a module, and loads them
 fsdp_states.py       saves models and optimizers of FSDP one by one, as trainers do; merges shards
-safe_save.py         atomic writes of files and folders
+safe_save.py         atomic writes of folders
 """

@@ -18,6 +18,7 @@ import torch
 
 from nblaunch import formatting
 from nblaunch.errors import CheckpointError
+from nblaunch.host.files import replace_file
 from nblaunch.training.checkpoints.files import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -25,7 +26,7 @@ from nblaunch.training.checkpoints.files import (
     WEIGHTS_NAME,
     unreadable,
 )
-from nblaunch.training.checkpoints.safe_save import Staging, finish_commit, replace_file
+from nblaunch.training.checkpoints.safe_save import Staging, finish_commit
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.joining import current_topology
 from nblaunch.weights.sharded import is_sharded

@@ -1,9 +1,8 @@
-"""Atomic writes of files and folders: a crash at any moment leaves the old ones or the new ones, never a mixture.
+"""Atomic writes of folders: a crash at any moment leaves the old files or the new ones, never a mixture.
 
 All files are first written to another path and forced to disk. Then a rename, which is atomic in the file system, moves
-them into place:
+them into place. (``host/files.py`` replaces single files in the same way.)
 
-    a file             .name.partial ──────────── rename ──> name
     a new folder       .name.partial/ ─────────── rename ──> name/
     an existing one    name/.partial/ ─────────── rename ──> name/.committed/ ── each file moved up ──> name/
 
@@ -14,7 +13,6 @@ choose it.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -22,13 +20,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from nblaunch.host.files import sync_file, sync_folder
+
 _PARTIAL = ".partial"
 _COMMITTED = ".committed"
 _OBSOLETE = ".obsolete.json"
 _DOOMED = ".doomed"
-
-# Errors of file systems without fsync for folders (FUSE mounts of cloud storage, some network file systems).
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS, errno.EACCES}
 
 
 class Staging:
@@ -98,19 +95,6 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"{path} is a file; a folder is needed") from None
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace ``path`` with the file that ``write(other_path)`` writes; leave it unchanged if that fails."""
-    aside = path.with_name(f".{path.name}{_PARTIAL}")
-    try:
-        write(aside)
-        sync_file(aside)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 def remove_folder(path: Path) -> None:
     """Remove a folder; rename it first, so that no process finds it partially removed."""
     doomed = path.with_name(f".{path.name}{_DOOMED}")
@@ -134,21 +118,3 @@ def files_below(folder: Path) -> dict[str, int]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != _OBSOLETE
     }
-
-
-def sync_file(path: Path) -> None:
-    """Force a file's contents to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries to disk, if its file system supports that."""
-    try:
-        sync_file(path)
-    except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise

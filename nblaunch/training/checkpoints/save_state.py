@@ -5,7 +5,7 @@
                   shards of weights and optimizers if the strategy has them ────┐ Snapshot ── written to the folder,
     main process  collects full weights and optimizers, and all other states ───┘             committed by a rename
 
-``safe_save`` replaces files and folders atomically. ``save_round`` makes the ranks meet.
+``safe_save`` replaces folders atomically. ``save_round`` makes the ranks meet.
 """
 
 from __future__ import annotations
