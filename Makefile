@@ -47,6 +47,8 @@ AGAIN ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
+# Half of the time of an installation would go into compiling modules that nothing imports.
+export PIP_COMPILE = 0
 # Tests start hundreds of interpreters. Without cached bytecode, each would compile all its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
