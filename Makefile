@@ -111,11 +111,16 @@ $(DOCS_STAMP): pyproject.toml $(CONSTRAINTS)
 	$(call install,'.[docs]')
 
 ifeq ($(strip $(ARGS)),)
-# Run every part, even after a failure. The last lines list the parts that failed.
+# Run every part, even after a failure. The last lines list the parts that failed. The XLA tests, which have an environment
+# of their own, run while pip fills the other one, because pip uses one core.
 test:  ## lint, then run all tests, including XLA; the last lines list failed parts. With ARGS: run only the tests they select
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 setup xla-env browser colab-env || $(MAKE) --no-print-directory setup
-	@failed=; for part in lint test-xla test-main; do \
-		echo; echo "== $$part =="; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; done; \
+	@mkdir -p artifacts; make="$(MAKE) --no-print-directory"; failed=; \
+	$$make test-xla > artifacts/test-xla.log 2>&1 & xla=$$!; trap "kill $$xla; exit 1" INT TERM; \
+	$$make --keep-going setup browser colab-env; \
+	echo; echo "== lint =="; $$make lint || failed=" lint"; \
+	wait $$xla || failed="$$failed test-xla"; \
+	echo; echo "== test-xla =="; cat artifacts/test-xla.log; \
+	echo; echo "== test-main =="; $$make test-main || failed="$$failed test-main"; \
 	if [ -n "$$failed" ]; then echo "make test: failed:$$failed"; exit 1; fi; \
 	echo "make test: lint, test-xla and test-main passed"
 else

@@ -92,6 +92,7 @@ def test_many_lines_are_folded(page: Page) -> None:
     page.wait_until(lambda: page.text(CHATTER).count(" says ") > 200, "all lines")
 
 
+@pytest.mark.thorough
 def test_a_restarted_kernel_leaves_the_last_known_table(page: Page) -> None:
     page.run(DYING)
     output = page.output(DYING)

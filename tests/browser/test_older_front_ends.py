@@ -151,6 +151,7 @@ def test_the_saved_notebook_opens_with_its_tables(
         sent.shut_down()
 
 
+@pytest.mark.thorough
 def test_a_job_and_its_buttons_survive_a_reload(page: Page) -> None:
     page.run(RELOADED)
     page.wait_until(lambda: len(bars(page, RELOADED)) == 2, "two bars")

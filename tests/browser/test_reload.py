@@ -10,9 +10,8 @@ import pytest
 
 from tests.browser.lab import Browser, DefaultLab, Page, write_notebook
 from tests.browser.panel import SETUP, bars
-from tests.thorough import thorough
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.thorough]
 
 TRAINING, OTHER = 1, 2
 
@@ -36,7 +35,7 @@ def _open_training(lab: DefaultLab, browser: Browser, name: str, background: boo
     return page
 
 
-@pytest.mark.parametrize("background", [False, thorough(True)], ids=["blocking", "background"])
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 def test_a_reload_shows_the_finished_table(lab: DefaultLab, browser: Browser, background: bool) -> None:
     name = f"reload_{background}.ipynb"
     page = _open_training(lab, browser, name, background, "print('free')")
@@ -58,7 +57,7 @@ def test_a_reload_shows_the_finished_table(lab: DefaultLab, browser: Browser, ba
     page.shut_down()
 
 
-@pytest.mark.parametrize("background", [thorough(False), True], ids=["blocking", "background"])
+@pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 def test_a_table_appears_although_no_page_was_open(
     lab: DefaultLab, browser: Browser, background: bool
 ) -> None:

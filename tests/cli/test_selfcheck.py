@@ -86,6 +86,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_an_interrupt_ends_it_and_its_workers() -> None:
     """The fixture of all tests checks that nothing is left."""
     program = subprocess.Popen(

@@ -227,6 +227,7 @@ OTHER_VERSIONS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["events with other fields", *map(thorough, list(OTHER_VERSIONS)[1:])])
+@pytest.mark.thorough
 def test_jobs_of_other_versions_can_be_read_and_stopped(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format("wait_for_stop"), timeout_s=120).value
@@ -255,6 +256,7 @@ def test_jobs_of_other_versions_can_be_read_and_stopped(desk: Desk, what: str) -
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_another_kernel_shows_a_failures_line(desk: Desk) -> None:
     first = desk.kernel()
     first.run(LAUNCH.format(f"fail, ({desk.gate!r},)"), timeout_s=120)
@@ -301,6 +303,7 @@ REMOVALS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["folder", thorough("jobs"), thorough("old files")])
+@pytest.mark.thorough
 def test_running_job_restores_removed_files(desk: Desk, what: str) -> None:
     kernel = desk.kernel()
     job_id = kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120).value
@@ -403,6 +406,7 @@ def test_full_disk_result_waits_for_space_or_is_dropped(small_disk: Path, desk: 
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_reattaching_reuses_and_detaching_frees_resources(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LAUNCH.format(f"train, (model, {desk.gate!r})"), timeout_s=120)
@@ -487,6 +491,7 @@ def use(model):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.thorough
 def test_followed_job_has_the_job_process_plan(desk: Desk) -> None:
     kernel = desk.kernel()
     kernel.run(LIBRARY_WITH_THREADS.format(str(desk.folder)))

@@ -68,6 +68,7 @@ results, "deepspeed" in sys.modules, [type(p).__name__ for p in model.parameters
     assert "[WARNING]" not in cell.stdout  # DeepSpeed reports nothing that a user needs
 
 
+@pytest.mark.thorough
 def test_deepspeed_can_be_launched_repeatedly(fresh: Kernel) -> None:
     cell = fresh.run(
         f"""

@@ -76,6 +76,7 @@ TORCH_XLA = {
 }
 
 
+@pytest.mark.thorough
 def test_accelerate_uses_the_cpu_beside_an_installed_torch_xla(tmp_path: Path) -> None:
     """It does so whether the function or the kernel imports it first."""
     for name, text in TORCH_XLA.items():

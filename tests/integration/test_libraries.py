@@ -219,7 +219,7 @@ PROGRAMS = {
     "diffusers": DIFFUSERS,
 }
 
-VARIATIONS = ("Trainer by length", "Trainer with FSDP2 in bf16", "SFT")
+VARIATIONS = ("Trainer by length", "Trainer with FSDP2", "Trainer with FSDP2 in bf16", "SFT", "DPO")
 """Programs that differ from another one in a setting."""
 
 LIGHTNING = """
@@ -345,6 +345,7 @@ def test_lightning_trainers_work(sides: Sides) -> None:
     assert sides.accelerate.run(LIGHTNING, timeout_s=PATIENCE_S).value == [(2, 0, 4, True), (2, 1, 4, True)]
 
 
+@pytest.mark.thorough
 def test_fastai_learners_work(tmp_path: Path) -> None:
     if not FASTAI.exists():
         missing(f"{FASTAI} is missing: `make setup` makes it")

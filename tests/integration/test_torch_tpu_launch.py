@@ -81,6 +81,7 @@ def test_workers_share_one_import_and_model(kernel: Kernel) -> None:
         assert "workers start through" not in cell.stdout
 
 
+@pytest.mark.thorough
 def test_a_module_that_takes_the_chips_when_it_is_loaded_is_found(kernel: Kernel) -> None:
     cell = kernel.run(
         "import seeding\nearly = seeding.Early()\nnotebook_launcher(lambda it: 1, (early,), dashboard='none')",
@@ -108,6 +109,7 @@ notebook_launcher(abort, dashboard="none")
     assert "absl::LogMessage" not in cell.raised.text
 
 
+@pytest.mark.thorough
 def test_kernel_with_torch_tpu_can_launch_before_using_chips(kernel: Kernel) -> None:
     """One import serves all workers there, too, although torch_tpu has permanently enabled its import by torch."""
     kernel.run("import torch_tpu; assert os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] == '1'")

@@ -120,6 +120,7 @@ def raised(cell: Any) -> str:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_quickstart_result_is_independent_of_processes() -> None:
     """The global batches are the same, so training is the same up to rounding.
 

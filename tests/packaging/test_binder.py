@@ -25,6 +25,7 @@ TEST_VARIABLES = ("PYTHONPATH", "NBLAUNCH_NUM_PROCESSES", "NBLAUNCH_LOG_DIR", "V
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.thorough
 def test_the_image_builds_and_runs_the_quickstart_on_two_processes(tmp_path: Path) -> None:
     repository = copy_of_repository(tmp_path / "repository")
     environment = make_environment(tmp_path / "environment")

@@ -10,6 +10,7 @@ from tests.xla.conftest import StartKernel
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_estimate_agrees_with_measured_training(start_xla: StartKernel) -> None:
     kernel = start_xla()
     measured = kernel.run("from tests.xla.measured_training import measure\nmeasure()", timeout_s=220).value

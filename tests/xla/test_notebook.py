@@ -10,13 +10,14 @@ import pytest
 
 from tests.event_loop import event_loop  # noqa: F401  a fixture
 from tests.notebooks.saved import execute, texts
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("compile_quickly")
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", [thorough(1), 8])
 def test_the_tpu_notebook_runs(monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     """A core replaces a chip: the notebook requests one process per device, and the environment sets their number.
 

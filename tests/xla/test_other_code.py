@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("compile_quickly")]
 
@@ -138,7 +139,7 @@ def ask(question):
     assert cell.value == (([], False), [(3, 4)], 1, True, 2.0)
 
 
-@pytest.mark.parametrize("order", ["import nblaunch, accelerate", "import accelerate, nblaunch"])
+@pytest.mark.parametrize("order", ["import nblaunch, accelerate", thorough("import accelerate, nblaunch")])
 def test_importing_torch_xla_does_not_select_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: str
 ) -> None:

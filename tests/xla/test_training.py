@@ -125,6 +125,7 @@ difference(plain, model.state_dict()), difference(plain, untrained)
     assert distance > 50 * error
 
 
+@pytest.mark.thorough
 def test_repeated_training_is_reproducible(digits: Kernel) -> None:
     cell = digits.run(
         """

@@ -45,6 +45,7 @@ def test_workers_start_without_the_debugger_of_the_kernel(debugged: Kernel, star
     assert debugged.run("attached_debugger.is_attached(), sys.gettrace() is not None").value == (True, True)
 
 
+@pytest.mark.thorough
 def test_sessions_start_without_the_debugger_and_say_so_once(debugged: Kernel) -> None:
     debugged.run("attached_debugger._is_noted = False")
     launch = "notebook_launcher(look, num_processes=1, dashboard='text')"
