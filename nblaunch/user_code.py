@@ -7,8 +7,8 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
-from types import CodeType, FunctionType, TracebackType
+from collections.abc import Collection, Iterator
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
@@ -35,6 +35,18 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+def is_user_module(module: object) -> bool:
+    """Return whether a module is a file of the user. A notebook has no file; None, for a missing module, has none."""
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_user_file(file)
+
+
+def has_user_class(value: Any) -> bool:
+    """Return whether the class of an object is defined in the notebook or script, or in a module of the user."""
+    module = type(value).__module__
+    return module == "__main__" or is_user_module(sys.modules.get(module))
 
 
 def is_standard_file(filename: str) -> bool:
@@ -73,6 +85,15 @@ def ipython_shell() -> Any:
     # Another thread may be importing it.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython() if get_ipython is not None else None
+
+
+def user_frame_behind(frame: FrameType | None, packages: Collection[str]) -> FrameType | None:
+    """Return the user's frame for which ``packages`` run ``frame``; None if another library calls them."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in packages:
+            return None
+        frame = frame.f_back
+    return frame
 
 
 def from_first_user_frame(tb: TracebackType | None) -> TracebackType | None:

@@ -19,7 +19,7 @@ from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 from nblaunch.spec import LaunchSpec
-from nblaunch.user_code import is_user_file, used_by
+from nblaunch.user_code import has_user_class, used_by
 
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, {}.values(), {}.items(), set(), range(0))
 _ITERATORS = (
@@ -65,21 +65,12 @@ def _variables(spec: LaunchSpec) -> Iterator[tuple[str, Any]]:
     arguments = ((f"args[{position}]", value) for position, value in enumerate(spec.args))
     for name, value in (*used_by(spec.function), *arguments):
         yield name, value
-        if _is_of_user(value):
+        if has_user_class(value):
             yield from (
                 (f"{name}.{attribute}", part)
                 for attribute, part in list(getattr(value, "__dict__", {}).items())
                 if not isinstance(part, _COUNTERS)
             )
-
-
-def _is_of_user(value: Any) -> bool:
-    """Return whether the class of an object is defined in a cell or in a module of the user."""
-    module = type(value).__module__
-    if module == "__main__":
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and is_user_file(file)
 
 
 def _warning(name: str, value: Any, start_method: str) -> str | None:

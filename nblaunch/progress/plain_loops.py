@@ -34,7 +34,7 @@ from typing import Any
 from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
 
 _PLACE_S = 0.25
@@ -48,8 +48,8 @@ _BATCHES_PER_SIZE = 8  # measure one batch in this many
 _DATA = SpanKind.DATA  # looking up an enum member is slow
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
-_HANDS_ON = ("torch.", "tqdm.", "nblaunch.", "contextlib")
-"""Modules whose loops over a loader belong to their caller."""
+_HANDS_ON = ("torch", "tqdm", "nblaunch", "contextlib")
+"""Packages whose loops over a loader belong to their caller."""
 
 
 def watch() -> None:
@@ -284,7 +284,8 @@ class PlainLoops:
         except Exception:  # TypeError, or whatever a user's sampler raises if its length is unknown
             length = -1
         frame = sys._getframe(3)
-        reading = _Reading(weakref.ref(iterator), length, places_around(frame) if _is_users(frame) else None)
+        is_users = user_frame_behind(frame, _HANDS_ON) is not None
+        reading = _Reading(weakref.ref(iterator), length, places_around(frame) if is_users else None)
         self._readings.append(reading)
         self.reports.loops.unsettle()
         return reading
@@ -535,17 +536,6 @@ def harmless(note: Callable[..., None]) -> Callable[..., None]:
             give_up(error)
 
     return note_or_give_up
-
-
-def _is_users(frame: FrameType | None) -> bool:
-    """Return whether the loop over a loader is in the user's code, not in a library that trains."""
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return True
-        if not str(frame.f_globals.get("__name__", "")).startswith(_HANDS_ON):
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _num_rows(batch: Any) -> int:

@@ -54,8 +54,7 @@ def trusted_types(owner: Any = None) -> list[Any]:
     if owner is None:
         return _numpy_types()
     modules = {"__main__"}
-    file = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
-    if file and user_code.is_user_file(file):
+    if user_code.has_user_class(owner):
         modules.add(type(owner).__module__)
     # Copy the values at once, because other threads may define names in the meantime.
     values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]

@@ -25,7 +25,7 @@ from typing import Any
 
 from nblaunch import context, env, packages
 from nblaunch.events import Event, Observation
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.board import Slot
 
 CHECK = "same_file"
@@ -125,7 +125,7 @@ class FileWrites:
         if self._num_left == _MAX_NOTED and {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
             self._num_left = 0
             return None
-        users = _users_frame(frame, writers)
+        users = user_frame_behind(frame, writers)
         path = os.path.realpath(os.fspath(file))
         if users is None or not isinstance(path, str) or path.startswith(_NO_FILES) or _holds_lock(self._pid):
             return None
@@ -226,12 +226,3 @@ def _holds_lock(pid: int) -> bool:
             return any(lock[3] == "WRITE" and lock[4] == str(pid) for lock in locks if lock[1] != "->")
     except (OSError, IndexError):  # a system without this file
         return False
-
-
-def _users_frame(frame: FrameType | None, writers: frozenset[str]) -> FrameType | None:
-    """Return the user's frame on whose behalf a library writes; None if the library writes for itself."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in writers:
-            return None
-        frame = frame.f_back
-    return frame

@@ -12,7 +12,7 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import captured_variables, is_user_file
+from nblaunch.user_code import captured_variables, has_user_class, is_user_file
 from nblaunch.wire.pickling.payload import pickling_error
 from nblaunch.wire.pickling.reductions import PicklingError
 
@@ -134,9 +134,7 @@ def _is_of_user(value: Any) -> bool:
     """Return whether a value is a function of the user or an object of the user's class."""
     if isinstance(value, FunctionType):
         return is_user_file(value.__code__.co_filename)
-    module = type(value).__module__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" or (file is not None and is_user_file(file))
+    return has_user_class(value)
 
 
 def _package_of(value: Any) -> str:

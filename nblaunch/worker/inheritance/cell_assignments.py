@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from nblaunch import packages
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import is_user_module
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text, plain_values, used_objects
 from nblaunch.worker.inheritance.used_objects import OF_PROCESS, Place
@@ -159,9 +159,7 @@ def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | No
     if module.__name__.partition(".")[0] in OF_PROCESS or (not qualified and last.startswith("__")):
         return None
     value = vars(owner)[last]
-    if is_container and not (
-        plain_values.is_changeable(value) and is_user_file(getattr(module, "__file__", None) or "<")
-    ):
+    if is_container and not (plain_values.is_changeable(value) and is_user_module(module)):
         return None
     return Place(module.__name__, qualified, last), value
 

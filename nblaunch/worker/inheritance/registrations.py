@@ -24,7 +24,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from nblaunch import packages
-from nblaunch.user_code import is_standard_file, is_user_file
+from nblaunch.user_code import is_standard_file, is_user_module
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_text
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_plain
@@ -122,9 +122,7 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
             continue
         if statement.key is not None and not entries:
             continue
-        if not entries and is_user_file(
-            getattr(sys.modules[registrar.module], "__file__", None) or "<frozen"
-        ):
+        if not entries and is_user_module(sys.modules[registrar.module]):
             continue  # used_objects.py sends the registry
         try:
             content: _Call | list[_Entry] = entries or _call(statement)

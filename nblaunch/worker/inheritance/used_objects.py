@@ -24,7 +24,7 @@ from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import is_user_module
 from nblaunch.worker.inheritance import cell_text
 from nblaunch.worker.inheritance.plain_values import has_own_class, is_changeable
 
@@ -269,4 +269,4 @@ def _is_user_function(function: FunctionType) -> bool:
 
 def _is_of_user(module: ModuleType) -> bool:
     """Return whether a module is a file of the user; the notebook itself is not."""
-    return module.__name__ != "__main__" and is_user_file(getattr(module, "__file__", None) or "<frozen")
+    return module.__name__ != "__main__" and is_user_module(module)
