@@ -139,21 +139,45 @@ def _named(node: ast.Call) -> Iterator[Named]:
         yield Named(tuple(owners), tuple(strings))
 
 
-def statements(text: str) -> Iterator[ast.stmt]:
-    """Yield the statements of a cell, in all branches of conditions, but without those in functions and loops."""
+def statements(text: str) -> Iterator[tuple[ast.stmt, tuple[Condition, ...]]]:
+    """Yield the statements of a cell with their conditions, but without those in functions and loops."""
+    pending: list[tuple[ast.stmt, tuple[Condition, ...]]]
     try:
-        pending: list[ast.stmt] = ast.parse(text).body[::-1]
+        pending = [(statement, ()) for statement in ast.parse(text).body[::-1]]
     except (SyntaxError, ValueError):
         return
     while pending:
-        statement = pending.pop()
-        yield statement
+        statement, conditions = pending.pop()
+        yield statement, conditions
         for body in ("body", "orelse", "finalbody"):
             if isinstance(statement, (ast.If, ast.Try, ast.With)):
-                pending.extend(reversed(getattr(statement, body, ())))
+                inner = conditions
+                if isinstance(statement, ast.If):
+                    inner = (*conditions, Condition(statement.test, body == "body"))
+                pending.extend((each, inner) for each in reversed(getattr(statement, body, ())))
         if isinstance(statement, ast.Expr):
             for code in _code_of_magic(statement.value):
-                pending.extend(code[::-1])
+                pending.extend((each, conditions) for each in code[::-1])
+
+
+class Condition(NamedTuple):
+    """The test of an ``if``, and the value with which a statement runs."""
+
+    test: ast.expr
+    value: bool
+
+    def excludes(self) -> bool:
+        """Return whether the statement has certainly not run, as far as the variables still have their values.
+
+        Only constants and variables are evaluated: ``if "mine" not in registry:`` has changed its own condition.
+        """
+        test, value = self
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, value = test.operand, not value
+        if isinstance(test, ast.Constant):
+            return bool(test.value) is not value
+        values = [value_at(path) for path in paths(test)]
+        return bool(values) and type(values[0]) in (bool, int, str) and bool(values[0]) is not value
 
 
 def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:

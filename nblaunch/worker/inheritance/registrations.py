@@ -7,8 +7,9 @@
 
 A fresh process imports the library without them. A registry within a function is read, because a later cell may have
 reused the names. Other calls are repeated in the worker, once it has imported the module, under three conditions: the
-name says that the call registers something, it is a statement of a cell's outermost level, and it registers a function
-or class of the notebook or calls Python's own library. ``mlflow.register_model("runs:/1")`` would write to a server.
+name says that the call registers something, it is a statement of a cell's outermost level that no ``if USE_MINE:``
+excludes, and it registers a function or class of the notebook or calls Python's own library.
+``mlflow.register_model("runs:/1")`` would write to a server.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
     left: dict[str, None] = {}
     for statement in (each for text in sources for each in _statements(text)):
         target = _target(statement.path)
-        if target is None:
+        if target is None or any(condition.excludes() for condition in statement.conditions):
             continue
         registrar, function = target
         try:
@@ -187,12 +188,14 @@ class _Statement(NamedTuple):
         call: the call; None for a decorator without arguments.
         decorated: name of the function or class below the decorator; "" for other calls.
         key: for an assignment to an item of a dictionary at ``path``.
+        conditions: the tests of the ``if`` statements around it.
     """
 
     path: cell_text.Path
     call: ast.Call | None
     decorated: str
     key: ast.expr | None = None
+    conditions: tuple[cell_text.Condition, ...] = ()
 
 
 class _NotKnown(Exception):
@@ -202,8 +205,8 @@ class _NotKnown(Exception):
 @lru_cache(maxsize=4096)
 def _statements(text: str) -> tuple[_Statement, ...]:
     return tuple(
-        statement
-        for node in cell_text.statements(text)
+        statement._replace(conditions=conditions)
+        for node, conditions in cell_text.statements(text)
         for statement in _calls(node)
         if statement.key is not None or _REGISTERS.match(statement.path[-1])
     )

@@ -159,10 +159,19 @@ mimetypes.add_type("text/mine", ".mine")
 doctest.set_unittest_reportflags(doctest.REPORT_CDIFF)
 html.entities.html5["mine;"] = "!"
 
+OTHERS = False
+if OTHERS:
+    mimetypes.add_type("text/other", ".other")
+elif not OTHERS:
+    mimetypes.add_type("text/second", ".second")
+else:
+    mimetypes.add_type("text/third", ".third")
+
 def registered():
     import doctest, html, mimetypes
     return [theirs.area(1), theirs.area("a"), theirs.area(Shape()), sorted(theirs.registry.items),
-            "a".encode("theirs"), issubclass(Mine, collections.abc.Sized), mimetypes.guess_type("a.mine")[0],
+            "a".encode("theirs"), issubclass(Mine, collections.abc.Sized),
+            *(mimetypes.guess_type(f"a.{name}")[0] for name in ("mine", "other", "second", "third")),
             pickle.loads(pickle.dumps(Shape())), doctest.set_unittest_reportflags(doctest.REPORT_CDIFF),
             html.unescape("&mine;")]
 """
@@ -173,7 +182,21 @@ def test_registrations_in_libraries_and_modules_apply(shared: Kernel, start_meth
     shared.run(
         "if 'Shape' not in vars():\n" + "\n".join(f"    {line}" for line in REGISTRATIONS.splitlines())
     )
-    wanted = ["number", "text", "shape", ["Mine"], b"mine", True, "text/mine", 4, 128, "!"]
+    wanted = [
+        "number",
+        "text",
+        "shape",
+        ["Mine"],
+        b"mine",
+        True,
+        "text/mine",
+        None,
+        "text/second",
+        None,
+        4,
+        128,
+        "!",
+    ]
     assert shared.run("registered()").value == wanted
     assert shared.run(f"launch(registered, {start_method!r})").value == [wanted] * 2
 
