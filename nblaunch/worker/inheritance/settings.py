@@ -335,6 +335,12 @@ def _set_start_method(multiprocessing: Any, method: str | None) -> None:
     multiprocessing.set_start_method(method, force=True)
 
 
+def _stack_size(threading: Any) -> int:
+    size: int = threading.stack_size()  # this call also restores the default
+    threading.stack_size(size)
+    return size
+
+
 def _decimal_context(decimal: Any) -> tuple[Any, ...]:
     context = decimal.getcontext()
     traps = tuple(sorted(signal.__name__ for signal, is_set in context.traps.items() if is_set))
@@ -385,6 +391,12 @@ _PYTHON = (
     LibrarySetting("multiprocessing.set_start_method", "multiprocessing", _start_method, _set_start_method),
     *_calls("socket", ("getdefaulttimeout", "setdefaulttimeout")),
     *_calls("csv", ("field_size_limit", "field_size_limit")),
+    LibrarySetting(
+        "threading.stack_size",
+        "threading",
+        _stack_size,
+        lambda threading, value: threading.stack_size(value),
+    ),
     *_attributes("tempfile", "tempdir"),
 )
 
@@ -511,7 +523,7 @@ _LIBRARIES = (
         lambda sklearn: sklearn.get_config(),
         partial(_set_by_keywords, "set_config"),
     ),
-    *_attributes("PIL.Image", "MAX_IMAGE_PIXELS"),
+    *_attributes("PIL.Image", "MAX_IMAGE_PIXELS", "EXTENSION"),
     *_attributes("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES"),
     *_attributes("transformers.utils.logging", "_tqdm_active"),
     LibrarySetting("wandb.run", "wandb", lambda wandb: wandb.run, _take_over_run),

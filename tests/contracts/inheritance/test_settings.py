@@ -122,16 +122,24 @@ numpy.set_printoptions(precision=3, formatter={"bool": lambda value: "yes" if va
 decimal.getcontext().prec = 5
 sys.setrecursionlimit(4321)
 gc.set_threshold(500, 5, 5)
+import threading
+from PIL import Image
+threading.stack_size(1 << 24)
+Image.register_extension("PNG", ".pix")
 
 def other_settings():
-    import decimal
+    import decimal, threading
+    from PIL import Image
 
+    threading.stack_size(size := threading.stack_size())
     return {
         "errors": numpy.geterr(),
         "print": str(numpy.array([1 / 3])) + str(numpy.array([True])),
         "decimal": str(decimal.Decimal(1) / 3),
         "recursion": sys.getrecursionlimit(),
         "gc": gc.get_threshold(),
+        "stack": size,
+        "extension": Image.EXTENSION.get(".pix"),
     }
 """
 
