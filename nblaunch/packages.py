@@ -122,6 +122,18 @@ def replacement_of(original: Callable[..., Any]) -> Callable[[_Function], _Funct
     return name
 
 
+def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
+    """Call ``act(instance)`` before each call of a method of ``cls``, in this process."""
+    method = getattr(cls, name)
+
+    @replacement_of(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        act(self)
+        return method(self, *args, **kwargs)
+
+    setattr(cls, name, call)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when none
     are left.

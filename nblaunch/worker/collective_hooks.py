@@ -378,14 +378,11 @@ class _Hooks:
 
     def watch_joins(self, module: Any) -> None:
         """Note that ranks may take different numbers of steps."""
-        construct = module.Join.__init__
 
-        @packages.replacement_of(construct)
-        def note_and_construct(join: Any, *args: Any, **kwargs: Any) -> None:
+        def note(join: Any) -> None:
             self._is_uneven = True
-            construct(join, *args, **kwargs)
 
-        module.Join.__init__ = note_and_construct
+        packages.call_before(module.Join, "__init__", note)
 
     # --- backward and steps ------------------------------------------------------------------------------------------
 

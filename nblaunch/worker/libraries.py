@@ -92,14 +92,7 @@ def _keep_to_one_line(std: Any) -> None:
 
 def _name_clock(cls: Any, library: str) -> None:
     """Name the threads of a class, which work at intervals, so that the launcher sees when they are idle."""
-    run = cls.run
-
-    @packages.replacement_of(run)
-    def run_named(self: Any) -> None:
-        waits.name_as_clock(library)
-        run(self)
-
-    cls.run = run_named
+    packages.call_before(cls, "run", lambda thread: waits.name_as_clock(library))
 
 
 def _renew_lock(std: Any) -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import packages
-
-_MARK = "_nblaunch_started_in"
-"""Attribute with the id of the process that started the program."""
+from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _POLL_S = 0.05
 _STATE, _EXIT_STATUS = 0, 49
@@ -55,16 +53,11 @@ def watch(*, is_forked_here: bool = False) -> None:
         return
     _is_watched = True
     cls: Any = subprocess.Popen
-    start, poll, try_wait = cls.__init__, cls._internal_poll, cls._try_wait
-
-    @packages.replacement_of(start)
-    def start_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        setattr(self, _MARK, os.getpid())
-        start(self, *args, **kwargs)
+    poll, try_wait = cls._internal_poll, cls._try_wait
 
     @packages.replacement_of(poll)
     def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
-        if self.returncode is not None or _is_own(self):
+        if self.returncode is not None or is_marked(self):
             result: int | None = poll(self, *args, **kwargs)
             return result
         status = _status(self.pid)
@@ -74,7 +67,7 @@ def watch(*, is_forked_here: bool = False) -> None:
 
     @packages.replacement_of(try_wait)
     def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
-        if _is_own(self):
+        if is_marked(self):
             result: tuple[int, int] = try_wait(self, wait_flags)
             return result
         while (status := _status(self.pid)) is None:
@@ -83,11 +76,8 @@ def watch(*, is_forked_here: bool = False) -> None:
             time.sleep(_POLL_S)
         return self.pid, status
 
-    cls.__init__, cls._internal_poll, cls._try_wait = start_here, poll_here, try_wait_here
-
-
-def _is_own(program: Any) -> bool:
-    return vars(program).get(_MARK) == os.getpid()
+    packages.call_before(cls, "__init__", mark)
+    cls._internal_poll, cls._try_wait = poll_here, try_wait_here
 
 
 def _status(pid: int) -> int | None:

@@ -84,15 +84,12 @@ def _is_kernels(connection: Any, channels: Collection[Identity]) -> bool:
 
 def _renew_in_library(module: Any, channels: Collection[Identity]) -> None:
     """Close the kernel's connection before a request, so that ``http.client`` connects again."""
-    begin = module.HTTPConnection.putrequest
 
-    @packages.replacement_of(begin)
-    def begin_here(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_kernels(self.sock, channels):
-            self.close()
-        return begin(self, *args, **kwargs)
+    def close_if_kernels(connection: Any) -> None:
+        if _is_kernels(connection.sock, channels):
+            connection.close()
 
-    module.HTTPConnection.putrequest = begin_here
+    packages.call_before(module.HTTPConnection, "putrequest", close_if_kernels)
 
 
 def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
@@ -111,16 +108,13 @@ def _renew_in_urllib3(module: Any, channels: Collection[Identity]) -> None:
 
 def _renew_in_log_handlers(module: Any, channels: Collection[Identity]) -> None:
     """Drop the kernel's connection before sending a record, so that the handler connects again."""
-    send = module.SocketHandler.send
 
-    @packages.replacement_of(send)
-    def send_here(self: Any, data: bytes) -> Any:
-        if _is_kernels(self.sock, channels):
-            self.sock.close()
-            self.sock = None
-        return send(self, data)
+    def drop_if_kernels(handler: Any) -> None:
+        if _is_kernels(handler.sock, channels):
+            handler.sock.close()
+            handler.sock = None
 
-    module.SocketHandler.send = send_here
+    packages.call_before(module.SocketHandler, "send", drop_if_kernels)
 
 
 def _renew_in_httpcore(module: Any, channels: Collection[Identity]) -> None:

@@ -10,7 +10,6 @@ The launcher detects workers that wait for such a thread in other ways (``diagno
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import sys
 import threading
@@ -19,8 +18,7 @@ from typing import Any
 from nblaunch import context, packages
 from nblaunch.events import Note
 from nblaunch.user_code import is_user_file
-
-_MARK = "_nblaunch_used_in"
+from nblaunch.worker.inheritance.marks import is_marked, mark
 
 of_kernel: list[threading.Thread] = []
 """The threads that ran in the kernel at the fork, as seen in a forked worker."""
@@ -44,22 +42,16 @@ def remember() -> None:
 def watch() -> None:
     """Restart log listeners in this worker when needed, and report joins of threads that do not run here."""
     if _listeners:
-        _watch_handlers(sys.modules["logging.handlers"])
+        handlers: Any = sys.modules["logging.handlers"]
+        packages.call_before(handlers.QueueHandler, "handle", _restart_listener_once)
     if of_kernel:
         _watch_joins()
 
 
-def _watch_handlers(module: Any) -> None:
-    handle = module.QueueHandler.handle
-
-    @packages.replacement_of(handle)
-    def handle_here(self: Any, record: Any) -> Any:
-        if vars(self).get(_MARK) != os.getpid():
-            setattr(self, _MARK, os.getpid())
-            _restart_listener(self.queue)
-        return handle(self, record)
-
-    module.QueueHandler.handle = handle_here
+def _restart_listener_once(handler: Any) -> None:
+    if not is_marked(handler):
+        mark(handler)
+        _restart_listener(handler.queue)
 
 
 def _restart_listener(records: Any) -> None:

@@ -43,8 +43,10 @@ def renew_at_use() -> None:
         module = sys.modules.get(name)
         if module is not None and name not in _watched and hasattr(module, iterator):
             _watched.add(name)
-            _read_afresh(getattr(module, loader))
-            _reject(getattr(module, iterator))
+            cls = getattr(module, iterator)
+            packages.call_before(getattr(module, loader), "__iter__", _forget_iterator)
+            packages.call_before(cls, "_next_data", _reject_read)
+            _leave_processes(cls)
 
 
 def _is_kernels(iterator: Any) -> bool:
@@ -52,35 +54,29 @@ def _is_kernels(iterator: Any) -> bool:
     return bool(processes) and processes[0]._parent_pid != os.getpid()
 
 
-def _read_afresh(cls: Any) -> None:
-    iterate = cls.__iter__
-
-    @packages.replacement_of(iterate)
-    def iterate_here(self: Any) -> Any:
-        iterator = vars(self).get("_iterator")
-        if _is_kernels(iterator):
-            _kept.append(iterator)
-            self._iterator = None
-        return iterate(self)
-
-    cls.__iter__ = iterate_here
+def _forget_iterator(loader: Any) -> None:
+    """Let a loader begin a new iterator if it keeps the kernel's."""
+    iterator = vars(loader).get("_iterator")
+    if _is_kernels(iterator):
+        _kept.append(iterator)
+        loader._iterator = None
 
 
-def _reject(cls: Any) -> None:
-    read, end = cls._next_data, cls._shutdown_workers
+def _reject_read(iterator: Any) -> None:
+    if _is_kernels(iterator) and not iterator._shutdown:
+        raise RuntimeError(
+            "this iterator of a DataLoader was created in another process, and its worker processes serve only that "
+            "process. Call iter(loader) inside the function to read the loader from its beginning"
+        )
 
-    @packages.replacement_of(read)
-    def read_here(self: Any) -> Any:
-        if _is_kernels(self) and not self._shutdown:
-            raise RuntimeError(
-                "this iterator of a DataLoader was created in another process, and its worker processes serve only "
-                "that process. Call iter(loader) inside the function to read the loader from its beginning"
-            )
-        return read(self)
+
+def _leave_processes(cls: Any) -> None:
+    """Let iterators that are freed here leave the kernel's processes running."""
+    end = cls._shutdown_workers
 
     @packages.replacement_of(end)
     def end_here(self: Any) -> None:
         if not _is_kernels(self):  # the kernel's processes share an event and would end
             end(self)
 
-    cls._next_data, cls._shutdown_workers = read_here, end_here
+    cls._shutdown_workers = end_here

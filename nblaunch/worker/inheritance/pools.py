@@ -12,7 +12,6 @@ because each change copies pages of the kernel's memory.
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -20,9 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nblaunch import packages
-
-_MARK = "_nblaunch_made_in"
-"""Attribute with the id of the process that created or recreated the pool."""
+from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _kept: list[Any] = []
 """Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
@@ -82,10 +79,6 @@ def empty_like(kernels: Any) -> Any:
     return type(kernels)(kernels.maxsize) if isinstance(kernels, queue.Queue) else type(kernels)()
 
 
-def _is_own(pool: Any) -> bool:
-    return vars(pool).get(_MARK) == os.getpid()
-
-
 def _replace_lock() -> None:
     """Replace the lock in a forked process, because a thread that was not forked may hold it."""
     global _changing
@@ -101,7 +94,7 @@ def _watch_thread_executors(module: Any) -> None:
             pool._threads = set()
             pool._shutdown_lock = threading.Lock()
 
-    _before(module.ThreadPoolExecutor, "submit", _once(renew))
+    packages.call_before(module.ThreadPoolExecutor, "submit", _once(renew))
 
 
 def _watch_process_executors(module: Any) -> None:
@@ -119,10 +112,10 @@ def _watch_process_executors(module: Any) -> None:
         )
         make(pool, pool._max_workers, pool._mp_context, pool._initializer, pool._initargs, **options)
 
-    _before(cls, "__init__", _mark)
-    _before(cls, "submit", _once(renew))
+    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "submit", _once(renew))
     # Otherwise it would wake the thread that manages the kernel's pool.
-    _before(cls, "shutdown", _once(renew))
+    packages.call_before(cls, "shutdown", _once(renew))
     # This process's exit would wake each of them as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
@@ -149,12 +142,12 @@ def _watch_loky(module: Any) -> None:
         )
         pool._initializer, pool._initargs = initializer, initargs  # already wrapped by loky
 
-    _before(cls, "__init__", _mark)
-    _before(cls, "submit", _once(renew))
-    _before(cls, "shutdown", _once(renew))
+    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "submit", _once(renew))
+    packages.call_before(cls, "shutdown", _once(renew))
     reusable = sys.modules.get(module.__name__.replace("process_executor", "reusable_executor"))
     if reusable is not None:
-        _before(reusable._ReusablePoolExecutor, "_resize", _once(renew))
+        packages.call_before(reusable._ReusablePoolExecutor, "_resize", _once(renew))
 
 
 def _watch_pools(module: Any) -> None:
@@ -180,40 +173,24 @@ def _watch_pools(module: Any) -> None:
         pool._pool = []
         pool._change_notifier = queue.SimpleQueue()
 
-    _before(cls, "__init__", _mark)
-    _before(cls, "_check_running", _once(renew))
+    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "_check_running", _once(renew))
     for name in ("close", "terminate", "join"):
-        _before(cls, name, _once(end))
-
-
-def _mark(pool: Any) -> None:
-    setattr(pool, _MARK, os.getpid())
+        packages.call_before(cls, name, _once(end))
 
 
 def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that calls ``act(pool)`` once, in the first thread that uses the pool, while others wait."""
 
     def act_once(pool: Any) -> None:
-        if _is_own(pool):
+        if is_marked(pool):
             return
         with _changing:
-            if not _is_own(pool):
+            if not is_marked(pool):
                 act(pool)
-                _mark(pool)
+                mark(pool)
 
     return act_once
-
-
-def _before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Call ``act(instance)`` before each call of a method."""
-    method = getattr(cls, name)
-
-    @packages.replacement_of(method)
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        act(self)
-        return method(self, *args, **kwargs)
-
-    setattr(cls, name, call)
 
 
 _WATCHES: tuple[tuple[str, Callable[[Any], None], Callable[[Any], bool]], ...] = (

@@ -8,14 +8,11 @@ databases are shared.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 from nblaunch import packages
-
-_MARK = "_nblaunch_made_in"
-"""Attribute with the id of the process that created the storage."""
+from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _WRITES = (
     "create_new_study",
@@ -44,30 +41,15 @@ def watch(warn: Callable[[str], None]) -> None:
 
 def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
     cls = module.InMemoryStorage
-    make = cls.__init__
     has_warned = False
 
-    @packages.replacement_of(make)
-    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        setattr(self, _MARK, os.getpid())
-        make(self, *args, **kwargs)
-
-    def report(self: Any) -> None:
+    def report(storage: Any) -> None:
         nonlocal has_warned
-        if not has_warned and vars(self).get(_MARK) != os.getpid():
+        if not has_warned and not is_marked(storage):
             has_warned = True
             warn(_LOST)
 
-    cls.__init__ = make_here
+    packages.call_before(cls, "__init__", mark)
     for name in _WRITES:
         if hasattr(cls, name):
-            setattr(cls, name, _reporting(getattr(cls, name), report))
-
-
-def _reporting(method: Callable[..., Any], report: Callable[[Any], None]) -> Callable[..., Any]:
-    @packages.replacement_of(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        report(self)
-        return method(self, *args, **kwargs)
-
-    return call
+            packages.call_before(cls, name, report)

@@ -149,12 +149,6 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
         writer: its row.
         fds: as in :func:`reject_writes`; unused for a class without a stream.
     """
-    make = cls.__init__
-
-    @packages.replacement_of(make)
-    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        _made_here.add(id(self))
-        make(self, *args, **kwargs)
 
     def is_kernels(self: Any) -> bool:
         return id(self) not in _made_here and (not writer.stream or _descriptor(self, writer.stream) in fds)
@@ -166,10 +160,10 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
             else _text(getattr(self, writer.path, ""))
         )
 
-    cls.__init__ = make_here
+    packages.call_before(cls, "__init__", lambda self: _made_here.add(id(self)))
     for name in writer.writes:
         if hasattr(cls, name):
-            setattr(cls, name, _rejecting(getattr(cls, name), is_kernels, writer.what, name_of))
+            packages.call_before(cls, name, _rejecting(is_kernels, writer.what, name_of))
     for name in writer.ends:
         if hasattr(cls, name):
             setattr(cls, name, _leaving_to_kernel(getattr(cls, name), is_kernels))
@@ -200,15 +194,15 @@ def _path(fd: int) -> str:
 
 
 def _rejecting(
-    method: Callable[..., Any], is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
-) -> Callable[..., Any]:
-    @packages.replacement_of(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_kernels(self):
-            _raise(what, name_of(self))
-        return method(self, *args, **kwargs)
+    is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
+) -> Callable[[Any], None]:
+    """Return a function that raises if an object writes to a file of the kernel."""
 
-    return call
+    def reject_if_kernels(obj: Any) -> None:
+        if is_kernels(obj):
+            _raise(what, name_of(obj))
+
+    return reject_if_kernels
 
 
 def _leaving_to_kernel(method: Callable[..., Any], is_kernels: Callable[[Any], bool]) -> Callable[..., Any]:
@@ -255,4 +249,4 @@ def _reject_hdf5(h5py: Any) -> None:
     for module, name, methods in _HDF5_WRITES:
         cls = getattr(sys.modules[module], name)
         for method in methods:
-            setattr(cls, method, _rejecting(getattr(cls, method), is_kernels, "HDF5 file", name_of))
+            packages.call_before(cls, method, _rejecting(is_kernels, "HDF5 file", name_of))

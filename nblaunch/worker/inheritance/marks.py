@@ -1,0 +1,19 @@
+"""Marks on objects of libraries that this process created, or has made usable, rather than inherited."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_MARK = "_nblaunch_process"
+"""Attribute with the id of the process."""
+
+
+def mark(instance: Any) -> None:
+    """Mark an object as one of this process."""
+    setattr(instance, _MARK, os.getpid())
+
+
+def is_marked(instance: Any) -> bool:
+    """Return whether this process, rather than one that it was forked from, has marked the object."""
+    return vars(instance).get(_MARK) == os.getpid()
