@@ -1,12 +1,13 @@
 """Imports that workers will need. The kernel performs them before it forks, while it is idle or during the launch.
 
-    plan("sympy", "torch._dynamo")      as nblaunch.training.prepare does when it is imported
-    finish()                            before each fork
+    plan(*COMPILER)     as nblaunch.training.prepare does when it is imported
+    plan_for(call)      before each fork: what the functions of the call will import
+    finish()            before each fork
 
-torch imports its compiler at the first step of an optimizer, which takes more than a second. Without this module, each
-worker of each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel
-performs them between cells, in its main thread, one module at a time. No other thread imports, so other imports never
-see half a module, and no import lock is taken when the kernel forks.
+torch imports its compiler for the first optimizer, which takes more than a second. Without this module, each worker of
+each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel performs
+them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see half
+a module, and no import lock is taken when the kernel forks.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from nblaunch.user_code import ipython_shell
+from nblaunch.user_code import ipython_shell, is_user_function, names_in, reachable_from
+
+COMPILER = ("sympy", "torch._dynamo")
+"""torch's compiler, and before it the library that takes half of its time."""
+
+_ACCELERATOR = "nblaunch.training.accelerator"
+
+_TRAINING = {"backward", "optim", "Trainer", "fit"}
+"""Names in functions that create an optimizer."""
 
 _IDLE_S = 0.1
 """Seconds to wait after the running cell, in which the kernel sends its reply and may begin the next cell."""
@@ -38,6 +48,25 @@ def plan(*modules: str) -> None:
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None and os.getpid() == _kernel_pid:
         loop.add_callback(_wait_for_reply, loop)
+
+
+def plan_for(call: Iterable[Any]) -> None:
+    """Plan the imports of functions that train with torch, if this process has imported torch.
+
+    Args:
+        call: a function and its arguments.
+    """
+    if "torch" not in sys.modules:
+        return
+    if sys.modules.keys() >= {COMPILER[-1], _ACCELERATOR}:
+        plan(*COMPILER)  # another thread may be importing it
+        return
+    functions = filter(is_user_function, reachable_from(call))
+    names = {name for function in functions for name in names_in(function.__code__)}
+    if {"nblaunch", "Accelerator"} <= names:
+        plan(_ACCELERATOR)
+    if names & _TRAINING:
+        plan(*COMPILER)
 
 
 def finish() -> None:

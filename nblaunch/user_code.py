@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
-from types import CodeType, FrameType, FunctionType, TracebackType
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any, cast
 
 _OWN_FOLDER = os.path.dirname(__file__) + os.sep
 """nblaunch's folder. Symbolic links are not resolved, as in the file names of code objects."""
@@ -25,6 +28,10 @@ _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 """
 
 
+_MAX_VISITED = 500
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they refer to nothing
+
+
 def is_own_file(filename: str) -> bool:
     """Return whether the file is part of nblaunch."""
     return filename.startswith(_OWN_FOLDER)
@@ -35,6 +42,11 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith((*_LIBRARY_FOLDERS, _OWN_FOLDER, "<frozen", "<string>")):
         return False
     return not any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+def is_user_function(value: Any) -> bool:
+    """Return whether an object is a function of the notebook or of a user's module."""
+    return issubclass(type(value), FunctionType) and is_user_file(value.__code__.co_filename)
 
 
 def is_user_module(module: object) -> bool:
@@ -132,16 +144,17 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:
             continue  # the variable has no value yet
         yield name, value
-    for name in dict.fromkeys(_names(code)):
+    for name in dict.fromkeys(names_in(code)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that code uses, also in nested functions and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def used_by(function: Any) -> Iterator[tuple[str, Any]]:
@@ -162,3 +175,43 @@ def used_by(function: Any) -> Iterator[tuple[str, Any]]:
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if inspect.isfunction(plain):
         yield from captured_variables(plain)
+
+
+def reachable_from(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
+
+    In a different order, a model with many layers would use up the limit of 500 values.
+    """
+    return islice(_reached(values), _MAX_VISITED)
+
+
+def _reached(values: Iterable[Any]) -> Iterator[Any]:
+    pending = deque(values)
+    seen: set[int] = set()
+    while pending:
+        value = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        # isinstance() would ask a proxy for its class, which may raise.
+        kind = type(value)
+        if issubclass(kind, FunctionType):
+            if is_user_function(value):
+                pending.extend(captured for _, captured in captured_variables(value))
+        elif issubclass(kind, type):
+            pending.extend(filter(is_user_function, vars(value).values()))
+        elif not issubclass(kind, ModuleType):
+            pending.append(kind)
+            pending.extend(each for each in _members(value) if type(each) not in _ATOMS)
+
+
+def _members(value: Any) -> Sequence[Any]:
+    """Return what an object refers to, without listing a container of millions of elements."""
+    for kind in (list, tuple):
+        if issubclass(type(value), kind):
+            return cast(Sequence[Any], kind.__getitem__(value, slice(_MAX_VISITED)))
+    for unordered in (dict, set, frozenset):
+        if issubclass(type(value), unordered) and unordered.__len__(value) > _MAX_VISITED:
+            return ()
+    return gc.get_referents(value)[:_MAX_VISITED]

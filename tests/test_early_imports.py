@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import Kernel
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,37 @@ def test_an_early_launch_imports_before_forking(kernel: Kernel) -> None:
         "(loaded(), notebook_launcher(loaded, num_processes=2, return_all=True, dashboard='none'), loaded())"
     ).value
     assert found == (False, [True, True], True)
+
+
+PLAIN = """
+import torch
+import nblaunch
+def train(reports=True):
+    import sys
+    modules = [name in sys.modules for name in ("torch._dynamo", "nblaunch.training.accelerator")]
+    if reports:
+        return modules
+    accelerator = nblaunch.Accelerator()
+    torch.ones(1, requires_grad=True).sum().backward()
+def launch(function, start_method):
+    return nblaunch.notebook_launcher(
+        function, num_processes=2, start_method=start_method, return_all=True, dashboard="none", backend="cpu"
+    )
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", thorough("forkserver")])
+def test_a_loop_that_names_the_accelerator_only_inside_imports_before_forking(
+    kernel: Kernel, start_method: str
+) -> None:
+    kernel.run(PLAIN)
+    assert kernel.run(f"launch(train, {start_method!r})").value == [[True, True]] * 2
+
+
+def test_a_function_that_does_not_train_imports_no_compiler(kernel: Kernel) -> None:
+    kernel.run(PLAIN)
+    kernel.run("def compute(): import sys; return torch.ones(2).sum().item(), 'torch._dynamo' in sys.modules")
+    assert kernel.run("launch(compute, 'fork')").value == [(2.0, False)] * 2
 
 
 @pytest.mark.thorough

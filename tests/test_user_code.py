@@ -1,15 +1,16 @@
-"""Which files of a program belong to the user."""
+"""Which files of a program belong to the user, and to which objects a call refers."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nblaunch import user_code
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import is_user_file, reachable_from
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,32 @@ def test_nblaunch_knows_its_own_files_behind_a_symbolic_link(tmp_path: Path) -> 
     assert filename.startswith(str(tmp_path))
     assert linked.is_own_file(filename)
     assert not linked.is_user_file(filename)
+
+
+def test_objects_of_a_call_are_reached_whatever_they_are() -> None:
+    class Proxy:
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise RuntimeError("working outside of request context")
+
+    class Unindexed(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise RuntimeError
+
+    def helper() -> None: ...
+
+    def train(*values: Any) -> None:
+        helper()
+
+    hidden, proxy = object(), Proxy()
+    reached = list(reachable_from((train, ([proxy], Unindexed([hidden])))))
+    for wanted in (train, helper, hidden, proxy):
+        assert any(each is wanted for each in reached)
+
+
+@pytest.mark.parametrize(
+    "values", [list(map(str, range(10**6))), set(range(10**6)), dict.fromkeys(range(10**6))]
+)
+def test_the_rest_of_a_call_is_reached_beside_millions_of_values(values: Any) -> None:
+    last = object()
+    assert any(each is last for each in reachable_from((len, (values, [[last]]))))

@@ -8,33 +8,28 @@ The backend knows whether the device survives a fork (``Backend.fork_hazard``, `
 
 from __future__ import annotations
 
-import gc
 import linecache
 import mmap
 import os
 import re
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from nblaunch.backends.base import Backend
 from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
-from nblaunch.user_code import captured_variables, cell_name, is_user_file
+from nblaunch.user_code import cell_name, is_user_file, is_user_function, names_in, reachable_from
 from nblaunch.wire.assignment import FunctionCall
 from nblaunch.worker.inheritance import connected_engines
 
 _THREADS = Path("/proc/self/task")
-_MAX_VISITED = 500
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they refer to nothing
 
 
 @dataclass(frozen=True)
@@ -185,43 +180,14 @@ def _contains_tokio(file: str) -> bool:
 
 def _libraries_of(call: FunctionCall) -> set[str]:
     """Return the libraries to which the user's code of ``call``, or its arguments, refer."""
-    reached = islice(_reached([call[0], *call[1]]), _MAX_VISITED)
-    return {name for value in reached for name in _names_of_libraries(value)}
-
-
-def _reached(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, then the values they refer to, nearest first: variables of user functions, members of objects.
-
-    In a different order, a model with many layers would use up the limit on inspected values.
-    """
-    pending = deque(values)
-    seen: set[int] = set()
-    while pending:
-        value = pending.popleft()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if isinstance(value, FunctionType):
-            if _is_users(value):
-                pending.extend(captured for _, captured in captured_variables(value))
-        elif isinstance(value, type):
-            pending.extend(filter(_is_users, vars(value).values()))
-        elif not isinstance(value, ModuleType):
-            pending.append(type(value))
-            referents = gc.get_referents(value)[:_MAX_VISITED]
-            pending.extend(referent for referent in referents if type(referent) not in _ATOMS)
-
-
-def _is_users(value: Any) -> bool:
-    return isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename)
+    return {name for value in reachable_from(call) for name in _names_of_libraries(value)}
 
 
 def _names_of_libraries(value: Any) -> set[str]:
     """Return the libraries that a value names: as a module, by its type, or by an import in a function."""
-    if isinstance(value, ModuleType):
+    if issubclass(type(value), ModuleType):
         return {value.__name__.partition(".")[0]}
-    if _is_users(value):
-        return set(value.__code__.co_names)
-    kind = value if isinstance(value, type) else type(value)
+    if is_user_function(value):
+        return set(names_in(value.__code__))
+    kind = value if issubclass(type(value), type) else type(value)
     return {str(kind.__module__).partition(".")[0]}

@@ -47,16 +47,14 @@ def start(
     call: FunctionCall, assignments: Sequence[Assignment], board: Board, saved: SavedCall | None
 ) -> WorkerGroup:
     """Fork from the calling thread, which is the main thread, while no other user code can run."""
-    return Children(fork_workers(lambda: call, assignments, board))
+    return Children(fork_workers(call, assignments, board))
 
 
-def fork_workers(
-    load_call: Callable[[], FunctionCall], assignments: Sequence[Assignment], board: Board
-) -> dict[int, int]:
+def fork_workers(call: FunctionCall, assignments: Sequence[Assignment], board: Board) -> dict[int, int]:
     """Fork one worker per assignment; return rank -> process id. Only the parent returns."""
     with _other_threads_finishing() as let_them_run:
-        assignments = _prepare(assignments)
-        load_call = _with_random_state(load_call)
+        assignments = _prepare(call, assignments)
+        load_call = _with_random_state(call)
         with _originals_opened(assignments) as originals:
             files = KernelFiles.of_this_process(_own_fds(assignments, originals), _ranks(assignments))
 
@@ -71,13 +69,14 @@ def fork_workers(
                 return _fork_all(assignments, run)
 
 
-def _prepare(assignments: Sequence[Assignment]) -> list[Assignment]:
+def _prepare(call: FunctionCall, assignments: Sequence[Assignment]) -> list[Assignment]:
     """Prepare this process for the forks, and return the assignments for its children.
 
     This happens before the forks, because every page that a worker writes to is copied.
     """
     output.flush_before_fork()
     _prepare_backend(backends.find(assignments[0].backend))
+    early_imports.plan_for(call)
     early_imports.finish()
     is_paused = pause_pools()
     kernel_threads.remember()
@@ -178,14 +177,14 @@ def _ranks(assignments: Sequence[Assignment]) -> range:
     return range(assignments[0].rank, assignments[-1].rank + 1)
 
 
-def _with_random_state(load_call: Callable[[], FunctionCall]) -> Callable[[], FunctionCall]:
+def _with_random_state(call: FunctionCall) -> Callable[[], FunctionCall]:
     """Restore ``random`` before the call: Python reseeds it in every child, unlike numpy's and torch's generators."""
     state, unknown = random.getstate(), random_states.unknown_generators()
 
     def load() -> FunctionCall:
         random.setstate(state)
         random_states.seed_unknown(state, unknown)
-        return load_call()
+        return call
 
     return load
 

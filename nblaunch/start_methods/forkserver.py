@@ -192,7 +192,7 @@ def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     if hazard is None:
         os.close(boot.call.fd)
         board = Board(first.topology.world_size, first.board_fd)
-        return fork_workers(lambda: call, boot.assignments, board)
+        return fork_workers(call, boot.assignments, board)
     text = (
         "every worker loads the function on its own, so the workers do not share the model: after a fresh "
         f"process had loaded the function, {hazard}. To share the model, import the code that uses the "

@@ -35,7 +35,7 @@ from nblaunch.training.strategies import Strategy
 from nblaunch.weights.state_dicts import give_own_memory
 
 # DDP's constructor and the first step of an optimizer import the compiler. sympy takes a quarter of the time.
-early_imports.plan("sympy", "torch._dynamo")
+early_imports.plan(*early_imports.COMPILER)
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
 SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
