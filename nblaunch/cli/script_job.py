@@ -83,7 +83,7 @@ def launch_script(
     arguments: Sequence[str],
     *,
     is_module: bool,
-    timeline: Path | None = None,
+    timeline: Path | None,
 ) -> int:
     """Run a script in all processes and return the exit code for the shell.
 

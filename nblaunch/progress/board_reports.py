@@ -163,7 +163,7 @@ class LoopStack:
             loop.step = step
             self._slot.advance_to(step)
 
-    def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int] = (0, 0)) -> None:
+    def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int]) -> None:
         """Store a framework's plan of its training; None at its end.
 
         Args:

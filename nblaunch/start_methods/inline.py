@@ -26,7 +26,7 @@ def run_inline(
     accelerator_defaults: Mapping[str, Any],
     emit: Callable[[Event], None],
     environment: Mapping[str, str],
-    is_spmd: bool = False,
+    is_spmd: bool,
 ) -> Any:
     """Call the function as rank 0 of 1 and return its value; restore context and environment afterwards.
 

@@ -96,7 +96,7 @@ def registered_backend(name: str) -> bytes:
 def start_program(
     module: str,
     message: object,
-    inherited: Iterable[int] = (),
+    inherited: Iterable[int],
     call: SavedCall | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:

@@ -241,7 +241,7 @@ def parallel_plugin(
 
 
 def plugin_if_none_given(
-    kept: StrategyPlugin | None, handlers: Mapping[type, Any], parallelism: ParallelismConfig | None = None
+    kept: StrategyPlugin | None, handlers: Mapping[type, Any], parallelism: ParallelismConfig | None
 ) -> StrategyPlugin:
     """Return the plugin to use if none was passed: the one in use, else the launch's, else replicas.
 

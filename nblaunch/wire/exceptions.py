@@ -66,7 +66,7 @@ def load(body: bytes) -> BaseException:
     return pickle.loads(body).restore()
 
 
-def from_text(type_name: str, message: str, parts: Sequence[BaseException] = ()) -> BaseException | None:
+def from_text(type_name: str, message: str, parts: Sequence[BaseException]) -> BaseException | None:
     """Return an exception of the named class with this text; None if this process has no such class.
 
     For exceptions from other machines, which are never unpickled: the function imports no module and runs no Python

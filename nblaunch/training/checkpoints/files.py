@@ -254,7 +254,7 @@ def latest(checkpoints: Path) -> Path:
     return ordered[-1]
 
 
-def weights_file(folder: Path, index: int, manifest: Manifest | None = None) -> Path:
+def weights_file(folder: Path, index: int, manifest: Manifest | None) -> Path:
     """Return the file with the weights of the n-th model; prefer a file in the manifest to a leftover one."""
     candidates = [numbered(name, index) for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, FSDP_WEIGHTS)]
     if manifest is not None:

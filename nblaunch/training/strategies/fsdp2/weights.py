@@ -50,7 +50,7 @@ class FullWeights:
         ignored: set[nn.Parameter],
         device: torch.device,
         may_be_sent: bool,
-        trained_dtype: torch.dtype | None = None,
+        trained_dtype: torch.dtype | None,
     ) -> None:
         self._model = model
         self._device = device
