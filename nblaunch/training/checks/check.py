@@ -42,7 +42,10 @@ class Check(ABC):
         self._report = report
 
     def begin_window(self) -> None:
-        """Forget the steps that were examined before, because other steps have passed since."""
+        """Forget the steps that were examined before, because other steps have passed since.
+
+        Called before any other method, and when the watch looks again.
+        """
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Check before a backward pass from ``loss``, with the ``options`` of ``accelerator.backward``."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from nblaunch.training.checks.check import Check, Prepared, Report, parameters_of
+from nblaunch.training.checks.check import Check, Prepared, parameters_of
 
 _MEASURES_FROM = 1e6
 """Norms of at least this size do not limit anything: users pass them, or infinity, to measure the norm."""
@@ -30,10 +30,6 @@ class LateClipping(Check):
     """Gradients are clipped after the step that used them, and before the next backward pass."""
 
     name = "clipping_after_step"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -40,10 +40,6 @@ class SameSamples(Check):
 
     name = "same_samples"
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
-
     def begin_window(self) -> None:
         self._digests: deque[int] = deque(maxlen=_NUM_COMPARED)
         self._losses: deque[str] = deque(maxlen=_NUM_COMPARED)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from nblaunch import formatting
-from nblaunch.training.checks.check import Check, Prepared, Report, Streaks, parameters_of
+from nblaunch.training.checks.check import Check, Prepared, Streaks, parameters_of
 from nblaunch.training.collectives import dtensor
 from nblaunch.training.models import bare_module
 
@@ -61,10 +61,6 @@ class UnclearedGradients(Check):
 
     name = "gradients_not_cleared"
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
-
     def begin_window(self) -> None:
         self._last: weakref.WeakKeyDictionary[Any, _LastStep] = weakref.WeakKeyDictionary()
         self._streaks = Streaks()
@@ -112,10 +108,6 @@ class ForeignParameters(Check):
     """An optimizer steps parameters that are not part of a trained model, for example a replaced layer's."""
 
     name = "optimizer_without_gradients"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._empty, self._partly_foreign = Streaks(), Streaks()

@@ -102,10 +102,6 @@ class EvalModeTraining(Check):
     name = "training_in_eval_mode"
     is_hint = True
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
-
     def begin_window(self) -> None:
         self._count = 0
 
@@ -150,10 +146,6 @@ class UntrainedParameters(Check):
 
     name = "parameters_without_gradients"
     is_hint = True
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Report
+from nblaunch.training.checks.check import Check, Prepared
 
 _NUM_OVERFLOWS = 10  # in a row: a scaler that starts too high needs a few
 
@@ -16,10 +16,6 @@ class CollapsedScale(Check):
     """fp16 gradients overflow in every step: the scaler keeps halving its scale, and skips all steps."""
 
     name = "loss_scale_collapsed"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._scale = 0.0

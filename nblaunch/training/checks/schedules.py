@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.training.checks.check import Check, Prepared, Report, Streaks
+from nblaunch.training.checks.check import Check, Prepared, Streaks
 
 _NUM_ZERO = 5  # steps in a row: a warm-up from 0 has one
 _NUM_WINDOWS = 2
@@ -18,10 +18,6 @@ class ZeroLearningRate(Check):
     """All groups of an optimizer have a learning rate of 0, and no other optimizer steps with a larger one."""
 
     name = "zero_learning_rate"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._streaks = Streaks()
@@ -45,10 +41,6 @@ class ScheduledMicroSteps(Check):
     """An unprepared scheduler advances in every micro-step, although the optimizer steps only at the window's end."""
 
     name = "scheduler_per_micro_step"
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(report)
-        self.begin_window()
 
     def begin_window(self) -> None:
         self._rates: dict[int, list[float]] = {}
