@@ -74,7 +74,7 @@ def finish() -> None:
 
     Ignore a module that can't be imported: the code that needs it raises the error.
     """
-    with _lock, warnings.catch_warnings():
+    with _lock, _interrupts_deferred(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they would appear in a cell that does not import the module
         while _planned:
             _import(_planned.pop(0))

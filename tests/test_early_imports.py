@@ -93,6 +93,19 @@ def test_a_function_that_does_not_train_imports_no_compiler(kernel: Kernel) -> N
 
 
 @pytest.mark.thorough
+def test_an_interrupt_of_an_importing_launch_leaves_no_partial_module(kernel: Kernel) -> None:
+    kernel.run(PLAIN)
+    kernel.run(
+        "import os, signal\n"
+        "from nblaunch.packages import when_imported\n"
+        "when_imported('torch._dynamo.variables', lambda module: os.kill(os.getpid(), signal.SIGINT))"
+    )
+    kernel.run("launch(train, 'fork')", raises="KeyboardInterrupt")
+    assert kernel.run("import sympy; sympy.Symbol('x').name").value == "x"
+    assert kernel.run("launch(train, 'fork')").value == [[True, True]] * 2
+
+
+@pytest.mark.thorough
 def test_an_interrupt_of_an_awaiting_cell_leaves_no_partial_module(kernel: Kernel, tmp_path: Path) -> None:
     """The event loop imports while the cell awaits, and the interrupt comes in the middle."""
     interrupt = 'when_imported("sympy.core", lambda module: os.kill(os.getpid(), signal.SIGINT))'
