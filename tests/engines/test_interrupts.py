@@ -158,34 +158,7 @@ def train(model):
     assert "interrupted after optimizer step" in cell.shown
 
 
-def test_stop_ends_all_ranks_at_the_same_step(kept: Kernel) -> None:
-    kept.run("""
-def train():
-    accelerator = Accelerator()
-    step = 0
-    while not accelerator.should_stop:
-        accelerator.reduce(torch.ones(()))
-        step += 1
-        if step == 5:
-            print(f"rank {rank()} is under way", flush=True)
-        time.sleep(0.02)
-    return step
-
-job = launch(train, background=True, return_all=True)
-""")
-    kept.run("while not all('under way' in job.logs(r) for r in range(4)): time.sleep(0.05)")
-    steps = kept.run("job.stop(); job.result(60)").value
-    assert len(steps) == 4
-    assert len(set(steps)) == 1
-
-
-def test_cancel_kills_the_ranks(kept: Kernel) -> None:
-    kept.run("job = launch(time.sleep, 3600, background=True)")
-    kept.run("job.cancel(); job.result(30)", raises="JobCancelled")
-
-
-def test_sigterm_on_one_machine_lets_all_ranks_save_at_the_same_step(kept: Kernel) -> None:
-    kept.run("""
+UNTIL_STOPPED = """
 def train():
     accelerator = Accelerator()
     step = 0
@@ -199,8 +172,19 @@ def train():
 
 job = launch(train, background=True, return_all=True)
 while not all("under way" in job.logs(r) for r in range(4)): time.sleep(0.05)
-os.kill(programs[0], signal.SIGTERM)  # which forwards it
-""")
-    steps = kept.run("job.result(60)").value
+"""
+
+
+@pytest.mark.parametrize(
+    "stop", ["job.stop()", "os.kill(programs[0], signal.SIGTERM)"], ids=["stop()", "SIGTERM on one machine"]
+)
+def test_all_ranks_stop_at_the_same_step(kept: Kernel, stop: str) -> None:
+    kept.run(UNTIL_STOPPED)
+    steps = kept.run(f"{stop}; job.result(60)").value
     assert len(steps) == 4
     assert len(set(steps)) == 1
+
+
+def test_cancel_kills_the_ranks(kept: Kernel) -> None:
+    kept.run("job = launch(time.sleep, 3600, background=True)")
+    kept.run("job.cancel(); job.result(30)", raises="JobCancelled")

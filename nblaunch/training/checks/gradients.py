@@ -1,4 +1,4 @@
-"""Checks for gradients that are never cleared or never computed."""
+"""Checks for gradients that are never cleared, never computed, or overflow in every step."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _NUM_SAMPLED = 3  # parameters whose gradients are examined
 _NUM_ELEMENTS = 8  # of each of these gradients
 _NUM_UNCLEARED = 2  # steps in a row
 _NUM_EMPTY = 3  # steps in a row
+_NUM_OVERFLOWS = 10  # in a row: a scaler that starts too high needs a few
 _MAX_NAMED = 4
 
 
@@ -158,3 +159,30 @@ class ForeignParameters(Check):
         # A layer that takes another's place has the same kinds of parameters, weights and biases.
         is_alike = sorted(map(torch.Tensor.dim, strays)) == sorted(map(torch.Tensor.dim, left_out.values()))
         return list(left_out) if is_alike else []
+
+
+class CollapsedScale(Check):
+    """fp16 gradients overflow in every step: the scaler keeps halving its scale, and skips all steps."""
+
+    name = "loss_scale_collapsed"
+
+    def begin_window(self) -> None:
+        self._scale = 0.0
+        self._num_overflows = 0
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        scaler = prepared.precision.scaler
+        if scaler is None:
+            return
+        scale = scaler.get_scale()
+        self._num_overflows += scale < self._scale
+        self._scale = scale
+        if self._num_overflows == _NUM_OVERFLOWS:
+            self.report(
+                f"fp16 gradients overflow in every step, and {_NUM_OVERFLOWS} steps in a row were skipped: the loss "
+                f"scale has fallen to {scale:g}",
+                "Look for a loss or an activation that is not finite, or use mixed_precision='bf16'",
+            )
+
+    def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        self._num_overflows = 0  # the scaler let the optimizer step

@@ -21,7 +21,7 @@ from nblaunch.events import Observation
 from nblaunch.training.checks.check import Check, Prepared
 from nblaunch.training.checks.clipping import LateClipping, ScaledClipping, measures_only, observe_torch
 from nblaunch.training.checks.data import FixedOrder, SameSamples
-from nblaunch.training.checks.gradients import ForeignParameters, UnclearedGradients
+from nblaunch.training.checks.gradients import CollapsedScale, ForeignParameters, UnclearedGradients
 from nblaunch.training.checks.hints import (
     DifferentOrders,
     EvalModeTraining,
@@ -33,7 +33,6 @@ from nblaunch.training.checks.hints import (
 )
 from nblaunch.training.checks.noise import EqualNoise
 from nblaunch.training.checks.replicas import DifferentReplicas, DifferentStatistics, StepsOnSomeRanks
-from nblaunch.training.checks.scaling import CollapsedScale
 from nblaunch.training.checks.schedules import ScheduledMicroSteps, ZeroLearningRate
 
 CHECKS: tuple[type[Check], ...] = (
