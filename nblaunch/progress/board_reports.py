@@ -29,8 +29,8 @@ from nblaunch.backends.base import Backend
 from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
 from nblaunch.weights.sharded import is_sharded
-from nblaunch.wire.board import MAX_BINS, UPDATES, LossCurve, Slot
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
+from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +227,7 @@ class LoopStack:
 
 
 _BUSY_INTERVAL_S = 0.005
-_BACKWARD = SpanKind.BACKWARD  # looking up an enum member at every step is slow
+_BACKWARD = start_of(SpanKind.BACKWARD)
 
 
 class BusyTime:
@@ -255,10 +255,9 @@ class BusyTime:
         self._since = now_s = monotonic()
         spans = self._spans
         if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-            serial = next(spans.serials)
-            spans.pack(
-                spans.memory, serial % NUM_SPANS * SPAN_BYTES, _BACKWARD, 0, 0.0, began_s, now_s, serial
-            )
+            spans.serial = serial = spans.serial + 1
+            place = serial % NUM_SPANS * SPAN_BYTES
+            spans.pack(spans.memory, place, _BACKWARD, began_s, now_s, serial)
         if since_s:
             self._sum_s += began_s - since_s
             self._num_steps += 1
@@ -372,24 +371,32 @@ class LossReport:
                 it.
         """
         self.num_noted += 1
-        if loss.numel() != 1 or not loss.is_floating_point():
+        latest: Any = None
+        if type(loss) is torch.Tensor and loss.is_cpu:  # in most jobs; each question to torch takes time
+            try:
+                latest = loss.item()  # at once, as the caller may change it
+            except RuntimeError:  # it has several numbers
+                return
+            if type(latest) is not float:
+                return
+        elif loss.numel() != 1 or not loss.is_floating_point():
             return
-        if type(loss) is not torch.Tensor and is_sharded(loss):
-            loss = loss.to_local()  # type: ignore[attr-defined]
-        num_updates = self._slot.words[UPDATES]
+        else:
+            if is_sharded(loss):
+                loss = loss.to_local()  # type: ignore[attr-defined]
+            latest = loss.item() if loss.is_cpu else None
+        num_updates = self._slot.updates
         if num_updates != self._num_updates:
             self._num_updates = num_updates
             if self._num_steps == self._num_binned:
                 self._begin_bin()
             self._num_steps += 1
         losses = self._bins[-1]
-        latest: Any
-        if loss.is_cpu:
-            latest = loss.item()  # at once, as the caller may change it
+        if latest is None:
+            latest, is_number = losses.add_on_device(loss), False
+        else:
             losses.sum += latest
             is_number = latest == latest  # false for NaN; a call to ``isnan`` would cost more
-        else:
-            latest, is_number = losses.add_on_device(loss), False
         losses.count += 1
         self._latest = latest
         if not is_number:

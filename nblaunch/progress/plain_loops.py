@@ -35,7 +35,7 @@ from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.user_code import user_frame_behind
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
 
 _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
@@ -46,6 +46,7 @@ _LOOK_PAUSE = 20
 _MAX_HELD = 256  # losses of one optimizer step
 _BATCHES_PER_SIZE = 8  # measure one batch in this many
 _DATA = SpanKind.DATA  # looking up an enum member is slow
+_DATA_HERE = start_of(SpanKind.DATA)  # of a loader without worker processes
 _LOSS = "_nblaunch_loss"
 _REPORTED = "_is_reported_to_nblaunch"
 _HANDS_ON = ("torch", "tqdm", "nblaunch", "contextlib")
@@ -65,7 +66,7 @@ def watch() -> None:
 def _watch_loaders(module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     read = iterator.__next__
-    spans = context.current().slot.spans
+    spans, get_ident = context.current().slot.spans, threading.get_ident
 
     @packages.replacement_of(read)
     def read_and_note(self: Any) -> Any:
@@ -82,11 +83,14 @@ def _watch_loaders(module: Any) -> None:
         ended_s = monotonic()
         try:
             if spans is not None:
-                size = _num_elements(batch) if self._num_yielded % _BATCHES_PER_SIZE == 1 else 0
-                if threading.get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-                    serial, num_workers = next(spans.serials), self._num_workers
+                is_measured, num_workers = self._num_yielded % _BATCHES_PER_SIZE == 1, self._num_workers
+                start = _DATA_HERE
+                if is_measured or num_workers:
+                    start = spans.pack_start(_DATA, num_workers, _num_elements(batch) if is_measured else 0)
+                if get_ident() == spans.thread:  # inlines ``SpanWriter.put``
+                    spans.serial = serial = spans.serial + 1
                     place = serial % NUM_SPANS * SPAN_BYTES
-                    spans.pack(spans.memory, place, _DATA, num_workers, size, began_s, ended_s, serial)
+                    spans.pack(spans.memory, place, start, began_s, ended_s, serial)
             if not hasattr(self, _REPORTED):
                 plain_loops().note_batch(self, batch)
         except Exception as error:
@@ -103,13 +107,19 @@ def leave_out(iterator: Any) -> None:
 
 
 def _watch_backward(module: Any) -> None:
-    compute = module.backward
+    compute, slot = module.backward, context.current().slot
 
     @packages.replacement_of(compute)
-    def compute_and_note(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def compute_and_note(
+        tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        grad_variables: Any = None, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        # Not *args and **kwargs, which would take longer than all other lines.
+        if slot.record_backward is not None:
+            slot.record_backward()
         plain = _made[-1] if _made else plain_loops()
         if plain.reports.busy_time.is_in_backward and not plain._readings:  # an Accelerator reports it
-            compute(tensors, *args, **kwargs)
+            compute(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
         plain, loss = plain_loops(), None
         try:
@@ -118,16 +128,19 @@ def _watch_backward(module: Any) -> None:
         except Exception as error:
             give_up(error)
             is_noted = False
-        if not is_noted:
-            compute(tensors, *args, **kwargs)
-            return
         try:
-            compute(tensors, *args, **kwargs)
+            compute(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         finally:
-            plain.end_backward()
-        plain.hold(loss)
+            if is_noted:
+                plain.end_backward()
+        if is_noted:
+            plain.hold(loss)
 
     module.backward = compute_and_note
+    # In a compiled function, torch.compile would otherwise try to compile the hook, and warn about its calls.
+    packages.observe_when_imported(
+        "torch._dynamo.eval_frame", lambda dynamo: dynamo.skip_code(compute_and_note.__code__)
+    )
 
 
 def _watch_scaler(module: Any) -> None:

@@ -20,7 +20,6 @@ from nblaunch.training.models import bare_module
 from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.prepare import Preparer
 from nblaunch.training.shared_state import get_shared_state
-from nblaunch.wire.board import UPDATES
 
 
 def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) -> None:
@@ -34,7 +33,7 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
     shared, divisor = preparer.shared, preparer.accumulation.plugin.num_steps
     if not shared.has_checked_models:
         shared.check_models()
-    if shared.process.slot.words[UPDATES] >= shared.watch.due_at:
+    if shared.process.slot.updates >= shared.watch.due_at:
         shared.watch.before_backward(preparer, loss, options)
     is_shown, busy_time = shared.is_shown, shared.busy_time
     busy_time.is_in_backward = is_shown

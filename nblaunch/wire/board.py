@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,13 +75,12 @@ _FIRST_MEAN = 40
 _WORDS = _FIRST_MEAN + MAX_BINS
 _SLOT_BYTES = 8 * _WORDS
 
-# Words of a slot; those without an underscore are used at every step, through ``Slot.words`` and ``Slot.doubles``.
+# Words of a slot; those without an underscore are used at every step, through ``Slot.words``.
 # Integers unless marked; a double is stored in the same 8 bytes through another view.
-_STATE, STEP, _TOTAL, _EPOCH, SAMPLES, _INTERRUPTS, _BUILT_BYTES = range(7)
-_HAS_LOSS, STEPS_DONE = 7, 15
+_STATE, _LOSS, _TOTAL, _EPOCH, _BUSY_TIME, _INTERRUPTS, _BUILT_BYTES, _HAS_LOSS = range(8)  # two doubles
 _CHECKS, _STOP_REPLY, _STOP_PROPOSAL, _STOP_DECISION = range(8, 12)  # see wire/stop_agreement.py
 _DEVICE_BYTES, _DEVICE_PEAK_BYTES, _DEVICE_LIMIT_BYTES = range(12, 15)
-_LOSS, STEP_TIME, _BUSY_TIME = 16, 17, 18  # doubles
+_STEP_TIME, _STEP, _STEPS_DONE, _SAMPLES = range(15, 19)  # a double and three integers
 _BUSY_STEPS, UPDATES, _PROGRESS_SIGNS = 19, 20, 21
 _CURVE_VERSION, _CURVE_STEPS, _CURVE_STEPS_PER_BIN, _CURVE_LENGTH = range(22, 26)
 _NUM_EPOCHS, _LOOP, _TRAINED_STEP, _TRAINED_TOTAL, _TRAINED_EPOCH = range(26, 31)
@@ -88,6 +88,10 @@ _KEEPS_WEIGHTS = 31
 BOUNDARY_CHECKS, _BOUNDARY_REPLY, BOUNDARY_PROPOSAL, _BOUNDARY_DECISION = range(32, 36)
 _JOB_STEPS, _JOB_TOTAL = 36, 37
 _HANDING_OVER = 38
+
+PROGRESS = 8 * _STEP_TIME
+"""Where :attr:`Slot.pack` writes, in bytes."""
+_PROGRESS = struct.Struct("@d3q")  # native, so that each number is written at once
 
 # Attempts to read a curve that changes during the read; a rank that dies while writing leaves its version odd forever.
 _MAX_READS = 5
@@ -199,8 +203,6 @@ class Slot:
 
     epoch = _Word(_EPOCH)
     """Number of the current or last epoch, from 1; 0 before the first."""
-    num_updates = _Word(UPDATES)
-    """Steps of any optimizer."""
     num_progress_signs = _Word(_PROGRESS_SIGNS)
     """Other signs of progress: collectives, bars that advanced, the start of a session's command."""
     built_bytes = _Word(_BUILT_BYTES)
@@ -232,10 +234,14 @@ class Slot:
         """Records the rank's time spans; None before :meth:`record_spans`."""
         self.words: memoryview
         """The integers of the slot, for code that runs at every step, where a method call would be slow."""
-        self.doubles: memoryview[float]
-        """The same words as doubles."""
+        self.pack = _PROGRESS.pack_into
+        """Writes the time of the last step, ``step``, ``steps_done`` and ``samples`` to ``memory`` at ``PROGRESS``."""
         self.note_step: Callable[[FrameType, bool], None] | None = None
         """Called before an optimizer's step, with the user's frame and whether the step has arguments."""
+        self.record_step: Callable[[Any], None] | None = None
+        """Called with an optimizer before its step; None while no collectives are recorded."""
+        self.record_backward: Callable[[], None] | None = None
+        """Called before a backward pass; None while no collectives are recorded."""
         self.counted: Any = None
         """The loop that has one iteration per step, until ``settled_until_s``; None if there is no such loop."""
         self.settled_until_s = 0.0
@@ -254,11 +260,24 @@ class Slot:
             self.spans.detach()
 
     def _write_to(self, memory: memoryview) -> None:
+        self.memory = memory
         self._ints = self.words = memory.cast("q")
-        self.doubles = memory.cast("d")
+        self._doubles = memory.cast("d")
+        # Copies of what this process has written, because reading a word of the board takes as long as writing it.
+        _, self.step, self.steps_done, self.samples = _PROGRESS.unpack_from(memory, PROGRESS)
+        self.updates = self._ints[UPDATES]
         self.boundaries = StepBoundaries(self._ints)
         self._ints[_TOTAL] = -1
         self._read_curve = (0, NO_LOSSES)
+
+    @property
+    def num_updates(self) -> int:
+        """Steps of any optimizer; settable."""
+        return self.updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._ints[UPDATES] = self.updates = number
 
     @property
     def state(self) -> WorkerState:
@@ -277,7 +296,7 @@ class Slot:
             ints[_TOTAL],
             ints[_EPOCH],
             WorkerState(ints[_STATE]),
-            ints[STEP],
+            self.step,
             ints[_LOOP],
             ints[_NUM_EPOCHS],
         )
@@ -288,7 +307,7 @@ class Slot:
         self.end_training(0, 0, 0)
         self.set_job_steps(0, 0)
         self.set_losses(NO_LOSSES)
-        self._ints[_HAS_LOSS], self.doubles[STEP_TIME] = 0, 0.0
+        self._ints[_HAS_LOSS], self._doubles[_STEP_TIME] = 0, 0.0
 
     def start_loop(
         self, total: int, epoch: int, state: WorkerState, step: int = 0, number: int = 0, num_epochs: int = 0
@@ -306,11 +325,11 @@ class Slot:
         ints = self._ints
         ints[_LOOP] = number
         ints[_NUM_EPOCHS] = num_epochs
-        ints[STEP] = step
+        self.step = step
+        self._show_progress()
         ints[_TOTAL] = total
         ints[_EPOCH] = epoch
         ints[_STATE] = state
-        self.doubles[STEP_TIME] = monotonic()
 
     def end_training(self, step: int, total: int, epoch: int) -> None:
         """Record the end of a loop over a training loader."""
@@ -324,31 +343,31 @@ class Slot:
 
     def advance(self, samples: int = 0) -> None:
         """Count a batch of ``samples`` that the displayed loop hands to the user. Called at every step."""
-        ints = self._ints
-        ints[STEP] += 1
-        ints[STEPS_DONE] += 1
-        if samples:
-            ints[SAMPLES] += samples
-        self.doubles[STEP_TIME] = monotonic()
+        self.step += 1
+        self.steps_done += 1
+        self.samples += samples
+        self._show_progress()
 
     def advance_to(self, step: int) -> None:
         """Set the number of batches that the displayed loop has handed to the user."""
-        ints = self._ints
-        ints[STEPS_DONE] += step - ints[STEP]
-        ints[STEP] = step
-        self.doubles[STEP_TIME] = monotonic()
+        self.steps_done += step - self.step
+        self.step = step
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        self.pack(self.memory, PROGRESS, monotonic(), self.step, self.steps_done, self.samples)
 
     def count_step(self) -> None:
         """Count the step with which an outer loop was resumed."""
-        self._ints[STEPS_DONE] += 1
+        self._ints[_STEPS_DONE] = self.steps_done = self.steps_done + 1
 
     def count_samples(self, samples: int) -> None:
         """Count samples of a loop that was not displayed when it handed them to the user."""
-        self._ints[SAMPLES] += samples
+        self._ints[_SAMPLES] = self.samples = self.samples + samples
 
     def set_loss(self, loss: float) -> None:
         """Set the last loss; it may be infinite or nan."""
-        self.doubles[_LOSS] = loss
+        self._doubles[_LOSS] = loss
         self._ints[_HAS_LOSS] = 1
 
     def set_losses(self, curve: LossCurve) -> None:
@@ -359,7 +378,7 @@ class Slot:
         ints[_CURVE_STEPS_PER_BIN] = curve.steps_per_bin
         ints[_CURVE_LENGTH] = len(curve.means)
         for index, mean in enumerate(curve.means, _FIRST_MEAN):
-            self.doubles[index] = mean
+            self._doubles[index] = mean
         ints[_CURVE_VERSION] += 1
 
     def note_interrupt(self) -> None:
@@ -368,7 +387,7 @@ class Slot:
 
     def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
         """Add the time of steps, each from one backward pass to the next, without waiting for other ranks."""
-        self.doubles[_BUSY_TIME] += seconds
+        self._doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += num_steps
 
     def note_progress(self) -> None:
@@ -394,19 +413,19 @@ class Slot:
         return SlotReading(
             rank=rank,
             state=WorkerState(ints[_STATE]),
-            step=ints[STEP],
+            step=ints[_STEP],
             total=ints[_TOTAL],
             epoch=ints[_EPOCH],
-            samples=ints[SAMPLES],
-            loss=self.doubles[_LOSS] if ints[_HAS_LOSS] else None,
+            samples=ints[_SAMPLES],
+            loss=self._doubles[_LOSS] if ints[_HAS_LOSS] else None,
             losses=self._losses(),
-            step_time_s=self.doubles[STEP_TIME],
+            step_time_s=self._doubles[_STEP_TIME],
             interrupts=ints[_INTERRUPTS],
             built_bytes=ints[_BUILT_BYTES],
             device_bytes=ints[_DEVICE_BYTES],
             device_peak_bytes=ints[_DEVICE_PEAK_BYTES],
             device_limit_bytes=ints[_DEVICE_LIMIT_BYTES],
-            busy_time_s=self.doubles[_BUSY_TIME],
+            busy_time_s=self._doubles[_BUSY_TIME],
             busy_steps=ints[_BUSY_STEPS],
             num_updates=ints[UPDATES],
             num_progress_signs=ints[_PROGRESS_SIGNS],
@@ -414,7 +433,7 @@ class Slot:
             num_epochs=ints[_NUM_EPOCHS],
             loop=ints[_LOOP],
             trained=(ints[_TRAINED_STEP], ints[_TRAINED_TOTAL], ints[_TRAINED_EPOCH]),
-            steps_done=ints[STEPS_DONE],
+            steps_done=ints[_STEPS_DONE],
             job_steps=(ints[_JOB_STEPS], ints[_JOB_TOTAL]),
         )
 
@@ -425,7 +444,7 @@ class Slot:
             version = ints[_CURVE_VERSION]
             if version == self._read_curve[0]:
                 break
-            means = tuple(self.doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
+            means = tuple(self._doubles[_FIRST_MEAN : _FIRST_MEAN + ints[_CURVE_LENGTH]])
             curve = LossCurve(ints[_CURVE_STEPS], ints[_CURVE_STEPS_PER_BIN], means)
             self._read_curve = (version, curve)
             if version % 2 == 0 and version == ints[_CURVE_VERSION]:
@@ -437,8 +456,8 @@ class Slot:
         for memory in (self.call_memory, self.span_memory):
             if memory is not None:
                 memory.release()
-        self._ints.release()
-        self.doubles.release()
+        for view in (self._ints, self._doubles, self.memory):
+            view.release()
 
 
 def private_slot() -> Slot:

@@ -10,8 +10,8 @@ comparison needs nothing else. Chains are computed from integers, whose hashes d
 because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not agree
 on them, so they are not part of a chain.
 
-All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes about
-a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
+All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes less
+than a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
 in the meantime.
 """
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import count
@@ -30,14 +31,16 @@ from typing import Any
 NUM_CALLS = 256
 """Number of recorded calls of a rank."""
 
-_ENTRY = struct.Struct("<9q2d")
+_ENTRY = struct.Struct("@9q2d")
+_ENTRY_BYTES = _ENTRY.size
+_NOTE = struct.Struct("@3q48s2d")  # the same entry; the bytes are the fields that only collectives have
 _SERIAL = struct.Struct("<q")  # the first field of an entry
 _MAX_SPLITS = 32
 _SPLITS = 8  # word of the header
 _HEADER_BYTES = 8 * (_SPLITS + 2 + 2 * _MAX_SPLITS)
 _TEXT_BYTES = 12 << 10
 _FIRST_ENTRY = _HEADER_BYTES + _TEXT_BYTES
-REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY.size) // 4096) * 4096
+REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY_BYTES) // 4096) * 4096
 """Memory of a rank; the system only provides pages that are written to."""
 
 _VERSION, _HEAD, _FIRST, _TEXT_LENGTH = range(4)  # words of the header
@@ -48,6 +51,7 @@ UNCOUNTED = -1
 
 _NUM_DIMENSIONS = 4
 _NO_SHAPE = (0, 0, 0, 0)
+_ONLY_NOTED = struct.pack("@6q", 0, UNCOUNTED, *_NO_SHAPE)
 _MAX_RANKS_TEXT = 2000  # characters
 
 # Kinds of calls; the first tuple holds the collectives.
@@ -187,6 +191,26 @@ class RankCalls:
 NO_CALLS = RankCalls()
 
 
+class WrittenSite:
+    """A :class:`Site` on the writer's side, made once for many calls.
+
+    Args:
+        fields: the arguments of :class:`Site`, in order; the group as returned by :meth:`CallWriter.add_group`, or -1.
+
+    Attributes:
+        handle: the group.
+        position: position among the texts of the writer's ``version``; -1 before the first call.
+    """
+
+    __slots__ = ("fields", "handle", "position", "version")
+
+    def __init__(self, *fields: Any) -> None:
+        self.fields = fields
+        self.handle: int = fields[1]
+        self.position = -1
+        self.version = 0
+
+
 class CallWriter:
     """The writer's side of a rank's region.
 
@@ -223,7 +247,7 @@ class CallWriter:
 
     def put(
         self,
-        site: tuple[Any, ...],
+        site: WrittenSite,
         number: int,
         chain: int = 0,
         size: int = UNCOUNTED,
@@ -233,7 +257,7 @@ class CallWriter:
         """Record a call; return its serial number.
 
         Args:
-            site: the arguments of :class:`Site`, in order; the group as returned by :meth:`add_group`, or -1.
+            site: the kind and place of the call.
             number: as in :class:`Call`.
             chain: as in :class:`Call`.
             size: as in :class:`Call`.
@@ -241,19 +265,38 @@ class CallWriter:
             value: value of a step or forward pass.
         """
         serial = next(self._serials)
-        position = self._positions.get(site)
-        if position is None:
-            position = self._add(site, serial)
+        if site.version != self._version:
+            self._place(site, serial)
         _ENTRY.pack_into(
-            self._memory, _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size,
-            serial, position, number, chain, size, *shape, monotonic(), value,
+            self._memory, _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES,
+            serial, site.position, number, chain, size, *shape, monotonic(), value,
         )  # fmt: skip
         self._words[_HEAD] = serial
         return serial
 
+    def notes(self) -> Callable[[WrittenSite, float], None]:
+        """Return a function that records a call of one kind, which is not a collective and has no tensors.
+
+        It takes the kind and place of the call, and its value. It is faster than :meth:`put`, because it is called at
+        every step, and counts the calls in each group itself.
+        """
+        numbers: defaultdict[int, int] = defaultdict(int)
+        take_serial, pack = self._serials.__next__, _NOTE.pack_into
+
+        def note(site: WrittenSite, value: float) -> None:
+            serial = take_serial()
+            if site.version != self._version:
+                self._place(site, serial)
+            numbers[site.handle] = number = numbers[site.handle] + 1
+            place = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES
+            pack(self._memory, place, serial, site.position, number, _ONLY_NOTED, monotonic(), value)
+            self._words[_HEAD] = serial
+
+        return note
+
     def withdraw(self, serial: int) -> None:
         """Remove a call that torch has rejected, so that no reader sees it."""
-        start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY.size
+        start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES
         if _SERIAL.unpack_from(self._memory, start)[0] == serial:
             _SERIAL.pack_into(self._memory, start, 0)
 
@@ -275,27 +318,34 @@ class CallWriter:
         words[_SPLITS + 1] = size
         words[_SPLITS] = number
 
-    def _add(self, site: tuple[Any, ...], serial: int) -> int:
+    def _place(self, site: WrittenSite, serial: int) -> None:
+        """Set the position of a site, and write the site if its text is new."""
+        fields = site.fields
+        position = self._positions.get(fields)
+        site.position = self._add(fields, serial) if position is None else position
+        site.version = self._version
+
+    def _add(self, fields: tuple[Any, ...], serial: int) -> int:
         """Write a site, and its group if that is new; return the site's position among the texts."""
-        handle = site[1]
+        handle = fields[1]
         added: dict[Any, str] = {}
         if handle >= 0 and handle not in self._positions:
             added[handle] = _group_line(self._groups[handle])
         place = self._positions.get(handle, len(self._positions)) if handle >= 0 else -1
-        added[site] = json.dumps([site[0], place, *site[2:]])
+        added[fields] = json.dumps([fields[0], place, *fields[2:]])
         text = "".join(f"{line}\n" for line in added.values()).encode()
         if self._text_length + len(text) > _TEXT_BYTES:
             if not self._positions:  # it is longer than the whole region
                 return -1
             self._begin_anew(serial)
-            return self._add(site, serial)
+            return self._add(fields, serial)
         start = _HEADER_BYTES + self._text_length
         self._memory[start : start + len(text)] = text
         for key in added:
             self._positions[key] = len(self._positions)
         self._text_length += len(text)
         self._words[_TEXT_LENGTH] = self._text_length
-        return self._positions[site]
+        return self._positions[fields]
 
 
 def _group_line(group: Group) -> str:
@@ -356,7 +406,7 @@ class CallReader:
         digests: dict[tuple[int, int], float] = {}
         self._read_texts(version)
         for wanted in range(max(first, head - min(limit, NUM_CALLS - 1) + 1, 1), head + 1):
-            entry = _ENTRY.unpack_from(self._memory, _FIRST_ENTRY + wanted % NUM_CALLS * _ENTRY.size)
+            entry = _ENTRY.unpack_from(self._memory, _FIRST_ENTRY + wanted % NUM_CALLS * _ENTRY_BYTES)
             site = self._sites[entry[1]] if 0 <= entry[1] < len(self._sites) else None
             if entry[0] == wanted and isinstance(site, Site) and site.group is not None:
                 if site.kind in _CHAINED:
@@ -372,7 +422,7 @@ class CallReader:
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
             if head == 0:
                 return NO_CALLS
-            data = bytes(self._memory[_FIRST_ENTRY : _FIRST_ENTRY + NUM_CALLS * _ENTRY.size])
+            data = bytes(self._memory[_FIRST_ENTRY : _FIRST_ENTRY + NUM_CALLS * _ENTRY_BYTES])
             self._read_texts(version)
             head_after = words[_HEAD]
             if words[_VERSION] == version:
@@ -412,7 +462,7 @@ class CallReader:
         calls = []
         for wanted in serials:
             serial, index, number, chain, size, *shape, time_s, value = _ENTRY.unpack_from(
-                data, wanted % NUM_CALLS * _ENTRY.size
+                data, wanted % NUM_CALLS * _ENTRY_BYTES
             )
             site = self._sites[index] if 0 <= index < len(self._sites) else None
             if serial == wanted and isinstance(site, Site):

@@ -16,13 +16,14 @@ import enum
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from itertools import count
 from typing import BinaryIO, NamedTuple
 
 NUM_SPANS = 4096
 """Largest number of a rank's spans that wait for the launcher; older spans are lost."""
 
 _ENTRY = struct.Struct("<hhf2dq")
+_START = struct.Struct("<hhf")
+_REST = struct.Struct("@8s2dq")  # the same entry; the bytes are its start
 SPAN_BYTES = _ENTRY.size
 REGION_BYTES = NUM_SPANS * SPAN_BYTES
 """Memory of a rank; the system provides only pages that are written to."""
@@ -63,6 +64,11 @@ class Span(NamedTuple):
     serial: int
 
 
+def start_of(kind: SpanKind, detail: int = 0, value: float = 0.0) -> bytes:
+    """Return the first bytes of a span's entry, which ``SpanWriter.pack`` takes."""
+    return _START.pack(kind, min(detail, _MAX_DETAIL), value)
+
+
 class SpanWriter:
     """The writer's side of a rank's region, for the thread that creates it; spans of other threads would overlap.
 
@@ -74,8 +80,9 @@ class SpanWriter:
         # Code that runs at every step uses these to inline :meth:`put`.
         self.memory = memory
         self.thread = threading.get_ident()
-        self.serials = count(1)
-        self.pack = _ENTRY.pack_into
+        self.serial = 0
+        self.pack = _REST.pack_into
+        self.pack_start = _START.pack
 
     def detach(self) -> None:
         """Stop writing, in a process that was forked from the rank."""
@@ -95,11 +102,9 @@ class SpanWriter:
         """
         if threading.get_ident() != self.thread:
             return
-        serial = next(self.serials)
-        self.pack(
-            self.memory, serial % NUM_SPANS * SPAN_BYTES,
-            kind, detail if detail < _MAX_DETAIL else _MAX_DETAIL, value, began_s, ended_s, serial,
-        )  # fmt: skip
+        self.serial = serial = self.serial + 1
+        place = serial % NUM_SPANS * SPAN_BYTES
+        self.pack(self.memory, place, start_of(kind, detail, value), began_s, ended_s, serial)
 
 
 class SpanReader:

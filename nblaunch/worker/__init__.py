@@ -7,6 +7,7 @@ inheritance/         what a worker inherits from the kernel: the inventory, and 
 libraries.py         hooks on libraries: progress, plain text, Trainers created in the notebook
 collective_hooks.py  hooks on torch's collectives
 collective_recorder.py  records collectives, with the user's lines
+user_lines.py        finds the user's line that called a hook
 span_hooks.py        hooks on saves and garbage collections, which record how long they take
 file_writes.py       files that several ranks may write at once
 output.py            sends output to the log file and displays to the launcher

@@ -35,6 +35,10 @@ _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 _PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
 
+_Owner = tuple[Callable[[], Any], OpenGroup | None, str]
+"""A weak reference to an optimizer; the group that keeps its parameters in sync, None if there is none; and the
+optimizer's share of a model."""
+
 _REJECTED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
 """Errors that invalid arguments raise here, before torch rejects them."""
 
@@ -60,7 +64,7 @@ def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
     writer = CallWriter(slot.call_memory if os.getpid() == pid else None)
     os.register_at_fork(after_in_child=writer.detach)
     recorders.append(CollectiveRecorder(writer))
-    _watch(_Hooks(recorders[0]), slot.spans)
+    _watch(_Hooks(recorders[0]), slot)
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
@@ -80,16 +84,19 @@ def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
     cls.__init__ = watch_and_make
 
 
-def _watch(hooks: _Hooks, spans: SpanWriter | None) -> None:
+def _watch(hooks: _Hooks, slot: Slot) -> None:
     packages.observe_when_imported("torch.distributed.distributed_c10d", hooks.watch_groups)
-    if spans is not None:
-        watch_waits = partial(hooks.watch_waits, spans)
+    if slot.spans is not None:
+        watch_waits = partial(hooks.watch_waits, slot.spans)
         packages.observe_when_imported("torch.distributed.distributed_c10d", watch_waits)
     packages.observe_when_imported("torch.distributed._functional_collectives", hooks.watch_functional)
     packages.observe_when_imported("torch.nn.parallel.distributed", hooks.watch_ddp)
     packages.observe_when_imported("torch.distributed.algorithms.join", hooks.watch_joins)
-    packages.observe_when_imported("torch.optim.optimizer", hooks.watch_steps)
-    packages.observe_when_imported("torch.autograd", hooks.watch_backward)
+    hooks.watch_steps_and_backward(slot)
+
+
+def _no_owner() -> None:
+    """Stand for a reference to an optimizer that no longer exists."""
 
 
 def _is_of_connection(error: Exception) -> bool:
@@ -103,10 +110,9 @@ class _Hooks:
     def __init__(self, recorder: CollectiveRecorder) -> None:
         self._recorder = recorder
         self._reductions: dict[int, str] = {}
-        self._backwards, self._forwards, self._transfers = count(1), count(1), count(1)
+        self._transfers = count(1)
         self._is_uneven = False
-        self._owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Optimizer -> the group that keeps its parameters in sync, None if there is none; and its share of a model."""
+        self._owners: dict[int, _Owner] = {}
         self._wrapped: list[weakref.ref[Any]] = []
 
     # --- process groups ----------------------------------------------------------------------------------------------
@@ -241,9 +247,8 @@ class _Hooks:
 
     def _transfer(self, kind: str, pg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         group = self._recorder.group_of(pg)
-        self._recorder.note(
-            kind, next(self._transfers), group, form=self._recorder.form_of(args[0][0]), root=args[1]
-        )
+        form = self._recorder.form_of(args[0][0])
+        self._recorder.note(kind, next(self._transfers), group, form, args[1])
 
     def _forms(self, tensors: Any) -> tuple[Form, int, int]:
         """Return the form of the first tensor, the number of tensors, and their total number of elements."""
@@ -330,6 +335,10 @@ class _Hooks:
         construct, forward = cls.__init__, cls.forward
         signature = inspect.signature(construct)
         torch = sys.modules["torch"]
+        is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+        recorder = self._recorder
+        # Torch's function for all modules calls either the wrapper's forward or one of the user's.
+        find, write = recorder.notes_of(FORWARD, 1, compared=0)
 
         @packages.replacement_of(construct)
         def record_and_construct(ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -340,12 +349,15 @@ class _Hooks:
 
         @packages.replacement_of(forward)
         def record_and_forward(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                is_synchronised = ddp.require_backward_grad_sync and torch.is_grad_enabled()
-                self._recorder.note(
-                    FORWARD, next(self._forwards), self._recorder.group_of(ddp.process_group),
-                    value=float(is_synchronised),
-                )  # fmt: skip
+            if not is_compiling():
+                pg, group = ddp.process_group, recorder.last_group
+                if group is None or group.reference() is not pg:
+                    group = recorder.group_of(pg)
+                is_synchronised = ddp.require_backward_grad_sync and is_grad_enabled()
+                site = find((-1 if group is None else group.handle, ""))
+                write(site, 1.0 if is_synchronised else 0.0)
+            if len(inputs) == 1 and not kwargs:  # most calls; the other way costs as much as recording
+                return forward(ddp, inputs[0])
             return forward(ddp, *inputs, **kwargs)
 
         cls.__init__, cls.forward = record_and_construct, record_and_forward
@@ -386,53 +398,54 @@ class _Hooks:
 
     # --- backward and steps ------------------------------------------------------------------------------------------
 
-    def watch_backward(self, module: Any) -> None:
-        """Record each backward pass."""
-        backward = module.backward
-        recorder = self._recorder
-        torch = sys.modules["torch"]
+    def watch_steps_and_backward(self, slot: Slot) -> None:
+        """Record each backward pass, and each step of an optimizer whose parameters a process group keeps in sync.
 
-        @packages.replacement_of(backward)
-        def record_and_run(*args: Any, **kwargs: Any) -> None:
-            if recorder.is_active and not torch.compiler.is_compiling():
-                recorder.note(BACKWARD, next(self._backwards))
-            backward(*args, **kwargs)
+        Hooks that report to the board call these functions, because each hook of its own would cost as much as an
+        entry.
+        """
+        recorder, owners = self._recorder, self._owners
+        find_backward, write_backward = recorder.notes_of(BACKWARD, 2, compared=-1)
+        find_step, write_step = recorder.notes_of(STEP, 2, compared=-1)
+        last: _Owner = _no_owner, None, ""
 
-        module.backward = record_and_run
+        def record_backward() -> None:
+            if recorder.is_active:
+                write_backward(find_backward((-1, "")), 0.0)
 
-    def watch_steps(self, module: Any) -> None:
-        """Record each step, with its learning rate, of an optimizer whose parameters a process group keeps in sync."""
-        torch = sys.modules["torch"]
-
-        def record(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not self._recorder.is_active or torch.compiler.is_compiling():
+        def record_step(optimizer: Any) -> None:
+            nonlocal last
+            if not recorder.is_active:
                 return
             try:
-                group, share = self._owner_of(optimizer)
+                reference, group, share = last
+                if reference() is not optimizer:
+                    last = owners.get(id(optimizer)) or self._find_owner(optimizer)
+                    _, group, share = last
                 if group is None:
                     return
                 rate = optimizer.param_groups[0].get("lr")
-                group.num_steps += 1
-                self._recorder.note(
-                    STEP, group.num_steps, group, detail=UNEVEN if self._is_uneven else share,
-                    value=float(rate) if isinstance(rate, (int, float)) else -1.0,
-                )  # fmt: skip
-            except Exception:  # for example, a user's unhashable optimizer; skip it
+                if type(rate) is not float:
+                    rate = float(rate) if isinstance(rate, (int, float)) else -1.0
+                write_step(find_step((group.handle, UNEVEN if self._is_uneven else share)), rate)
+            except Exception:  # for example, a user's optimizer without weak references; skip it
                 return
 
-        module.register_optimizer_step_pre_hook(record)
+        slot.record_step, slot.record_backward = record_step, record_backward
+
+    def _find_owner(self, optimizer: Any) -> _Owner:
+        key, owners = id(optimizer), self._owners
+        owner = owners[key] = (
+            weakref.ref(optimizer, lambda _: owners.pop(key, None)),
+            *self._owner_of(optimizer),
+        )
+        return owner
 
     def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
         """Return the group that keeps an optimizer's parameters in sync, None if unknown; and their share of a model.
 
         Ranks may step different parameters, each with a rate of its own.
         """
-        if optimizer not in self._owners:
-            self._owners[optimizer] = self._find_owner(optimizer)
-        owner: tuple[OpenGroup | None, str] = self._owners[optimizer]
-        return owner
-
-    def _find_owner(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not stepped:
             return None, ""

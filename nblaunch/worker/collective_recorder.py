@@ -9,22 +9,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from functools import partial
 from typing import Any
 from zlib import crc32
 
-from nblaunch.user_code import is_user_file
-from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group
+from nblaunch.wire.collective_calls import UNCOUNTED, CallWriter, Group, WrittenSite
+from nblaunch.worker.user_lines import Key, UserLine, UserLines
 
 _MAX_KNOWN = 1024
 """Number of tensor forms that are kept."""
 
-_INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
-"""Functions whose names do not identify the call."""
-
 _OWN_FILES = {__file__, __file__.replace("collective_recorder", "collective_hooks")}
 
-_MODULE_CALL = "_wrapped_call_impl"
+_NUM_OWN_FRAMES = 4
+"""Frames of a collective's hook: the finder, a method of the recorder, two functions of the hook."""
 
 Form = tuple[int, str, int, tuple[int, int, int, int]]
 """Elements, type, number of dimensions, and the first four dimensions of a tensor."""
@@ -41,16 +39,15 @@ class OpenGroup:
         number: how many collectives this process has called in the group.
         chain: digest of these calls.
         serial: number of the last of these calls, counting the calls in all groups.
-        num_steps: number of steps of the optimizers whose parameters the group keeps in sync.
     """
 
-    __slots__ = ("chain", "handle", "num_steps", "number", "ranks", "reference", "serial")
+    __slots__ = ("chain", "handle", "number", "ranks", "reference", "serial")
 
     def __init__(self, handle: int, ranks: tuple[int, ...], reference: weakref.ref[Any]) -> None:
         self.handle = handle
         self.ranks = ranks
         self.reference = reference
-        self.number = self.chain = self.serial = self.num_steps = 0
+        self.number = self.chain = self.serial = 0
 
 
 class CollectiveRecorder:
@@ -61,6 +58,7 @@ class CollectiveRecorder:
 
     Attributes:
         is_active: whether this process has used a process group.
+        last_group: the last group that was asked for.
     """
 
     def __init__(self, writer: CallWriter) -> None:
@@ -70,8 +68,9 @@ class CollectiveRecorder:
         self._seen_groups: dict[tuple[int, ...], int] = {}
         self._forms: dict[tuple[Any, Any], Form] = {}
         self._codes: dict[str, int] = {}
-        self._is_user: dict[str, bool] = {}
-        self._last_place = ("", 0)
+        self._lines = UserLines(_OWN_FILES)
+        self._finders: dict[str, Callable[[Key], WrittenSite]] = {}
+        self.last_group: OpenGroup | None = None
         self.last_kind = ""
         """The last recorded call."""
 
@@ -112,9 +111,8 @@ class CollectiveRecorder:
         self.last_kind = kind
         group.number += 1
         group.chain = hash((group.chain, code(kind), size, code(dtype), code(reduction), root, code(detail)))
-        site = (
-            kind, group.handle, dtype, num_tensors, num_dimensions, reduction, root, *self._place(), detail,
-        )  # fmt: skip
+        properties = group.handle, dtype, num_tensors, num_dimensions, reduction, root, detail
+        site = self._finder(kind)(properties)
         group.serial = self._writer.put(site, group.number, group.chain, size, shape)
 
     def take_back(self, group: OpenGroup, before: tuple[int, int]) -> None:
@@ -128,18 +126,8 @@ class CollectiveRecorder:
             group.number, group.chain = before
             self._writer.withdraw(group.serial)
 
-    def note(
-        self,
-        kind: str,
-        number: int,
-        group: OpenGroup | None = None,
-        *,
-        form: Form = NO_FORM,
-        root: int = -1,
-        detail: str = "",
-        value: float = 0.0,
-    ) -> None:
-        """Record a call that is not a collective.
+    def note(self, kind: str, number: int, group: OpenGroup | None, form: Form, root: int) -> None:
+        """Record a call that is not a collective, and has a tensor.
 
         Args:
             kind: kind of the call.
@@ -147,16 +135,40 @@ class CollectiveRecorder:
             group: group of the call.
             form: form of its tensor.
             root: rank of the group at the other end.
-            detail: any other property of the call.
-            value: as in :class:`nblaunch.wire.collective_calls.Call`.
         """
         _, dtype, num_dimensions, shape = form
         handle = -1
         if group is not None:
             handle = group.handle
             root = group.ranks[root] if root >= 0 else root
-        site = (kind, handle, dtype, 1, num_dimensions, "", root, *self._place(), detail)
-        self._writer.put(site, number, shape=shape, value=value)
+        site = self._finder(kind)((handle, dtype, 1, num_dimensions, "", root, ""))
+        self._writer.put(site, number, shape=shape)
+
+    def _finder(self, kind: str) -> Callable[[Key], WrittenSite]:
+        find = self._finders.get(kind)
+        if find is None:
+            find = self._finders[kind] = self._lines.finder(partial(_site, kind), _NUM_OWN_FRAMES)
+        return find
+
+    def notes_of(
+        self, kind: str, num_frames: int, compared: int
+    ) -> tuple[Callable[[Key], WrittenSite], Callable[[WrittenSite, float], None]]:
+        """Return functions that record calls of a kind without tensors, which happen at every step.
+
+        The first returns the site of a call for the group's handle, -1 without a group, and a detail. The second
+        records the call, with its value.
+
+        Args:
+            kind: kind of the calls.
+            num_frames: number of the hook's frames.
+            compared: as for :meth:`UserLines.quick_finder`.
+        """
+
+        def site_of(line: UserLine, key: Key) -> WrittenSite:
+            handle, detail = key
+            return _site(kind, line, (handle, "", 1, 0, "", -1, detail))
+
+        return self._lines.quick_finder(site_of, 1 + num_frames, compared), self._writer.notes()
 
     def note_splits(self, pg: Any, sent: Any, received: Any) -> None:
         """Store the parts of the ``all_to_all`` that is recorded next.
@@ -184,35 +196,12 @@ class CollectiveRecorder:
             code = self._codes[text] = crc32(text.encode())
         return code
 
-    def _place(self) -> tuple[str, str, int]:
-        """Return the outermost function of libraries, and the user's file and line that called it.
-
-        Threads of autograd have no frame of the user's code; for these, the last known line is used.
-        """
-        frame: FrameType | None = sys._getframe(2)
-        is_user_of = self._is_user
-        name = ""
-        while frame is not None:
-            code = frame.f_code
-            filename = code.co_filename
-            is_user = is_user_of.get(filename)
-            if is_user is None:
-                is_user = is_user_of[filename] = is_user_file(filename)
-            if is_user:
-                # Read the line once, because Python searches a table for it.
-                self._last_place = place = filename, frame.f_lineno
-                return name, *place
-            called = code.co_name
-            if called == _MODULE_CALL:
-                name = "forward"
-            elif called[0] not in "_<" and called not in _INNER and filename not in _OWN_FILES:
-                name = called
-            frame = frame.f_back
-        return name, *self._last_place
-
     def group_of(self, pg: Any) -> OpenGroup | None:
         """Return the record of a process group; None if torch does not list the group."""
-        group = self._groups.get(id(pg))
+        group = self.last_group
+        if group is not None and group.reference() is pg:  # most jobs have one group
+            return group
+        self.last_group = group = self._groups.get(id(pg))
         if group is not None and group.reference() is pg:
             return group
         c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
@@ -260,3 +249,8 @@ class CollectiveRecorder:
             form = int(tensor.numel()), dtype, len(shape), (first, second, third, fourth)
             self._forms[key] = form
         return form
+
+
+def _site(kind: str, line: UserLine, properties: Key) -> WrittenSite:
+    *others, detail = properties
+    return WrittenSite(kind, *others, line.name, line.filename, line.line, detail)

@@ -28,13 +28,13 @@ from nblaunch.wire import stop_agreement
 from nblaunch.wire.board import (
     BOUNDARY_CHECKS,
     BOUNDARY_PROPOSAL,
-    STEP,
-    STEP_TIME,
-    STEPS_DONE,
+    PROGRESS,
     UPDATES,
     Slot,
 )
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind
+from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
+
+_OPTIMIZER = start_of(SpanKind.OPTIMIZER)
 
 HOLD_S = 1.0
 """How long a step may delay an interrupt."""
@@ -65,15 +65,17 @@ class OptimizerSteps:
         """Count steps on ``slot`` from now on. ``module`` is ``torch.optim.optimizer``."""
         import torch
 
-        kind = SpanKind.OPTIMIZER  # looking up an enum member at every step is slow
         monotonic, get_ident = time.monotonic, threading.get_ident
         main_thread = threading.main_thread().ident
+        c10d: Any = None
 
         def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
             # torch may still be importing when this hook is set, so its parts are looked up in every step.
-            if torch.compiler.is_dynamo_compiling() or (
-                self._active is not None and self._is_nested(optimizer)
-            ):
+            if torch.compiler.is_dynamo_compiling():
+                return
+            if slot.record_step is not None:
+                slot.record_step(optimizer)
+            if self._active is not None and self._is_nested(optimizer):
                 return
             words = slot.words
             words[BOUNDARY_CHECKS] = number = words[BOUNDARY_CHECKS] + 1
@@ -89,25 +91,28 @@ class OptimizerSteps:
             loop = slot.counted
             if loop is not None and get_ident() == main_thread:  # inlines ``LoopStack.advance``
                 loop.step = done = loop.step + 1
-                words[STEP] += 1
-                words[STEPS_DONE] += 1
-                slot.doubles[STEP_TIME] = now_s
+                slot.step = step = slot.step + 1
+                slot.steps_done = steps_done = slot.steps_done + 1
+                slot.pack(slot.memory, PROGRESS, now_s, step, steps_done, slot.samples)
                 if done == loop.total:
                     slot.settled_until_s = 0.0
 
         def end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if torch.compiler.is_dynamo_compiling():  # a compiled step must not access foreign memory
                 return
-            slot.words[UPDATES] += 1
-            groups = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_pg_map", None)
+            slot.words[UPDATES] = slot.updates = slot.updates + 1
+            nonlocal c10d
+            if c10d is None and hasattr(sys.modules.get("torch.distributed.distributed_c10d"), "_pg_map"):
+                c10d = sys.modules["torch.distributed.distributed_c10d"]
+            groups = None if c10d is None else c10d._pg_map
             if groups is None or (groups and not groups.keys() <= process_group.kept):
                 process_group.keep_groups()
             if self._active is optimizer:
                 spans = slot.spans
                 if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-                    serial, began_s = next(spans.serials), self._began_s
+                    spans.serial = serial = spans.serial + 1
                     place = serial % NUM_SPANS * SPAN_BYTES
-                    spans.pack(spans.memory, place, kind, 0, 0.0, began_s, monotonic(), serial)
+                    spans.pack(spans.memory, place, _OPTIMIZER, self._began_s, monotonic(), serial)
                 self._active = None
                 self.num_done += 1
                 self.is_cut = False

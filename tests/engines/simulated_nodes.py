@@ -42,7 +42,7 @@ from nblaunch.events import Exited, ExitStatus, Started, WorkerState
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.wire import schema
 from nblaunch.wire.board import LossCurve, SlotReading
-from nblaunch.wire.collective_calls import REGION_BYTES, CallReader, CallWriter, Group
+from nblaunch.wire.collective_calls import REGION_BYTES, CallReader, CallWriter, Group, WrittenSite
 from nblaunch.worker.failure import describe_failure
 
 STEPS_PER_S = 20
@@ -228,9 +228,8 @@ class _Node:
         steps = int((min(now_s, min(self._ends.values())) - self.began_s) * STEPS_PER_S)
         for step in range(self._steps, steps):
             for writer in self._writers.values():
-                writer.put(
-                    ("all_reduce", 0, "float32", 1, 1, "SUM", -1, "backward", __file__, 1), step + 1, step + 1
-                )
+                site = WrittenSite("all_reduce", 0, "float32", 1, 1, "SUM", -1, "backward", __file__, 1)
+                writer.put(site, step + 1, step + 1)
         if steps // STEPS_PER_S > self._steps // STEPS_PER_S:
             for rank in self._ranks:
                 with open(self._log_path(rank, 0), "a") as file:

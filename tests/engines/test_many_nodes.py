@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.engines.collectives import sharing
-from nblaunch.wire.collective_calls import REGION_BYTES, CallReader, CallWriter, Group, RankCalls
+from nblaunch.wire.collective_calls import REGION_BYTES, CallReader, CallWriter, Group, RankCalls, WrittenSite
 from tests.engines.simulated_nodes import Play, Played
 from tests.kernels import Kernel
 
@@ -43,7 +43,7 @@ def calls_of(num_calls: int, *, differs_at: int = -1) -> RankCalls:
     writer, reader = CallWriter(memory), CallReader(memory)
     writer.add_group(Group(tuple(range(512)), 0, True))
     for number in range(1, num_calls + 1):
-        site = ("all_reduce", 0, "float32", 1, 1, "SUM", -1, "step", "train.py", 1)
+        site = WrittenSite("all_reduce", 0, "float32", 1, 1, "SUM", -1, "step", "train.py", 1)
         writer.put(site, number, chain=number + 1000 * (number == differs_at), size=8)
     return reader.read()
 

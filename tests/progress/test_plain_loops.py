@@ -281,6 +281,28 @@ def evaluates(until: float) -> None:
                 time.sleep(0.02)
 
 
+def compiled() -> list[str]:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+    def compute(batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (batch,) in rows():
+            compute(batch)
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_compiled_backward_pass_is_reported_without_a_warning() -> None:
+    view, [messages] = run_job(compiled, ranks=1)
+    assert not [message for message in messages if "Dynamo" in message]
+    assert (view.ranks[0].epoch, view.ranks[0].total) == (1, LENGTH)
+
+
 def test_a_loop_without_backward_is_an_evaluation() -> None:
     states: set[WorkerState] = set()
 

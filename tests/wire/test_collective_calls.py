@@ -10,11 +10,12 @@ from nblaunch.wire.collective_calls import (
     CallWriter,
     Group,
     Splits,
+    WrittenSite,
 )
 
 
-def site_of(handle: int, kind: str = "all_reduce", line: int = 9) -> tuple[object, ...]:
-    return (kind, handle, "float32", 1, 2, "SUM", -1, "", "train.py", line, "")
+def site_of(handle: int, kind: str = "all_reduce", line: int = 9) -> WrittenSite:
+    return WrittenSite(kind, handle, "float32", 1, 2, "SUM", -1, "", "train.py", line, "")
 
 
 def both() -> tuple[CallWriter, CallReader, int]:
@@ -63,6 +64,18 @@ def test_full_text_areas_start_again() -> None:
     assert all(call.site.line == call.number for call in calls)
     assert calls[-1].number == 4999
     assert calls[-1].site.group == Group((0, 1, 2, 3), 0, True)
+
+
+def test_a_site_outlives_the_texts() -> None:
+    writer, reader, group = both()
+    kept = site_of(group, line=3)
+    note = writer.notes()
+    note(kept, 0.5)
+    for line in range(1000, 3000):
+        writer.put(site_of(group, line=line), line)
+    note(kept, 0.25)
+    call = reader.read().calls[-1]
+    assert (call.site.line, call.number, call.value, call.size, call.chain) == (3, 2, 0.25, UNCOUNTED, 0)
 
 
 def test_groups_of_any_ranks() -> None:

@@ -54,7 +54,7 @@ from nblaunch.training.data.sharding import (
 )
 from nblaunch.training.shared_state import SharedState, get_shared_state
 from nblaunch.training.state import GradientState
-from nblaunch.wire.board import SAMPLES, STEP, STEP_TIME, STEPS_DONE
+from nblaunch.wire.board import PROGRESS
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -224,11 +224,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 else:
                     loop.step += 1
                     if is_shown:  # inlines ``Slot.advance``
-                        words = slot.words
-                        words[STEP] += 1
-                        words[STEPS_DONE] += 1
-                        words[SAMPLES] += rows
-                        slot.doubles[STEP_TIME] = monotonic()
+                        slot.step = step = slot.step + 1
+                        slot.steps_done = steps_done = slot.steps_done + 1
+                        slot.samples = samples = slot.samples + rows
+                        slot.pack(slot.memory, PROGRESS, monotonic(), step, steps_done, samples)
                 if counts_steps:
                     self._begin_step(shared, loop, current)
                 yield current

@@ -260,8 +260,10 @@ class Strategy(ABC):
         part = loss / divisor if divisor > 1 else loss
         if precision.scales_gradients:
             precision.backward(part, options)
-        else:  # without a call, because this runs in every micro-step
+        elif options:  # without a call, because this runs in every micro-step
             part.backward(**options)
+        else:
+            part.backward()
 
     def clip_grad_norm(
         self, parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
