@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from nblaunch.packages import is_installed, when_imported
+from nblaunch.packages import call_before, is_installed, when_imported
 
 
 @pytest.fixture
@@ -112,3 +113,17 @@ def test_a_module_made_by_hand_counts_as_installed(monkeypatch: pytest.MonkeyPat
     assert is_installed(NAME)
     monkeypatch.setitem(sys.modules, NAME, None)  # None forbids an import
     assert not is_installed(NAME)
+
+
+def test_a_method_calls_a_hook_first_and_stays_as_it_is() -> None:
+    class Pool:
+        seen = ""
+
+        def submit(self, task: str, *, times: int = 1) -> str:
+            """Run a task."""
+            return self.seen + task * times
+
+    before = inspect.signature(Pool.submit)
+    call_before(Pool, "submit", lambda pool: setattr(pool, "seen", "seen "))
+    assert Pool().submit("a", times=2) == "seen aa"
+    assert (Pool.submit.__name__, inspect.signature(Pool.submit)) == ("submit", before)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nblaunch import user_code
-from nblaunch.user_code import is_user_file, reachable_from
+from nblaunch.user_code import has_user_class, is_user_file, reachable_from, user_frame_behind
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,18 @@ def test_objects_of_a_call_are_reached_whatever_they_are() -> None:
 def test_the_rest_of_a_call_is_reached_beside_millions_of_values(values: Any) -> None:
     last = object()
     assert any(each is last for each in reachable_from((len, (values, [[last]]))))
+
+
+def test_a_class_of_the_user_is_recognised() -> None:
+    class InTheNotebook:
+        __module__ = "__main__"
+
+    assert [has_user_class(value) for value in (InTheNotebook(), Path(), 1)] == [True, False, False]
+
+
+@pytest.mark.parametrize(("packages", "is_behind"), [({"json"}, True), ({"pytest"}, False)])
+def test_the_users_frame_behind_a_library(packages: set[str], is_behind: bool) -> None:
+    frames = []
+    json.loads("{}", object_hook=lambda value: frames.append(sys._getframe(1)))
+    frame = user_frame_behind(frames[0], packages)
+    assert (frame is not None and frame.f_code.co_filename == __file__) is is_behind

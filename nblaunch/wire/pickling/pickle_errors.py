@@ -12,7 +12,7 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import captured_variables, has_user_class, is_user_file
+from nblaunch.user_code import captured_variables, has_user_class, is_user_function
 from nblaunch.wire.pickling.payload import pickling_error
 from nblaunch.wire.pickling.reductions import PicklingError
 
@@ -132,9 +132,7 @@ def _is_of_library(value: Any) -> bool:
 
 def _is_of_user(value: Any) -> bool:
     """Return whether a value is a function of the user or an object of the user's class."""
-    if isinstance(value, FunctionType):
-        return is_user_file(value.__code__.co_filename)
-    return has_user_class(value)
+    return is_user_function(value) or has_user_class(value)
 
 
 def _package_of(value: Any) -> str:

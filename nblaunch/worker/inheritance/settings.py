@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from operator import attrgetter
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import is_user_function
 from nblaunch.wire.pickling import payload
 from nblaunch.worker.inheritance import cell_assignments, message_settings, registrations
 
@@ -260,7 +259,7 @@ def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
         (module, register, hook, _options(sys.modules[module], hooks, key))
         for module, hooks, register in _HOOKS
         for key, hook in getattr(sys.modules[module], hooks).items()
-        if isinstance(hook, types.FunctionType) and is_user_file(hook.__code__.co_filename)
+        if is_user_function(hook)
     ]
 
 
