@@ -125,7 +125,8 @@ class Window:
         modules: the user's modules; empty: the window does not belong to particular models.
 
     ``step`` counts from the last end of a loader, ``size`` from the last synchronisation. ``is_short``: the window ends
-    with fewer micro-steps than usual, for example at the end of a loader.
+    with fewer micro-steps than usual, for example at the end of a loader. ``passed``: weak references to the models, or
+    to their wrappers, that the user passed last.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
@@ -133,6 +134,7 @@ class Window:
         self.size = 0
         self.sync_gradients = True
         self.is_short = False
+        self.passed: list[weakref.ref[Any]] = []
         self._modules = [weakref.ref(module) for module in modules]
 
     @property
@@ -145,12 +147,11 @@ class Window:
         references = self._modules
         if len(references) != len(modules):
             return False
-        if len(references) == 1:  # the usual case
-            return references[0]() is modules[0]
         return all(reference() is module for reference, module in zip(references, modules, strict=True))
 
     def take_over(self, modules: Sequence[torch.nn.Module]) -> None:
         """Assign the window to these models."""
+        self.passed = []
         self._modules = [weakref.ref(module) for module in modules]
 
     @property
@@ -168,6 +169,7 @@ class AccumulationState:
     ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
     the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
     averaged gradients over ranks, and the next step skips that. ``plugin`` has the settings, and can be assigned.
+    ``entered`` is the window of the innermost open micro-step.
 
     Args:
         loaders: loaders of the process; None: a window without loaders.
@@ -183,7 +185,7 @@ class AccumulationState:
         self.current = Window()
         self.windows = [self.current]
         """All windows. If there is only one, :meth:`window_for` is not needed."""
-        self._entered: Window | None = None
+        self.entered: Window | None = None
         self._of_optimizers: weakref.WeakKeyDictionary[Any, list[Window]] = weakref.WeakKeyDictionary()
         self._is_joining = False
         self._stack = loaders or LoaderStack()
@@ -243,13 +245,13 @@ class AccumulationState:
                 window.step = 0  # the next epoch starts a fresh window
                 window.sync_gradients = window.sync_gradients or not self._ends_alone(loader)
         window.is_short = window.sync_gradients and window.size < plugin.num_steps
-        outer, self._entered = self._entered, window
+        outer, self.entered = self.entered, window
         self.current = window
         return outer
 
     def leave(self, outer: Window | None) -> None:
         """End the current micro-step, and return to the enclosing window ``outer``."""
-        self._entered = outer
+        self.entered = outer
         if outer is not None:
             self.current = outer
 
@@ -276,7 +278,7 @@ class AccumulationState:
         self._of_optimizers.clear()
         self.windows = [window for window in self.windows if window not in related]
         nameless = next((window for window in self.windows if not window.modules), None)
-        if nameless is not None and self._entered is None:
+        if nameless is not None and self.entered is None:
             nameless.take_over(modules)  # its counts may come from a checkpoint
             return nameless
         made = related[0] if len(related) == 1 else Window()

@@ -6,6 +6,7 @@ gradients are synchronised, the strategy decides how, and the precision sets the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from time import monotonic
@@ -91,9 +92,12 @@ class MicroStep(ContextDecorator):
     def __enter__(self) -> None:
         preparer = self._preparer
         accumulation = self._accumulation = preparer.shared.accumulation = preparer.accumulation
-        window = accumulation.current
-        if not window.is_of(self._models):
-            window = accumulation.window_of([bare_module(model) for model in self._models])
+        window, models = accumulation.current, self._models
+        passed = window.passed
+        # Without a call in the usual case, because this runs in every micro-step.
+        if len(passed) != 1 or len(models) != 1 or passed[0]() is not models[0]:
+            window = accumulation.window_of([bare_module(model) for model in models])
+            window.passed = [weakref.ref(model) for model in models]
         self._outer = accumulation.enter(window)
         try:
             if window.is_short and not accumulation.has_named_short_window:
@@ -116,7 +120,10 @@ class MicroStep(ContextDecorator):
                 unsynchronised, self._unsynchronised = self._unsynchronised, None
                 unsynchronised.__exit__(*error)
         finally:
-            self._accumulation.leave(self._outer)
+            accumulation, outer = self._accumulation, self._outer
+            accumulation.entered = outer  # inlines ``AccumulationState.leave``
+            if outer is not None:
+                accumulation.current = outer
 
 
 def _name_short_window(accumulation: AccumulationState, rank: int) -> None:

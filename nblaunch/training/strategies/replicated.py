@@ -157,7 +157,9 @@ class DdpStrategy(Strategy):
     def backward(
         self, loss: torch.Tensor, divisor: int, precision: Precision, options: dict[str, Any]
     ) -> None:
-        super().backward(loss, divisor, precision, options)
+        Strategy.backward(
+            self, loss, divisor, precision, options
+        )  # ``super()`` would create an object every time
         if not LateParameters.were_found:  # the usual case; iterating over weak keys costs several calls
             return
         for ddp, late in self._late.items():
