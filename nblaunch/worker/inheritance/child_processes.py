@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import packages
+from nblaunch.host import exhaustion
 from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _POLL_S = 0.05
@@ -89,6 +90,9 @@ def _status(pid: int) -> int | None:
         return None
     except ProcessLookupError:
         return 0
-    except OSError:  # there is no /proc, or the process has just ended
-        return None if not os.path.isdir("/proc/self") else 0
+    except (
+        OSError
+    ) as error:  # the process has just ended, unless its file can't be opened or there is no /proc
+        is_unknown = exhaustion.is_exhausted(error) or not os.path.isdir("/proc/self")
+        return None if is_unknown else 0
     return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None

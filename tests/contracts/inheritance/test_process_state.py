@@ -256,3 +256,18 @@ def test_programs_of_cells_can_be_polled(kernel: Kernel, start_method: str) -> N
         assert "running" in kernel.run(f"{launch})", raises="PayloadError").raised.value
         kernel.run("killed.kill()")
     assert kernel.run("running.kill(); [one.wait() for one in (running, ended, killed)]").value == [-9, 3, -9]
+
+
+def test_a_program_of_a_cell_seems_to_run_while_no_descriptor_is_free(kernel: Kernel) -> None:
+    kernel.run(
+        "import subprocess, nblaunch\n"
+        "from tests.no_descriptors import no_descriptor_left\n"
+        "running = subprocess.Popen(['cat'], stdin=subprocess.PIPE)\n"
+        "def train():\n"
+        "    with no_descriptor_left():\n"
+        "        without = running.poll()\n"
+        "    return without, running.poll()\n"
+    )
+    launch = "nblaunch.notebook_launcher(train, num_processes=1, start_method='fork', dashboard='none')"
+    assert kernel.run(launch).value == (None, None)
+    kernel.run("running.kill(); running.wait()")
