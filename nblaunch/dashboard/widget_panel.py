@@ -201,7 +201,7 @@ _DEAD = "jupyter-widgets-disconnected"
 MAX_KEPT = 100
 """Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
-_AGAIN_S = (1.0, 3.0, 10.0, 30.0)
+_AGAIN_S = (1.0, 3.0, 10.0, 20.0, 45.0, 100.0)
 """Seconds from the closing of a panel until its state is sent again."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
