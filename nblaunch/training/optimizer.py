@@ -63,7 +63,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps_in_backward = hasattr(optimizer, "fused_backward")
         self._is_accelerate_prepared = True
         self.device_placement = place_state
-        self._lets_choose_zeros = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        choice = inspect.signature(optimizer.zero_grad).parameters.get("set_to_none")
+        self._needs_no_choice = choice is None or choice.default is True
         precision.register(optimizer)
         if place_state and _has_misplaced_state(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())  # torch moves state to its parameter here
@@ -119,8 +120,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return
         self._is_reduced = False
         optimizer = self.optimizer
-        if set_to_none is None and not self._lets_choose_zeros:
-            optimizer.zero_grad()
+        if set_to_none is None and self._needs_no_choice:
+            optimizer.zero_grad()  # torch would pass an argument on through several functions
         else:
             optimizer.zero_grad(set_to_none=set_to_none is not False)
         if self._precision.scales_gradients:
