@@ -125,9 +125,10 @@ def test_torch_xla_itself_autocasts_to_bf16_only_on_a_tpu(monkeypatch: pytest.Mo
     import torch_xla.amp
     import torch_xla.core.xla_model as xm
 
+    was_in_use = torch_xla._XLAC._xla_runtime_is_initialized()  # by another test of this process
     monkeypatch.setattr(xm, "xla_device_hw", lambda device: "TPU")
     with pytest.warns(UserWarning, match="only supports dtype of torch.bfloat16"):
         assert not torch_xla.amp.autocast("xla", dtype=torch.float16)._enabled
     assert torch_xla.amp.autocast("xla", dtype=torch.bfloat16)._enabled
     assert "only bf16" in (BACKEND.precision_problem("fp16") or "")
-    assert not torch_xla._XLAC._xla_runtime_is_initialized()
+    assert torch_xla._XLAC._xla_runtime_is_initialized() is was_in_use
