@@ -12,7 +12,7 @@ from tests.browser.lab import Browser, Lab, Page
 from tests.browser.panel import bars, opened, saved_outputs
 from tests.browser.themes import photograph
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.thorough]
 
 SETUP = """
 import os, time
@@ -92,7 +92,6 @@ def test_many_lines_are_folded(page: Page) -> None:
     page.wait_until(lambda: page.text(CHATTER).count(" says ") > 200, "all lines")
 
 
-@pytest.mark.thorough
 def test_a_restarted_kernel_leaves_the_last_known_table(page: Page) -> None:
     page.run(DYING)
     output = page.output(DYING)

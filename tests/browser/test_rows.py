@@ -16,7 +16,7 @@ from tests.browser.panel import HEADS, opened, wait_for_table
 from tests.browser.themes import photograph
 from tests.dashboard.feed import FEED
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.thorough]
 
 # Files in the notebook's folder end a job, or make its last rank slow.
 DRIVE = (
@@ -89,7 +89,6 @@ def driven(lab: Lab, page: Page, cell: int) -> Iterator[None]:
         page.wait_until_idle(cell)
 
 
-@pytest.mark.thorough
 def test_eight_ranks_have_moving_rows(lab: Lab, page: Page) -> None:
     output = page.output(EIGHT)
     rows = output.locator(".nbl-job tr", has=page.page.locator("[role=rowheader]"))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Ended, labelled, launch, script
-from tests.thorough import thorough
 
 FACTS = """
 import json, os, pickle, sys
@@ -140,10 +139,11 @@ def test_settings_reach_the_accelerator() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        thorough("--use_deepspeed --zero_stage 1 --gradient_clipping 0.5", "DEEPSPEED Parameter None 1"),
+        ("--use_deepspeed --zero_stage 1 --gradient_clipping 0.5", "DEEPSPEED Parameter None 1"),
         ("--config_file fsdp.yaml --fsdp_min_num_params 10", "FSDP DTensor 10 None"),
     ],
 )
+@pytest.mark.thorough
 def test_launch_strategy_reaches_the_accelerator(options: str, expected: str) -> None:
     Path("fsdp.yaml").write_text("""
 compute_environment: LOCAL_MACHINE

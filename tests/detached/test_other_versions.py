@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.detached.other_versions import Installation
-from tests.thorough import thorough
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,7 +30,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("function", ["train", thorough("disagree")])
+@pytest.mark.parametrize("function", ["train", "disagree"])
+@pytest.mark.thorough
 def test_a_job_continues_when_nblaunch_is_replaced(tmp_path: Path, function: str) -> None:
     installation = Installation(tmp_path)
     job_id = installation.launch(function)

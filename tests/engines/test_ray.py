@@ -19,7 +19,6 @@ from tests.kernels import Kernel
 pytest.importorskip("ray", reason="Ray has no wheels for this Python")
 
 from tests.engines.ray_cluster import RayCluster, cluster
-from tests.thorough import thorough
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -213,7 +212,8 @@ def is_actor(process):
 
 
 @pytest.mark.leaves_behind("processes of the dead raylet end with the cluster")
-@pytest.mark.parametrize("moment", [thorough("before"), "actor"])
+@pytest.mark.parametrize("moment", ["before", "actor"])
+@pytest.mark.thorough
 def test_a_raylet_that_dies_before_the_ranks_run_is_named(
     moment: str, notebook: Kernel, running: RayCluster
 ) -> None:

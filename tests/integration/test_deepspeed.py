@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels import Kernel
-from tests.thorough import thorough
 
 TRAIN = """
 from nblaunch import Accelerator, DeepSpeedPlugin
@@ -33,7 +32,8 @@ torch.manual_seed(0)
 STAGES = {"fork": ((2, "no"), (3, "no"), (3, "bf16")), "forkserver": ((3, "no"),)}
 
 
-@pytest.mark.parametrize("method", ["fork", thorough("forkserver")])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.thorough
 def test_weights_of_every_stage_come_back(shared: Kernel, method: str) -> None:
     cell = shared.run(
         f"""

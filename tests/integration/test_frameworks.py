@@ -122,7 +122,8 @@ asked, "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("methods", [("fork",), thorough(("forkserver",))])
+@pytest.mark.parametrize("methods", [("fork",), ("forkserver",)])
+@pytest.mark.thorough
 def test_lightning_fabric(fresh: Kernel, methods: tuple[str, ...]) -> None:
     """It does so whether the function or the kernel imports it first."""
     fresh.run(

@@ -56,6 +56,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.mark.thorough
 def test_workers_share_one_import_and_model(kernel: Kernel) -> None:
     """A seed and a backward() ran in the kernel before; with torch_tpu imported, they would have taken the chips."""
     kernel.run("torch.manual_seed(0); torch.ones(2, requires_grad=True).sum().backward()")
