@@ -61,8 +61,11 @@ def plan_for(call: Iterable[Any]) -> None:
     if sys.modules.keys() >= {COMPILER[-1], _ACCELERATOR}:
         plan(*COMPILER)  # another thread may be importing it
         return
-    functions = filter(is_user_function, reachable_from(call))
-    names = {name for function in functions for name in names_in(function.__code__)}
+    try:
+        functions = filter(is_user_function, reachable_from(call))
+        names = {name for function in functions for name in names_in(function.__code__)}
+    except Exception:  # an unusual object; each worker imports what it needs
+        return
     if {"nblaunch", "Accelerator"} <= names:
         plan(_ACCELERATOR)
     if names & _TRAINING:

@@ -29,6 +29,7 @@ _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
 
 _MAX_VISITED = 500
+_CLASS_MEMBERS = type.__dict__["__dict__"].__get__
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they refer to nothing
 
 
@@ -194,13 +195,13 @@ def _reached(values: Iterable[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        # isinstance() would ask a proxy for its class, which may raise.
+        # isinstance() would ask a proxy for its class, and vars() a metaclass for its members; both may raise.
         kind = type(value)
         if issubclass(kind, FunctionType):
             if is_user_function(value):
                 pending.extend(captured for _, captured in captured_variables(value))
         elif issubclass(kind, type):
-            pending.extend(filter(is_user_function, vars(value).values()))
+            pending.extend(filter(is_user_function, _CLASS_MEMBERS(value).values()))
         elif not issubclass(kind, ModuleType):
             pending.append(kind)
             pending.extend(each for each in _members(value) if type(each) not in _ATOMS)

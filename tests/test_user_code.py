@@ -56,14 +56,22 @@ def test_objects_of_a_call_are_reached_whatever_they_are() -> None:
         def __getitem__(self, index: Any) -> Any:
             raise RuntimeError
 
+    class Meta(type):
+        @property
+        def __dict__(cls) -> Any:
+            raise RuntimeError
+
+    class Hidden(metaclass=Meta):
+        def method(self) -> None: ...
+
     def helper() -> None: ...
 
     def train(*values: Any) -> None:
         helper()
 
     hidden, proxy = object(), Proxy()
-    reached = list(reachable_from((train, ([proxy], Unindexed([hidden])))))
-    for wanted in (train, helper, hidden, proxy):
+    reached = list(reachable_from((train, ([proxy], Unindexed([hidden]), Hidden))))
+    for wanted in (train, helper, hidden, proxy, Hidden.method):
         assert any(each is wanted for each in reached)
 
 

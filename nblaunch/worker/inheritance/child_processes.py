@@ -90,9 +90,8 @@ def _status(pid: int) -> int | None:
         return None
     except ProcessLookupError:
         return 0
-    except (
-        OSError
-    ) as error:  # the process has just ended, unless its file can't be opened or there is no /proc
+    except OSError as error:
+        # The process has just ended, unless its file can't be opened or there is no /proc.
         is_unknown = exhaustion.is_exhausted(error) or not os.path.isdir("/proc/self")
         return None if is_unknown else 0
     return int(fields[_EXIT_STATUS]) if fields[_STATE] in _ENDED else None
