@@ -114,7 +114,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
     without pickling; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads the
     trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
     workers start through a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
-    plain ``torch.distributed.init_process_group()`` and other frameworks find the ranks by themselves.
+    plain ``torch.distributed.init_process_group()`` and other frameworks detect the ranks.
 
     Example::
 
@@ -137,13 +137,13 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``; the default of ``Accelerator()`` in the
             function.
         use_port: TCP port of the rendezvous. None = a free port, or 29500 with several machines.
-        master_addr: address on which the rendezvous listens: the address at which other machines reach machine 0.
+        master_addr: address of the rendezvous, at which the other machines reach machine 0.
         node_rank: rank of this machine, from 0. Run the same call on every machine, each with its own rank.
         num_nodes: number of machines, or ``"min:max"`` with ``rdzv_backend="c10d"`` or an engine.
         rdzv_backend: how machines find each other. ``"static"``: a fixed set of machines meets at
             ``master_addr:use_port``. ``"c10d"``: machines can join and leave; they meet at ``rdzv_endpoint``. On one
             machine, both are the same.
-        rdzv_endpoint: address of the c10d rendezvous as ``"host:port"``: one of the machines, the same on all of them.
+        rdzv_endpoint: address of the c10d rendezvous as ``"host:port"``: the same machine in the call on every machine.
         rdzv_conf: further settings with torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
@@ -160,7 +160,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ...). ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
-            which this process runs, and ``"processes"`` on this machine, as a test. A :class:`Nodes` keeps machines
+            which this process runs, and ``"processes"`` on this machine, for tests. A :class:`Nodes` keeps machines
             of such an engine between launches.
         start_method: ``"auto"``, ``"fork"``, ``"forkserver"`` or ``"spawn"``.
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
@@ -172,7 +172,7 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             learning rates) into these objects, so that the next launch continues from them. For data parallel training
             only; save sharded states with ``accelerator.save_state``.
         background: return a :class:`Job` as soon as the workers are running, and leave the kernel free;
-            ``job.result()`` waits. An interrupt before that ends the job.
+            ``job.result()`` waits. An interrupt before the call returns ends the job.
         detach: with ``background=True``, let the job outlive this process. It then runs in its own process, and
             :func:`nblaunch.attach` returns its :class:`Job` in any kernel, script or shell (:func:`nblaunch.jobs` lists
             all jobs). The call is pickled. Trained weights stay with the job until :meth:`Job.load_weights` loads them.
@@ -196,9 +196,9 @@ def notebook_launcher(function: Callable[..., _T], args: tuple[Any, ...]=(), num
             ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
             ``last_job().release()``, or after 30 minutes.
         log_dir: folder for logs. None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
-        rdzv_timeout_s: seconds in which all machines must find each other or be ready. None = 600.
-        hosts: with ``engine="ssh"``, the names of the machines for ``ssh``. They must accept connections without a
-            password, and have Python and nblaunch.
+        rdzv_timeout_s: how long machines may take to find each other or become ready, in seconds. None = 600.
+        hosts: with ``engine="ssh"``, the machines, by the names that ``ssh`` accepts. They must accept connections
+            without a password, and have Python and nblaunch.
         resources_per_node: with ``engine="ray"``, free resources that a node must have, such as ``{"CPU": 8, "GPU":
             4}``. None = one core per rank, and one GPU per rank if the cluster has GPUs.
         runtime_env: with ``engine="ray"``, the environment of the nodes, as in ``ray.init``.

@@ -381,7 +381,7 @@ class LaunchSpec:
 
     @property
     def has_debugger(self) -> bool:
-        """Whether a debugger can look into the workers."""
+        """Whether a debugger can attach to the workers."""
         return self.post_mortem or self.has_breakpoints or self.is_session
 
     def without_call(self) -> LaunchSpec:
@@ -491,7 +491,7 @@ def _accepted(name: str, value: Any, converter: Converter) -> Any:
 
 
 def _accept_values(spec: LaunchSpec) -> None:
-    """Check every value, and convert those with several forms to one: ``"BF16"``, NumPy's integers."""
+    """Check every value, and convert alternative forms, such as ``"BF16"`` or NumPy's integers, to the usual one."""
     for spec_field, use in uses():
         value = getattr(spec, spec_field.name)
         if use.converter is not None and value is not spec_field.default:

@@ -37,7 +37,7 @@ __all__ = ["JobSummary", "attach", "jobs"]
 
 
 def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> Job[Any]:
-    """Return the :class:`Job` that was launched with ``detach=True``, and show it in this cell.
+    """Return the :class:`Job` for a job launched with ``detach=True``, and show it in this cell.
 
     Several processes can attach to a job; when one of them ends, the others are not affected. Within a process, all
     calls for a job return the same :class:`Job` until it has ended or :meth:`Job.detach` was called.

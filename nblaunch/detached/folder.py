@@ -90,7 +90,7 @@ class JobError:
 
     Args:
         failed: the error, with its text and frames as IPython shows it.
-        notes: notes of an error that is shown as a worker's error; None = shown as an error of the launcher.
+        notes: notes to show with a worker's error; None = the error is shown as the launcher's.
     """
 
     failed: Failed
@@ -203,7 +203,7 @@ class JobFolder(LogFolder):
     # --- reading -------------------------------------------------------------------------------------------------
 
     def load_record(self) -> Record:
-        """Return what was launched.
+        """Return the record of the job: what was launched.
 
         Raises:
             Unusable: the record can't be read.
@@ -227,7 +227,7 @@ class JobFolder(LogFolder):
         return self._load_plain(END, End)
 
     def load(self, cls: type[_Pickled]) -> _Pickled | None:
-        """Return the value in the file for this type; None if it was not written yet.
+        """Return the value in the file for this type; None if it has not been written yet.
 
         Raises:
             Unusable: the file can't be read. Only data that is signed with the user's key is unpickled.
@@ -369,9 +369,9 @@ class JobFolder(LogFolder):
 def own_layout() -> str:
     """Return the layout of this process's pickles in a job's folder, as a short text.
 
-    It has their classes, with names and types of fields, so the version of nblaunch does not matter. A process attaches
-    only to jobs with its own layout, because an event with missing or different fields would fail somewhere in a
-    dashboard.
+    It lists their classes with the names and types of the fields, so the version of nblaunch does not matter. A process
+    attaches only to jobs with its own layout, because an event with missing or different fields would fail somewhere in
+    a dashboard.
     """
     texts: dict[Any, str] = {}
     for cls in (Launch, LaunchPlan, Snapshot, JobError, *vars(events).values()):

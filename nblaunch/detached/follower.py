@@ -61,7 +61,7 @@ _PATIENCE_S = 10.0
 _REPLY_S = 2.0
 
 _followers: dict[tuple[int, Path], JobFollower] = {}
-"""Process and folder of a job -> its follower, while it follows. A forked process has none."""
+"""Process and folder of a job -> its active follower. A forked process has none."""
 
 
 def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower:
@@ -132,7 +132,7 @@ class JobFollower(Job):
         self._has_looked.wait(_FIRST_LOOK_S)
 
     def show_on(self, listeners: Sequence[Listener]) -> bool:
-        """Add listeners, which receive all events, past ones first; return False if it is too late."""
+        """Add listeners, which receive all events, past ones first; return False if this follower has ended."""
         newcomer = _Newcomer(listeners)
         self._newcomers.append(newcomer)
         try:

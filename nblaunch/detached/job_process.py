@@ -61,9 +61,9 @@ class JobTask:
         launch: the facts that processes need to attach.
         backend: name of the device family.
         job_id: name of the job.
-        root: folder in which it creates the folder of the job.
+        root: folder in which the process creates the job's folder.
         call: the call that the job runs, and its environment.
-        report_fd: pipe on which the launching process waits until the folder of the job exists.
+        report_fd: pipe that the launching process waits on until the folder of the job exists.
     """
 
     launch: Launch

@@ -77,7 +77,7 @@ class Recorder:
         record: description of the launch.
         launch: remaining facts about the launch.
         outcome: returns the outcome once the job has ended.
-        requests: requests to the job; a request to end it drops data for which there is no space.
+        requests: requests to the job; a request to end it drops data that does not fit on the disk.
 
     Attributes:
         waits_for: why the process waits before it ends; empty while it does not wait.
@@ -127,7 +127,7 @@ class Recorder:
             self._folder.write_plain(self._record)
 
     def on_event(self, event: Event) -> None:
-        """Append an event; the last one follows all other data."""
+        """Append an event. The last event is written after all other data."""
         if isinstance(event, _SAMPLES):
             self._samples[type(event), event.rank] = event
         elif isinstance(event, JobEnded):
@@ -288,8 +288,8 @@ class Recorder:
     def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
         """Write files of the outcome; return why that failed, by name.
 
-        A file may be removed while the next one is written, which can take a long time on a full disk; write it again
-        then.
+        Writing a file can take a long time on a full disk. If an earlier file is removed in the meantime, write it
+        again.
         """
         unsaved: dict[str, str] = {}
         while missing := [name for name in parts if name not in unsaved and not self._is_there(name)]:

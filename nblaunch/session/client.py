@@ -62,7 +62,7 @@ class SessionClient:
 
     Attributes:
         busy: ranks that have not replied to the current command.
-        busy_since_s: time at which the command was sent, by ``monotonic()``.
+        busy_since_s: when the command was sent, by ``monotonic()``.
         num_interrupts: number of interrupts of the current or last command.
         replies: replies to the current command so far; empty between commands, because replies hold files.
         debugger: client of the debugger in the ranks.
@@ -343,7 +343,7 @@ class SessionClient:
     def _free_waiting(self, leaving: set[int]) -> None:
         """Interrupt the busy ranks, and let the others leave the group unless they are already ``leaving``.
 
-        Ranks in a collective return once the ranks for which they wait have left the group. A rank that was
+        Ranks in a collective return once the ranks that they wait for have left the group. A rank that was
         interrupted inside a collective leaves only after the collective ends, so nothing waits for the replies.
         """
         self._signal(self.busy)

@@ -91,8 +91,8 @@ class Accelerator(AcceleratorProperties):
         project_config: settings of the folder and the names of checkpoints. Its ``project_dir``, if set, takes
             precedence.
         gradient_accumulation_plugin: all settings of gradient accumulation, instead of ``gradient_accumulation_steps``.
-        step_scheduler_with_optimizer: schedulers step with their optimizer, and once per process, because schedules are
-            written for a single process. False: exactly once per call.
+        step_scheduler_with_optimizer: schedulers step only when their optimizer does, and then once per process,
+            because schedules are written for a single process. False: exactly once per call.
         kwargs_handlers: at most one each of ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
             ``AutocastKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``, ``AORecipeKwargs``,
             ``TorchDynamoPlugin``.
@@ -164,7 +164,7 @@ class Accelerator(AcceleratorProperties):
         # 3. Choose the settings that all Accelerators of the process share.
         chosen = self._choose_strategy(plugin, parallelism_config, mixed_precision, accumulation, data)
         self.state.dynamo_plugin = dynamo
-        # 4. Create the parts to which the methods delegate.
+        # 4. Create the parts that the methods delegate to.
         self._preparer = Preparer(
             shared,
             *chosen,  # precision, strategy, accumulation
@@ -251,7 +251,7 @@ class Accelerator(AcceleratorProperties):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model. It is moved in place.
+        """Prepare one model. The module itself moves to the device; nothing is copied.
 
         Args:
             model: the user's own module.
@@ -318,7 +318,8 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over the ranks of ``cp_size`` in the block, a training step. No effect without ``cp_size``.
+        """Shard sequences over the ``cp_size`` ranks in the block, which runs one training step. No effect without
+        ``cp_size``.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -365,7 +366,7 @@ class Accelerator(AcceleratorProperties):
         Raises:
             RuntimeError: this is a worker, and the Accelerator has prepared objects in the notebook.
         """
-        home = self._home  # without a call where possible, because this runs in every step
+        home = self._home  # avoid a call where possible, because this runs in every step
         parts = self._own_parts if home is not None and home.is_current else self._parts()
         gradients.backward(parts["_preparer"], loss, kwargs)
 
@@ -587,12 +588,13 @@ class Accelerator(AcceleratorProperties):
         random generators of every rank. The previous checkpoint in the folder is replaced only when the new one is
         complete and on disk, so it survives a failure or the end of the process at any time. Other files are kept.
 
-        Continued training gives the same numbers. With three or more ranks they are equal up to rounding, because
-        DistributedDataParallel adds its first gradients in a different order.
+        Resumed training gives the same numbers as uninterrupted training. With three or more ranks, they are equal up
+        to rounding, because DistributedDataParallel adds its first gradients in a different order.
 
         It is a collective without a deadline: the main process waits for every rank. If the other ranks enter another
-        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). It saves
-        without the random states of the others, or raises an error if they hold shards of the weights.
+        collective or end, nblaunch concludes that only the main process should save (``if is_main_process:``). The main
+        process then saves without the random states of the other ranks, or raises an error if they hold shards of the
+        weights.
 
         Args:
             output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
@@ -781,9 +783,9 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Log values from the main process: to the trackers, the dashboard and ``job.metrics``.
 
-        It also works without trackers. The dashboard and ``job.metrics`` get numbers and short texts as Python's types:
-        an enum member as its value, a NumPy number or a tensor with one element as a number. Other objects reach only
-        trackers that support them. Logging a tensor waits for its device.
+        It also works without trackers. The dashboard and ``job.metrics`` receive numbers and short texts as Python
+        types: an enum member becomes its value, and a NumPy number or a tensor with one element becomes a number. Other
+        objects reach only trackers that support them. Logging a tensor waits for its device.
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
@@ -815,7 +817,7 @@ class Accelerator(AcceleratorProperties):
     def progress(
         self, iterable: Iterable[T], total: int | None = None, desc: str | None = None
     ) -> Iterator[T]:
-        """Iterate over ``iterable`` and show its steps on the dashboard, which always shows prepared loaders.
+        """Iterate over ``iterable`` and show its steps on the dashboard. Prepared loaders are always shown.
 
         Args:
             iterable: any iterable; a prepared loader is passed through.
