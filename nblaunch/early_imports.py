@@ -31,10 +31,10 @@ COMPILER = ("sympy", "torch._dynamo")
 _ACCELERATOR = "nblaunch.training.accelerator"
 
 _TRAINING = {"backward", "optim", "Trainer", "fit"}
-"""Names in functions that create an optimizer."""
+"""Names that a function contains if it creates an optimizer."""
 
 _IDLE_S = 0.1
-"""Seconds to wait after the running cell, in which the kernel sends its reply and may begin the next cell."""
+"""Seconds to wait after the running cell: the kernel sends its reply, and may begin the next cell."""
 
 _planned: list[str] = []
 _lock = threading.RLock()

@@ -6,7 +6,7 @@
 
 Operations run when they are called (there is no ``mark_step``), DDP averages gradients on the chips, and
 ``torch.autocast`` supports bf16. All other exchanges between ranks go through host memory and gloo, and compile
-nothing. nblaunch uses torch's interface for any accelerator, because nearly every function of ``torch.tpu`` rejects
+nothing. nblaunch uses torch's device-independent functions, because nearly every function of ``torch.tpu`` rejects
 callers outside torch.
 
 With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips ran all steps up to libtpu's search

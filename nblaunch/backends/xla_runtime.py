@@ -2,7 +2,7 @@
 
     kind, num_chips, version_mismatch ...     do not import it
     package, part                             import it; no other code of nblaunch does
-    counters, memory                          what its compiler has done; memory of the device
+    counters, memory                          counters of its compiler; memory of the device
     use_spmd, shard, cut_batch                one process drives all devices of its host
     join_at_first_use, separate_stores ...    torch_xla's own world in a worker
 
@@ -94,7 +94,8 @@ def package() -> Any:
 def _one_collection() -> Iterator[None]:
     """Collect garbage once at the end of an import, instead of dozens of times while the heap grows.
 
-    Uncollected objects would be frozen with the kernel's heap, and shared with workers for good. Later launches do not
+    Uncollected objects would be frozen with the kernel's heap, and permanently shared with workers. Later launches do
+    not
     collect again: in a kernel with torch, that takes longer than the forks.
     """
     was_enabled = gc.isenabled()

@@ -150,6 +150,6 @@ def _stop(arguments: argparse.Namespace) -> int:
     request = "cancel" if arguments.kill else "interrupt" if arguments.interrupt else "stop"
     reply = endpoint.ask(request)
     if reply != TAKEN:
-        raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not answer'}")
+        raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not reply'}")
     print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
     return 0

@@ -4,8 +4,8 @@
 that define them. Every module has the names that an installed Accelerate serves. An unsupported module or attribute
 raises an error that says what to use instead.
 
-On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``. So
-does the import of a module after another version of nblaunch was installed (``nblaunch/installation.py``).
+On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``.
+Importing a module after another version of nblaunch was installed raises one, too (``nblaunch/installation.py``).
 """
 
 from __future__ import annotations

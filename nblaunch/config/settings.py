@@ -1,4 +1,5 @@
-"""The settings of a launch: the table of all settings, and a value for each from several sources, which must agree.
+"""The settings of a launch: a table of all settings. Merges their values from several sources and rejects
+contradictions.
 
 The table has the fields of ``LaunchSpec``, arguments of ``Accelerator``'s plugins, and a few more. Each row is an
 option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`. Names follow

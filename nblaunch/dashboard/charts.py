@@ -98,7 +98,7 @@ def chart(
         main: at least two points.
         raw: thin lines behind it; ``main`` is their mean.
         name_of_raw: their name in the legend.
-        first_step: step from which the caption counts; None: the first point.
+        first_step: step that the caption counts from; None: the first point.
         size: size of the picture, in pixels.
     """
     width, height = size

@@ -149,7 +149,7 @@ def _link(location: str) -> str:
 
 
 def last_known(view: JobView) -> str:
-    """Return a sentence with the time at which a view was up to date."""
+    """Return a sentence that says when a view was up to date."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.now_s)) if view.now_s else "its start"
     return f"last known at {at}; the result replaces this once the job has ended"
 

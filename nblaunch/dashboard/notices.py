@@ -248,7 +248,7 @@ def _stalled(view: JobView) -> list[Notice]:
     if view.hang and stalls:
         text = view.hang[0]
         if all(stall.is_certain for stall in stalls.values()):
-            # The report contains the time at which it was made.
+            # The report contains the time of its creation.
             since_s = max(stall.time_s - stall.for_s for stall in stalls.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(stalls), text, view.hang[1:])]

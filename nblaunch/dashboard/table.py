@@ -5,7 +5,7 @@
       11  training, slow     2/6   450/1,000    24.1
     ranks 0-10, 12-63 training
 
-One row is for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line of text
+There is one row for the whole job, and one for each rank. With more than :data:`MAX_ALL_IN_ROWS` ranks, a line of text
 replaces the rows of ranks in lockstep. Text, HTML and widgets draw the same table, so they show the same numbers.
 """
 
@@ -319,7 +319,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
-    """Return the ranks that differ, in order: failed, noticed, or with a rare state; if they are many, the first."""
+    """Return the ranks that differ, in order: failed, noticed, or in a rare state; if there are many, only the first."""
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
@@ -472,8 +472,8 @@ def headline(view: JobView) -> str:
 def _progress(view: JobView, left_s: float | None) -> str:
     """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
 
-    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. Empty for
-    a job with a failed rank, which would never finish.
+    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. Also empty
+    for a job with a failed rank, because it would never finish.
     """
     if view.is_over or not view.ranks or any(rank.failure for rank in view.ranks):
         return ""

@@ -124,7 +124,7 @@ CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
 LINE_STAYS_S = 2.0
-"""Seconds for which a progress bar stays visible after its worker prints another line; bars usually come back."""
+"""How long a progress bar stays visible, in seconds, after its worker prints another line; bars usually come back."""
 
 
 NUM_EPOCHS = 100
@@ -169,7 +169,7 @@ class RankView:
         training: number of the training run, from 0: a function may train several times, for example once per fold.
         ended_epoch: the last epoch of this training that has ended; 0 before the first.
         status_line: progress bar or unfinished line of the output, without escape sequences.
-        line_gone_s: time at which another line replaced the status line; 0.0 while it is visible.
+        line_gone_s: when another line replaced the status line; 0.0 while it is visible.
         last_line: last complete line of output, without escape sequences.
         num_lines: number of lines of output.
         exit_status: status of the process; None while it runs.

@@ -275,7 +275,7 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     others = [use.wait_share for rank, use in uses.items() if rank not in slow]
     neighbours = [use.neighbour for use in slow.values() if use.neighbour is not None]
     is_fixed = all(process.is_pinned for process in neighbours)
-    # On a busy machine, other ranks wait, too. A pinned neighbour is to blame anyway.
+    # On a busy machine, other ranks wait, too. A pinned neighbour is still the cause.
     share_of_others = 0.75 if is_fixed else 0.5
     if not slow or not others:
         return None

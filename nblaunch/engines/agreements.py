@@ -53,7 +53,7 @@ class NodesAgreement:
     ) -> None:
         self._subject = subject
         self._send = send
-        # An interrupt can end without a common step, for which nodes stop waiting after their limit_s.
+        # An interrupt can end without a common step: nodes stop waiting for one after their limit_s.
         limit_s = min(BOUNDARY_S + _SLACK_S, grace_s * _SHARE) if subject == "step" else math.inf
         self._until_s = now_s + limit_s
         self._copies: dict[int, Slot] = {}
@@ -70,7 +70,7 @@ class NodesAgreement:
             copy.num_checks, copy.stop_reply = num_checks, reply
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
-        """Propose, count replies, decide.
+        """Propose a step, count the replies, and decide.
 
         Args:
             running: ranks of all nodes whose function has not ended.

@@ -29,7 +29,7 @@ class NodeCalls:
     """The calls of a node's ranks, on the node.
 
     Args:
-        board: board to which the ranks write.
+        board: board that the ranks write to.
         ranks: ranks of the node.
     """
 

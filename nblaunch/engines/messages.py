@@ -83,7 +83,7 @@ class Boot:
         key: key of the job.
         spec: settings of the launch on this node, without the call.
         registered_backend: the pickled backend, if it is not part of nblaunch.
-        call: environment of the call, which itself follows in parts.
+        call: environment of the call. The call itself follows in parts.
         call_bytes: size of the call.
         modules: the user's modules that are sent.
         required: other top-level modules that the call needs.

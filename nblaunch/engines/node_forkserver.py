@@ -1,4 +1,4 @@
-"""The node program if nodes are kept between jobs: a forkserver with torch imported, which forks a child for each job.
+"""The node program of nodes that are kept between jobs: a forkserver with torch imported, which forks a child per job.
 
     forkserver ── Boot ──> fork ──> child: NodeProgram of one job ── Leave ──> ends
        └── waits for the child, then sends Hello again ──> next Boot, with another key
@@ -28,7 +28,7 @@ from nblaunch.worker import process_control
 
 _IMPORTS = (("torch", "torch.distributed"), ("torch._dynamo",))
 """Modules to import before the first job and before the second one. Ranks need the compiler at the first step of an
-optimizer; its import takes a second or more, and only later jobs save it.
+optimizer. Importing it takes a second or more, so the first job starts without it and later jobs benefit.
 """
 
 

@@ -1,8 +1,8 @@
 """NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
 The program ends with the actor, whose pipes then close. The actor watches the raylet, reports its death at once, and
-ends soon after. Ray itself would end the actor ten seconds later without a reason. It would not end it while the raylet
-is a zombie.
+ends soon after. Ray itself would end the actor ten seconds later without a reason, and not at all while the raylet is a
+zombie.
 
 The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
 """
@@ -24,11 +24,11 @@ _POLL_S = 1.0
 _LAST_BYTES = 4096
 _LEAVE_S = 2.0
 _REPORT_S = 1.0
-"""Seconds in which the driver receives the report of the raylet's death."""
+"""Seconds that the driver has to receive the report of the raylet's death."""
 
 
 def leave_out_optional_packages() -> None:
-    """Prevent imports in Ray that take half a second: of packages whose objects this process never sends."""
+    """Keep Ray from importing packages whose objects this process never sends; the imports take half a second."""
     for name in ("pyarrow", "pydantic", "starlette"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
 

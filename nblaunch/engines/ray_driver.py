@@ -37,7 +37,9 @@ _REFUSAL_S = 0.3
 _NOTE_S = 3.0
 _STEP_S = 0.25
 _GROUP_STEP_S = 1
-"""Seconds of one wait for a placement group. Ray drops fractions, and waits of 0 s find out late that it is ready."""
+"""Seconds of one wait for a placement group. Ray drops fractions of a second, and a wait of 0 s learns late that the
+group is ready.
+"""
 
 _LEAVE_S = 3.0
 _REMOVAL_S = 5.0
@@ -66,11 +68,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 class _NotNeeded(Exception):
-    """The launching process has ended, or needs no nodes any more."""
+    """The launching process has ended, or no longer needs nodes."""
 
 
 class _NodeDied(Exception):
-    """A node that the job was to use has died before the programs had started."""
+    """A node that the job was going to use died before the programs started."""
 
 
 class Driver:
@@ -202,7 +204,7 @@ class Driver:
         return bundle, count
 
     def _alive_nodes(self) -> list[Any]:
-        """Return the nodes that run. Ray itself learns of the death of a raylet after 14 s."""
+        """Return the running nodes. Ray itself notices a raylet's death only after 14 s."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         if self._task.address.startswith("ray://"):
             return alive  # this process can't reach them

@@ -1,6 +1,6 @@
 """Nodes of this process's Slurm allocation, for example of a notebook under ``salloc``: one ``srun`` per node.
 
-Slurm carries the bytes, with the site's encryption and authentication; nblaunch opens no socket.
+Slurm transports the data, with the site's encryption and authentication; nblaunch opens no socket.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Uplink:
         return following
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables for this node's ranks: the interface by which other nodes reach it."""
+        """Return environment variables for this node's ranks: the interface that other nodes reach it through."""
         if topology.num_nodes == 1:
             return {}
         present = env.snapshot()
@@ -357,7 +357,7 @@ class _Log:
     """The log file of a rank, read as it grows.
 
     Attributes:
-        sent_s: time at which a part of it was last read.
+        sent_s: when a part of it was last read.
     """
 
     def __init__(self, path: Path) -> None:

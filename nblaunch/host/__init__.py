@@ -1,7 +1,7 @@
 """The host of a job: readings, and requests to its operating system. No module creates a device context.
 
 proc.py          /proc and /sys: states, memory, processor time of processes and threads; limits of control groups
-waits.py         waits of processes that nothing outside them can end
+waits.py         finds threads whose waits no other process can end
 wake_channels.py  pipes and sockets by which threads of one process wake each other
 descendants.py   finds and ends every process that workers have started, even outside their process groups
 memory.py        memory of processes, limits of the host, glibc's allocator

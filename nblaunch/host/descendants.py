@@ -29,7 +29,7 @@ _LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
 _MAX_ROUNDS = 20
 _FEW = 100
 _SHORT_S = 2.0
-"""Seconds in which no system can use up its process ids and start again with the lowest."""
+"""A time too short for any system to use up its process ids and start again with the lowest, in seconds."""
 
 
 def carry(tag: int) -> None:

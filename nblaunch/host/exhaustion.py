@@ -1,4 +1,4 @@
-"""What happens while this process, or the system, has no free file descriptor."""
+"""Detects that no file descriptor is free in this process or the system, and waits until one is."""
 
 from __future__ import annotations
 

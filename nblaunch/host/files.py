@@ -158,7 +158,7 @@ def replace_within(folder_fd: int, name: str, data: bytes, reserve_name: str) ->
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically and lastingly with the one that ``write(other_path)`` writes.
+    """Replace a file atomically and durably with the file that ``write(other_path)`` writes.
 
     Like :func:`replace`, for paths that the user chooses: the file gets the mode that ``write`` gives it.
 

@@ -28,9 +28,9 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def growing() -> Iterator[None]:
-    """Collect no garbage while a process of nblaunch imports large packages, and never visit their objects later.
+    """Pause garbage collection while a process of nblaunch imports large packages, and exempt their objects from it.
 
-    The collector would visit the same objects dozens of times: a tenth of the time in which torch is imported.
+    The collector would visit the same objects dozens of times, which takes a tenth of the time of importing torch.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(0)

@@ -3,7 +3,7 @@
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
-A machine's name can change (a laptop in another network), and containers on one kernel have names of their own.
+A machine's name can change (a laptop in another network), and containers on one kernel have their own names.
 nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the set of
 visible processes by their namespace. The name is for display; it identifies a machine only if the file is missing.
 """

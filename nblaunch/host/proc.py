@@ -160,7 +160,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def caught_signals(pid: int) -> int:
-    """Return the signals for which a process has handlers: bit 0 is signal 1. Source: proc_pid_status(5), SigCgt."""
+    """Return the signals that a process has handlers for: bit 0 is signal 1. Source: proc_pid_status(5), SigCgt."""
     for line in _read(pid, "status").splitlines():
         name, _, mask = line.partition(":")
         if name == "SigCgt":
@@ -226,7 +226,7 @@ class ProcessUse:
         pid: process id.
         name: name of its program.
         posix_session: leader of its POSIX session.
-        processor: processor on which it last ran.
+        processor: processor that it last ran on.
         cpu_s: processor time since its start.
     """
 
@@ -263,7 +263,7 @@ def processes() -> dict[int, ProcessUse]:
 
 
 def allowed_processors(pid: int) -> set[int]:
-    """Return the processors on which a process may run; empty if unknown."""
+    """Return the processors that a process may run on; empty if unknown."""
     if hasattr(os, "sched_getaffinity"):
         with suppress(OSError):
             return os.sched_getaffinity(pid)

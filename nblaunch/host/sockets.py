@@ -65,8 +65,8 @@ class _Stream:
 def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
     """Return the connections that this process has opened to programs that it has not started.
 
-    Connections to this process itself, and connections that others have opened, are left out. So are connections
-    within the machine if the system does not show who serves them.
+    Connections to this process itself, and connections that others have opened, are left out. Connections within the
+    machine are left out if the system does not show who serves them.
 
     Args:
         fds: descriptors of this process's sockets.

@@ -120,7 +120,7 @@ _REPLY_BYTES = 16  # struct unix_diag_msg
 
 
 def _peer_of_local_socket(inode: int) -> int:
-    """Return the inode of the socket to which a socket of this machine is connected; 0 if there is none."""
+    """Return the inode of the socket that a socket of this machine is connected to; 0 if there is none."""
     request = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ANY, inode, _SHOW_PEER, _ANY, _ANY)
     header = _HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _IS_REQUEST, 1, 0)
     try:

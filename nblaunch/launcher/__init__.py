@@ -1,6 +1,6 @@
 """The kernel's side of a launch: checks, start and supervision of the workers, and the job that the caller gets.
 
-The kernel is the process that calls the launcher, a Jupyter kernel or a script; it never means a CUDA kernel. The
+The kernel is the process that calls the launcher, a Jupyter kernel or a script; the word never means a CUDA kernel. The
 launcher is this code in the kernel, or in the process of a detached job (:mod:`nblaunch.detached`).
 
     plan.py              whether and how to launch on this machine -> LaunchPlan
@@ -15,14 +15,12 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      the wait loop until the workers have ended; reads their results
-        escalation.py    when each rank gets which signal, and not while it sends weights; time for a checkpoint
-        hang_watch.py    finds ranks without progress, and shows where ranks are
-        unread_queues.py  saves values that ranks put into queues of the kernel
-        collective_watch.py  finds ranks that call different collectives
-        slow_watch.py    explains slow steps
-        span_recorder.py  records how ranks spend their time, in a file
-        guardian.py      kills the workers if the kernel dies; started at the first tick
-        monitor.py       memory and devices of the workers, read from outside
+        escalation.py    decides when each rank gets which signal; waits for checkpoints, and for ranks that send
+        weights hang_watch.py    finds ranks without progress, and shows where ranks are unread_queues.py  saves values
+        that ranks put into queues of the kernel collective_watch.py  finds ranks that call different collectives
+        slow_watch.py    explains slow steps span_recorder.py  records how ranks spend their time, in a file guardian.py
+        kills the workers if the kernel dies; started at the first tick monitor.py       memory and devices of the
+        workers, read from outside
       outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
         weights.py       merges trained weights, and loads them if they fit the kernel's modules
     timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank

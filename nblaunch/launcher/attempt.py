@@ -250,7 +250,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
 
 
 def _open_store_socket(attempt: Attempt, stack: ExitStack) -> StoreHost | None:
-    """Open the socket on which the supervisor starts the store; None if an agent hosts it."""
+    """Open the socket for the store that the supervisor starts; None if an agent hosts it."""
     if attempt.topology.master_port:
         return None
     store = attempt.store or StoreHost(attempt.topology.master_addr, attempt.spec.master_port)

@@ -41,7 +41,7 @@ _MAX_SHARE = 0.01
 """Largest share of the launcher's time that checks may take."""
 
 _STANDS_STILL_S = 3.0
-"""Time without any call after which an interrupt is explained by what the ranks wait for."""
+"""If no rank has made a call for this time before an interrupt, a warning says what the ranks were waiting for."""
 
 _PATIENCE_S = 2.0
 """Time for ranks to reach the call in which others differ."""

@@ -137,7 +137,7 @@ class DebugClient:
         return self._debugged if self._debugged in self.prompts else None
 
     def send_line(self, rank: int, text: str) -> None:
-        """Send a line to a rank's pdb. If the rank continues, so do ranks at the same breakpoint.
+        """Send a line to a rank's pdb. If the rank continues, ranks at the same breakpoint also continue.
 
         Do nothing if the rank no longer waits, because it ended or a line of another thread continued it.
         """

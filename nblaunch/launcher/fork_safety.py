@@ -179,7 +179,7 @@ def _contains_tokio(file: str) -> bool:
 
 
 def _libraries_of(call: FunctionCall) -> set[str]:
-    """Return the libraries to which the user's code of ``call``, or its arguments, refer."""
+    """Return the libraries that the user's code of ``call``, or its arguments, refer to."""
     return {name for value in reachable_from(call) for name in _names_of_libraries(value)}
 
 

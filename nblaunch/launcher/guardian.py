@@ -5,7 +5,7 @@
                                     end of file: SIGKILL to every worker's process group, and to every process
                                     with the job's tag (host/descendants.py); a line in the log
 
-Workers ask the system to kill them with their parent, and so do children that they fork. Commands, spawned processes
+Workers, and children that they fork, ask the system to kill them with their parent. Commands, spawned processes
 and their children do not. The guardian is a shell, not a Python process, so it needs almost no memory. Starting it
 takes a few milliseconds, so it starts after the workers, and short jobs end before it starts.
 """
@@ -45,7 +45,7 @@ class Guardian:
     Args:
         process_groups: process groups of the workers.
         tag: tag of their descendants.
-        log: file to which the guardian appends a line when it kills; None = no file.
+        log: file for a line that the guardian appends when it kills; None = no file.
     """
 
     def __init__(self, process_groups: Iterable[int], tag: int, log: Path | None = None) -> None:

@@ -144,7 +144,7 @@ def _usable_backend(spec: LaunchSpec) -> Backend:
 def _plan_on_nodes(spec: LaunchSpec) -> LaunchPlan:
     """Return this process's part of the plan for a launch on other machines, each of which makes its own plan.
 
-    The backend is a placeholder until the nodes have replied, and so is the number of processes if it is not set.
+    The backend, and the number of processes if it is not set, are placeholders until the nodes have replied.
     """
     return LaunchPlan(
         backend=backends.find("cpu"),

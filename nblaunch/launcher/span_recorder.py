@@ -1,4 +1,4 @@
-"""Records how ranks spend their time in a file of the attempt, from which timelines are made.
+"""Records how ranks spend their time in a file of the attempt, for timelines.
 
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _BACKLOG = 1024
-_STORE_DESCRIPTORS = 16  # for its event loop and its connection to itself, with some to spare
+_STORE_DESCRIPTORS = 16  # for its event loop and its connection to itself, with a margin
 
 
 _running: set[int] = set()
@@ -114,8 +114,8 @@ def store_behind(fd: int, address: str, port: int) -> TCPStore:
 
     Args:
         fd: descriptor of the socket.
-        address: address on which it listens.
-        port: port on which it listens.
+        address: address that it listens on.
+        port: port that it listens on.
 
     Raises:
         RuntimeError: the store can't be started.

@@ -2,7 +2,7 @@
 
     rank ── PutUnread ──> UnreadQueues: once all running ranks wait for readers
                             └── thread: reads the pipes, so that the ranks can end
-                                        writes back into the pipes the values for which there is room
+                                        writes the values that fit back into the pipes
                                         writes the rest while the kernel reads
 
 The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that is
@@ -43,7 +43,7 @@ _CUT = "a value that a rank has put into a queue of the kernel is lost: the rank
 
 
 class UnreadQueues:
-    """The queues of the kernel in which ranks of an attempt left values.
+    """The queues of the kernel that contain values left by the ranks of an attempt.
 
     Args:
         board: board of the attempt.

@@ -77,8 +77,8 @@ def load_back(
         what: name of these weights in the note.
 
     Returns:
-        the paths of the modules that have their weights, and notes about all modules. Missing or incomplete weights
-        are warnings.
+        the paths of the modules that have their weights, and notes about all modules. Missing or incomplete weights are
+        reported as warnings.
     """
     back: list[ArgPath] = []
     unchanged: list[ArgPath] = []

@@ -91,7 +91,9 @@ class NodeAgent:
         self._workers_store: StoreHost | None = None
 
     def run(self) -> None:
-        """Take part in each rendezvous until the workers have ended for good, and send the outcome to the launcher."""
+        """Take part in each rendezvous until no restart follows the end of the workers, and send the outcome to the
+        launcher.
+        """
         self._launcher.start()
         rendezvous = self._config.rendezvous
         try:

@@ -343,7 +343,7 @@ class NodeLink:
 
     @property
     def _has_lost_agent(self) -> bool:
-        """Whether the agent has ended for good, so that the silence of other nodes means nothing."""
+        """Whether the agent has ended and no other follows, so that the silence of other nodes means nothing."""
         ended = self._agent.ended
         return ended is not None and bool(ended.error) and not ended.can_retry
 
@@ -446,7 +446,7 @@ def _for_peers(reading: SlotReading) -> SlotReading:
 
 
 class NodeRunner(JobRunner):
-    """Runs this node's ranks of a job on several machines, until the agents want no more attempts."""
+    """Runs this node's ranks of a job on several machines, until the agents announce no further attempt."""
 
     _link: NodeLink | None = None
     _restart_count = 0
@@ -483,7 +483,7 @@ class NodeRunner(JobRunner):
         return replace(super()._make_attempt(), restart_count=self._restart_count, peers=self._link)
 
     def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Run attempts until the agent wants no more.
+        """Run attempts until the agent announces no further one.
 
         Raises:
             LaunchError: workers could not be started again.

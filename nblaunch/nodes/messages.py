@@ -32,7 +32,7 @@ JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "
 """States of a node: in the rendezvous; workers running; finished; failed; left the job."""
 
 FINISHED = "finished"
-"""Reason of a node that left because all nodes have finished."""
+"""Reason that a node gives when it leaves because all nodes have finished."""
 
 LINGER_S = 4.0
 """Longest time in seconds that an agent waits until the others have received its last heartbeat."""

@@ -372,7 +372,7 @@ class LossReport:
         """
         self.num_noted += 1
         latest: Any = None
-        if type(loss) is torch.Tensor and loss.is_cpu:  # in most jobs; each question to torch takes time
+        if type(loss) is torch.Tensor and loss.is_cpu:  # in most jobs; each call to torch takes time
             try:
                 latest = loss.item()  # at once, as the caller may change it
             except RuntimeError:  # it has several numbers

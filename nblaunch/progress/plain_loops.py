@@ -577,7 +577,7 @@ def _num_elements(batch: Any) -> int:
 
 
 def _divisor(loss: Any) -> float:
-    """Return the number by which a loss's last operation divided it; 1 if that was not a division."""
+    """Return the divisor of a loss's last operation; 1 if that was not a division."""
     made_by = loss.grad_fn
     if made_by is None or made_by.name() != "DivBackward0":
         return 1.0

@@ -163,7 +163,7 @@ def _descend(body: Sequence[ast.stmt], line: int, loops: list[ast.For], read: st
     Args:
         body: statements.
         line: line of one of the statements.
-        loops: list to which the loops are added.
+        loops: list that the loops are added to.
         read: result of :func:`_read_at`; None: later statements do not matter.
     """
     for index, statement in enumerate(body):
@@ -220,7 +220,7 @@ def _assigns(body: Sequence[ast.stmt], name: str) -> bool:
 
 
 def _function_at(filename: str, name: str, first_line: int) -> Sequence[ast.stmt] | None:
-    """Return the statements of the function or module from which a code object was compiled."""
+    """Return the statements of the function or module that a code object was compiled from."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Workers forked from a clean interpreter: for kernels that can't be forked, still with a single model in memory.
+"""Workers forked from a clean interpreter: for kernels that can't be forked; the model is still in memory only once.
 
 kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0

@@ -1,6 +1,6 @@
 """A snapshot of a call for fresh processes: function and arguments, and their surroundings.
 
-A launch that waits for its workers saves the call and starts them in one go. A job that may start workers after the
+A launch that waits for its workers saves the call and starts them at once. A job that may start workers after the
 calling cell has finished saves the call at the launch: whatever the kernel does later, every attempt gets this state.
 """
 
@@ -153,7 +153,7 @@ def _text_of_script() -> Iterator[str]:
 def _hash_seed() -> dict[str, str]:
     """Return the variable that gives sets of strings the same order on all ranks, in each attempt and launch.
 
-    Each fresh interpreter would choose an order of its own: ranks that number the words of a set would disagree.
+    Each fresh interpreter would choose its own order: ranks that number the words of a set would disagree.
     """
     return {"PYTHONHASHSEED": str(hash("nblaunch") % (1 << 32))} if sys.flags.hash_randomization else {}
 

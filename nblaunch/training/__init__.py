@@ -9,7 +9,7 @@ This package uses the launcher only through ``nblaunch.context``: the same funct
                                                      waiting for other ranks
         .accumulation            accumulation.py     the accumulation window that any Accelerator entered last, and the
                                                      loaders being read
-    PartialState and others      state.py            the user's views of the shared state, without data of their own
+    PartialState and others      state.py            the user's views of the shared state, without their own data
     ProcessMethods               process_methods.py  methods of the Accelerator and these states on the joined process
 
 The :class:`Accelerator` and its parts:

@@ -94,7 +94,7 @@ class MicroStep(ContextDecorator):
         accumulation = self._accumulation = preparer.shared.accumulation = preparer.accumulation
         window, models = accumulation.current, self._models
         passed = window.passed
-        # Without a call in the usual case, because this runs in every micro-step.
+        # Avoid a call in the usual case, because this runs in every micro-step.
         if len(passed) != 1 or len(models) != 1 or passed[0]() is not models[0]:
             window = accumulation.window_of([bare_module(model) for model in models])
             window.passed = [weakref.ref(model) for model in models]

@@ -20,8 +20,8 @@ If tensors on a device are of a different class than on the CPU, moving a module
 :class:`Replacements` ties them again where layers shared them, and gives them to existing optimizers. It also handles
 parameters that ``fully_shard`` and fp8 replace.
 
-Models that a device map has split do not move; nor do quantised models that have a device map, or are already on the
-device (``stays_in_place``).
+Models that a device map has split do not move. Quantised models do not move if they have a device map, or are already
+on the device (``stays_in_place``).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def to_device(model: torch.nn.Module, process: JoinedProcess) -> None:
 
 
 def device_map(model: torch.nn.Module) -> Mapping[str, Any]:
-    """Return the device map with which ``model``, or a module in it, was loaded; empty if there is none.
+    """Return the device map that ``model``, or a module in it, was loaded with; empty if there is none.
 
     transformers and Accelerate store it as ``hf_device_map``: module name -> device, or ``"disk"``. If there are
     several maps, return the one with the most entries.

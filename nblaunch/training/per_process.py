@@ -1,4 +1,4 @@
-"""Keep the parts of an Accelerator per process: one created in a notebook cell has separate parts in each worker.
+"""Keep the parts of an Accelerator per process: an object from a notebook cell has separate parts in each worker.
 
     accelerator = Accelerator(mixed_precision="bf16")     # in a cell: one process, rank 0 of 1
 

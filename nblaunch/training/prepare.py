@@ -43,7 +43,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 @dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects and keeps them, with the settings of an Accelerator, which can be assigned."""
+    """Prepares objects with the settings of an Accelerator, which can be assigned, and keeps the objects."""
 
     shared: SharedState
     precision: Precision

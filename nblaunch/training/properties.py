@@ -106,10 +106,10 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     """The ``ProfileKwargs`` from ``kwargs_handlers``, for ``profile``; settable."""
 
     scaler_handler = _Handler(GradScalerKwargs)
-    """The ``GradScalerKwargs`` from ``kwargs_handlers``, with which fp16's scaler was created."""
+    """The ``GradScalerKwargs`` from ``kwargs_handlers`` that fp16's scaler was created with."""
 
     init_handler = _Handler(InitProcessGroupKwargs)
-    """The ``InitProcessGroupKwargs`` from ``kwargs_handlers``, with which the process joined its group."""
+    """The ``InitProcessGroupKwargs`` from ``kwargs_handlers`` that the process joined its group with."""
 
     # --- prepared objects --------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class SharedState:
         is_resuming: a checkpoint from the middle of an epoch was loaded, and the epoch is not read yet.
         attributes: attributes that users set on ``PartialState()`` and the other views, by class.
         has_checked_models: whether a backward pass has called :meth:`check_models`.
-        init: the arguments with which the process joined its group.
+        init: the arguments that the process joined its group with.
     """
 
     process: JoinedProcess

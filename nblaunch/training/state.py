@@ -1,6 +1,6 @@
 """The user's views of a process's training state: ``PartialState``, ``AcceleratorState``, ``GradientState``.
 
-They have no data of their own, but read the shared state (``shared_state.py``). ``DistributedType`` is a label that is
+They hold no data, but read the shared state (``shared_state.py``). ``DistributedType`` is a label that is
 derived on demand; nblaunch itself does not branch on it.
 """
 

@@ -47,8 +47,8 @@ def trusted_types(owner: Any = None) -> list[Any]:
     """Return the classes that a file may name in addition to torch's own types. Creating them runs no library's code.
 
     Args:
-        owner: the registered object, model or optimizer that the state belongs to. Classes that the notebook or script
-            defines are trusted, and so are the classes that the owner's module defines, unless it belongs to a library.
+        owner: the registered object, model or optimizer that the state belongs to. Trusted classes are those that the
+            notebook or script defines, and those that the owner's module defines, unless it belongs to a library.
             Classes that these modules only import are not trusted.
     """
     if owner is None:

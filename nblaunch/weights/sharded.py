@@ -125,7 +125,7 @@ def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) 
     No rank waits for another. If several ranks of a machine hold the same shard, one of them sends it.
 
     Args:
-        state: a state dict of the parameters themselves (``keep_vars=True``), to which DeepSpeed attaches its shards.
+        state: a state dict of the parameters themselves (``keep_vars=True``); DeepSpeed attaches its shards to these.
         topology: topology of this rank.
         is_main: whether this rank sends unsharded tensors.
     """

@@ -358,7 +358,7 @@ class Slot:
         self.pack(self.memory, PROGRESS, monotonic(), self.step, self.steps_done, self.samples)
 
     def count_step(self) -> None:
-        """Count the step with which an outer loop was resumed."""
+        """Count the step that resumed an outer loop."""
         self._ints[_STEPS_DONE] = self.steps_done = self.steps_done + 1
 
     def count_samples(self, samples: int) -> None:

@@ -64,7 +64,7 @@ class Agreement(Protocol):
     is_settled: bool
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
-        """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
+        """Propose a step, count replies and decide. ``running``: ranks whose function has not returned."""
 
 
 class Boundary(Agreement, Protocol):
@@ -131,7 +131,7 @@ class StopAgreement:
         self.is_settled = self.is_withdrawn = False
 
     def poll(self, running: Iterable[int], now_s: float) -> None:
-        """Propose, count replies, decide. ``running``: ranks whose function has not returned."""
+        """Propose a step, count replies and decide. ``running``: ranks whose function has not returned."""
         slots = [self._slots[rank] for rank in running]
         if self.is_settled or not slots:
             return

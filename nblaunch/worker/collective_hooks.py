@@ -401,7 +401,7 @@ class _Hooks:
     def watch_steps_and_backward(self, slot: Slot) -> None:
         """Record each backward pass, and each step of an optimizer whose parameters a process group keeps in sync.
 
-        Hooks that report to the board call these functions, because each hook of its own would cost as much as an
+        Hooks that report to the board call these functions, because each additional hook would cost as much as an
         entry.
         """
         recorder, owners = self._recorder, self._owners
@@ -444,7 +444,7 @@ class _Hooks:
     def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
         """Return the group that keeps an optimizer's parameters in sync, None if unknown; and their share of a model.
 
-        Ranks may step different parameters, each with a rate of its own.
+        Ranks may step different parameters, each with its own learning rate.
         """
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not stepped:

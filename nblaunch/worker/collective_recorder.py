@@ -1,4 +1,4 @@
-"""The state with which this rank records its collectives: groups, tensor forms, the user's lines.
+"""The state for recording this rank's collectives: groups, tensor forms, the user's lines.
 
 ``collective_hooks.py`` calls this; ``wire/collective_calls.py`` has the format. Nothing here waits or communicates
 with other ranks.

@@ -6,8 +6,8 @@ collective and no optimizer step between the writes. Files that a library writes
 out: only libraries that write what the user passes to them may stand between the user's line and the call. Writes
 of a process that holds a lock are left out as well.
 
-A file that ``open`` empties reports a checksum of its contents when it is closed. If all ranks have written the same,
-the file has these contents at any timing.
+A file that ``open`` empties reports a checksum of its contents when it is closed. If all ranks write the same data, the
+contents of the file do not depend on timing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPENERS = frozenset(
         "zipfile",
     }
 )
-"""The same, for packages that open files. Transformers is left out, because it also opens files of its own."""
+"""The same, for packages that open files. Transformers is left out, because it also opens its own files."""
 
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
 """Modules that bind ``open``, and the name; cells use the one in IPython."""

@@ -122,7 +122,8 @@ def _ignore(self: object, value: object) -> None:
 
 
 _MARK = "_nblaunch_worker"
-"""Attribute that names the process which computed the others. It is plain text, since arguments are saved to files.
+"""Attribute that names the process that computed an object's other attributes. It is plain text, because arguments are
+saved to files.
 """
 
 

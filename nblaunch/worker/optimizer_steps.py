@@ -46,7 +46,7 @@ class OptimizerSteps:
     Attributes:
         num_done: number of steps that have ended. A step inside another optimizer's step does not count separately.
         is_cut: whether an interrupt was raised inside a step, and no step has ended since.
-        raise_interrupt: raises a KeyboardInterrupt that was delayed, or on which all ranks have agreed.
+        raise_interrupt: raises a KeyboardInterrupt that was delayed, or that all ranks have agreed on.
     """
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 Output is captured at the level of descriptors, and the launcher reads the file as it grows. With a file instead of a
 pipe, a busy or absent notebook never makes a worker wait, and output survives a crash of the worker or the kernel.
 
-A forked worker has the kernel's IPython shell. A fresh worker of a kernel gets a small shell of its own, because
+A forked worker has the kernel's IPython shell. A fresh worker of a kernel gets its own small shell, because
 ``display`` and matplotlib's inline backend need one.
 """
 
@@ -130,7 +130,7 @@ def renew_buffers() -> None:
     """Give the streams of :func:`capture` empty buffers, in a process that was forked from the worker.
 
     The fork copies a buffer with data that the worker will write itself. It also copies the buffer's lock, which
-    stays locked for good if a thread of the worker was writing (source:
+    stays locked forever if a thread of the worker was writing (source:
     https://github.com/python/cpython/issues/50970). Both are replaced in place, because log handlers hold the
     streams.
     """
@@ -140,7 +140,7 @@ def renew_buffers() -> None:
 
 
 def flush() -> int:
-    """Flush the streams, including those with which the user's code replaced the outputs.
+    """Flush the streams, including those that the user's code has put in place of the outputs.
 
     Returns:
         The number of bytes lost since the start because the disk was full.

@@ -165,7 +165,7 @@ class ChildHandler:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals while a new process starts that has no handlers of its own yet."""
+    """Block signals while a new process starts, before it sets its own handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_DURING_START)
     try:
         yield

@@ -1,11 +1,11 @@
 """The user's lines that called a hook, recognised by the code between the line and the hook.
 
     hook <── library <── library <── the user's frame     first call: the files of the frames decide
-    hook <── the same code, and the same instruction      later calls: known, whatever the files are
+    hook <── the same code, and the same instruction      later calls: no file names are compared
 
-A training step calls the same hooks from the same lines over and over. Each frame that Python makes visible costs a
-third of an entry, and examining one costs more. Later calls therefore compare code objects, and leave the frames around
-the user's alone. A cell that was edited or runs again has new code objects, so its lines are searched again.
+A training step calls the same hooks from the same lines over and over. Each frame that Python exposes costs a third of
+a lookup, and examining it costs more. Later calls therefore compare code objects, and do not examine the frames around
+the user's frame. A cell that was edited or runs again has new code objects, so its lines are searched again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from nblaunch.user_code import is_user_file
 
 _MAX_WAYS = 8
-"""Number of ways to a hook that are kept; each keeps code objects alive."""
+"""Number of call paths to a hook that are kept; each keeps code objects alive."""
 
 _INNER = {"wrapper", "inner", "_fn", "decorate_context", "wrapped", "helper"}
 """Functions whose names do not identify the call."""
@@ -54,7 +54,7 @@ class UserLine:
 
 
 class _Way(NamedTuple):
-    """A way from the user's code to a hook.
+    """A call path from the user's code to a hook.
 
     Args:
         depth: how far the user's frame is from the finder's.
@@ -69,7 +69,7 @@ class _Way(NamedTuple):
     compared: tuple[tuple[int, CodeType], ...]
 
     def is_same(self, other: _Way) -> bool:
-        """Return whether both ways are the same, by identity: a cell that runs again has equal code objects."""
+        """Return whether both call paths are the same, by identity: a cell that runs again has equal code objects."""
         if self.depth != other.depth or self.users is not other.users:
             return False
         return all(here is there for (_, here), (_, there) in zip(self.compared, other.compared, strict=True))
@@ -162,7 +162,7 @@ class UserLines:
         except ValueError:  # a thread of a library in C called the hook
             innermost = None
         line, is_users = self._search(innermost, skipped, compared, ways)
-        if not is_users:  # each hook has lines of its own
+        if not is_users:  # each hook has its own lines
             line = self._without_frame.setdefault((site_of, line.name, line.filename, line.line), line)
         if len(line.sites) >= _MAX_SITES:
             line.sites.clear()
@@ -172,7 +172,7 @@ class UserLines:
     def _search(
         self, frame: FrameType | None, depth: int, compared: int | None, ways: list[_Way]
     ) -> tuple[UserLine, bool]:
-        """Return the line that led to a frame at a depth, and remember the way; False: the last known line."""
+        """Return the line that led to a frame at a depth, and remember the call path; False: the last known line."""
         libraries: list[tuple[int, CodeType]] = []
         name = ""
         while frame is not None:

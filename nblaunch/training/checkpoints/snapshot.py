@@ -89,7 +89,7 @@ class CheckpointedObjects:
         return self.preparer.precision.scaler
 
     def models_for_hooks(self) -> list[Any]:
-        """Return the user's modules, on which hooks call methods such as ``save_pretrained``."""
+        """Return the user's modules; hooks call their methods, such as ``save_pretrained``."""
         return [plain_module(model) for model in self.preparer.models]
 
     def register(self, objects: Sequence[Any], per_rank: bool | None = None) -> None:

@@ -124,7 +124,7 @@ class EvalModeTraining(Check):
 
 
 def _differs(layer: torch.nn.Module) -> bool:
-    """Return whether a layer computes something else in evaluation mode.
+    """Return whether a layer computes something different in evaluation mode.
 
     Statistics without a momentum are means of all batches, which a loop in training mode computes on purpose.
     """

@@ -80,7 +80,7 @@ class _Table:
         _ROW.pack_into(self._memory, row * _ROW.size, base_seed, info.id, *digests)
 
     def find_equal(self) -> Iterator[str]:
-        """Yield the sources from which two processes of one loader drew the same numbers."""
+        """Yield the sources that gave two processes of one loader the same numbers."""
         seen: set[tuple[int, int, int]] = set()
         for base_seed, _, *digests in _ROW.iter_unpack(self._memory[:]) if self._shuffled else ():
             for source, digest in enumerate(digests):

@@ -177,7 +177,7 @@ class Watch:
         self._until = self.due_at + _WINDOW
 
     def _is_at_home(self) -> bool:
-        """Return whether this process still is the one that made the watch; a worker inherits the notebook's."""
+        """Return whether this process made the watch; a worker inherits the notebook's watch."""
         process = self._context()
         return process is not None and process.is_current
 

@@ -114,7 +114,7 @@ def prepare_data_loader(
 def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderConfiguration) -> PreparedLoader:
     """Return a new loader for a rank's part of ``loader``.
 
-    Samplers that shuffle with torch's global generator get a generator of their own, in place: see
+    Samplers that shuffle with torch's global generator get their own generator, in place: see
     :func:`_make_samplers_shareable_in_place`. Raises ValueError if the data can't be shared as ``config`` says.
     """
     is_sharded = _is_sharded(loader, target, config)

@@ -1,8 +1,8 @@
 """Continue in the middle of an epoch: loaders without the first batches, and positions of loaders for checkpoints.
 
 A checkpoint from the middle of an epoch stores the generator states from the *start* of the epoch, when the order was
-drawn. Reading the epoch again and skipping the samples already seen gives exactly the rest. An :class:`EpochPosition`
-records which samples were seen; any number of ranks can continue from it.
+drawn. Reading the epoch again and skipping the samples already seen yields exactly the remaining samples. An
+:class:`EpochPosition` records which samples were seen; any number of ranks can continue from it.
 
 A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader reads
 one batch ahead of the training loop, so these generators are one batch ahead, too.

@@ -260,7 +260,7 @@ class Strategy(ABC):
         part = loss / divisor if divisor > 1 else loss
         if precision.scales_gradients:
             precision.backward(part, options)
-        elif options:  # without a call, because this runs in every micro-step
+        elif options:  # avoid a call, because this runs in every micro-step
             part.backward(**options)
         else:
             part.backward()

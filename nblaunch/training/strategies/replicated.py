@@ -38,7 +38,7 @@ from nblaunch.weights.sharded import is_sharded_model
 
 
 class ReduceAtStepStrategy(Strategy):
-    """Gives every rank rank 0's weights, without a wrapper; the backend averages gradients at the step."""
+    """Gives all ranks the weights of rank 0, without a wrapper; the backend averages gradients at the step."""
 
     name = "reduce_at_step"
     unjoined = "on this device"

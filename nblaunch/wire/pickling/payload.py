@@ -54,7 +54,7 @@ class Damaged(ValueError):
 
 
 class NotebookPickler(cloudpickle.CloudPickler):
-    """cloudpickle, with a choice for ``__main__``.
+    """cloudpickle's pickler, which sends members of ``__main__`` by value or by reference.
 
     Args:
         stream: where to write.

@@ -88,7 +88,7 @@ _KINDS = (
     (r"_io\.|.*File$", "open files"),
     (r"socket|SSL", "open connections"),
 )
-"""Type in Python's message, what users call such objects."""
+"""Type in Python's message, and the users' word for such objects."""
 
 
 def _explained(value: Any, error: Exception) -> Exception:

@@ -6,8 +6,8 @@
     F.gelu = my_gelu                   a function of a library, replaced by one of the notebook
     cfg.merge({"lr": 0.1})             an object of a module of the user, see ``used_objects.py``
 
-A forked worker has the kernel's modules. A fresh process imports them, and would compute with their original values
-without a word. What cells have changed is known from their text; the values are read from the modules at the launch.
+A forked worker has the kernel's modules. A fresh process imports them, and would silently compute with their original
+values. What cells have changed is known from their text; the values are read from the modules at the launch.
 
 Plain values are sent (``plain_values.py``). Other values that a cell has assigned are named instead.
 """

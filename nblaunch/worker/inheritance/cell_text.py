@@ -161,7 +161,7 @@ def statements(text: str) -> Iterator[tuple[ast.stmt, tuple[Condition, ...]]]:
 
 
 class Condition(NamedTuple):
-    """The test of an ``if``, and the value with which a statement runs."""
+    """The test of an ``if``, and the value that lets a statement run."""
 
     test: ast.expr
     value: bool

@@ -70,7 +70,7 @@ class KernelFiles:
     """The open files of a process, for the workers that it forks.
 
     Args:
-        ours: files of nblaunch, of IPython's history, and those to which the process's outputs go.
+        ours: files of nblaunch, of IPython's history, and those that receive the process's output.
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.

@@ -181,7 +181,7 @@ class _HandlerRecipe:
 
     Args:
         stream: name in ``sys`` of the handler's stream; "" if it writes to a file.
-        filename: name of that file, to which it appends.
+        filename: name of that file; the handler appends to it.
         encoding: encoding of that file.
         level: level of the handler.
         formatter: formatter of the handler.

@@ -119,7 +119,7 @@ def _place_of(spec: ModuleSpec) -> Place | None:
 
 
 def _search_paths(places: Mapping[str, Place]) -> Iterator[str]:
-    """Yield the entries of ``sys.path`` by which other processes find the outermost of these modules."""
+    """Yield the entries of ``sys.path`` that let other processes find the outermost of these modules."""
     entries: dict[str, None] = {}
     for name, place in places.items():
         if "." in name:

@@ -1,8 +1,8 @@
-"""Values of modules of which a copy is as good as the value, and how a worker takes them over.
+"""Values of modules that a copy can replace, and how a worker adopts the copies.
 
-Numbers, text, functions, classes and containers of them are plain, and so are objects that only hold plain values:
-namespaces, data classes, a user's settings. A copy of a model is not: it would differ from the model that the
-function trains.
+Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are plain, too:
+namespaces, data classes, a user's settings. A copy of a model is not: it would differ from the model that the function
+trains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IS_MADE_AT_RUN_TIME = 1 << 9
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a copy of a value is as good as the value."""
+    """Return whether a copy can replace a value."""
     pending, seen = [value], {id(value)}
     while pending:
         parts = _parts(pending.pop())
@@ -152,7 +152,7 @@ def _parts(value: Any) -> Sequence[Any] | None:
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object that only holds values; None for other objects.
 
-    A class with its own pickling knows better what belongs to it, and a class in C may hold memory of its own.
+    A class with its own pickling decides itself what belongs to it, and a class in C may hold its own memory.
     """
     kind: Any = type(value)
     if not all(base in _BASES or base.__flags__ & _IS_MADE_AT_RUN_TIME for base in kind.__mro__):

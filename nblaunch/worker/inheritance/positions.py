@@ -42,7 +42,7 @@ class OpenFile:
 
     Args:
         fds: its descriptors; several if they share a position, for example after ``os.dup``.
-        flags: the flags with which it was opened.
+        flags: the flags that it was opened with.
         position: its position, in bytes.
         device: device of its file system.
         inode: its inode in that file system.
@@ -145,7 +145,7 @@ class OpenDescriptors:
 
 
 def renew(files: Collection[OpenFile]) -> list[OpenFile]:
-    """Give this process its own positions in inherited files; return the files for which that is impossible."""
+    """Give this process its own positions in inherited files; return the files that can't have their own position."""
     return [file for file in files if file.can_be_read and not _renew(file) and file.is_open]
 
 

@@ -1,8 +1,8 @@
-"""Queues of ``multiprocessing`` that a cell created and into which the function puts values.
+"""Queues of ``multiprocessing`` that a cell created and that the function puts values into.
 
 Such a queue is a pipe. A thread of the writing process writes each value, and Python joins this thread when the
 process ends. A rank therefore can't end before another process has read a value that is larger than the pipe, but the
-kernel reads nothing while it waits for the ranks. For this reason a rank reports the pipes for which it waits. Once
+kernel reads nothing while it waits for the ranks. For this reason a rank reports the pipes that it waits for. Once
 all ranks wait, the launcher buffers what they write and passes it to the kernel's queues
 (``launcher/unread_queues.py``).
 

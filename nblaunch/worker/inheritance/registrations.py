@@ -301,7 +301,7 @@ def _is_standard(module: str) -> bool:
 
 
 def _entry_at(registry: Any, key: ast.expr) -> Iterator[_Entry]:
-    """Yield the entry of a library's dictionary to which a cell has assigned a plain value."""
+    """Yield the entry of a library's dictionary that a cell has set to a plain value."""
     wanted = _value(key)
     if isinstance(registry, dict) and isinstance(wanted, Hashable) and wanted in registry:
         entry = dict.__getitem__(registry, wanted)

@@ -4,9 +4,8 @@
     worker   restore(): writes the settings that differ, once the worker has imported the library
 
 nblaunch does not import libraries for this, in the kernel or in a worker, because the function may not use
-them. The table has a row for each setting; ``message_settings.py`` has warnings and loggers, and
-``cell_assignments.py`` has attributes of modules that cells have changed, and ``registrations.py`` what cells have
-registered.
+them. The table has a row for each setting. Other modules handle warnings and loggers (``message_settings.py``),
+attributes of modules that cells have changed (``cell_assignments.py``), and registrations (``registrations.py``).
 """
 
 from __future__ import annotations
@@ -264,7 +263,7 @@ def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
 
 
 def _options(module: Any, hooks: str, key: int) -> dict[str, bool]:
-    """Return the options with which a hook was registered."""
+    """Return the options that a hook was registered with."""
     suffixes = {"with_kwargs": "_with_kwargs", "always_call": "_always_called"}
     return {name: True for name, suffix in suffixes.items() if key in getattr(module, f"{hooks}{suffix}", ())}
 

@@ -32,7 +32,7 @@ class _Writer:
         what: what the user calls the file.
         writes: methods that write, or add to the index.
         ends: methods that complete the file or a piece of it.
-        stream: attribute with the file to which it writes; "" if it opens the file itself.
+        stream: attribute with the file that it writes to; "" if it opens the file itself.
         path: attribute with the file's name, if there is no stream.
         is_pickled: whether objects can be sent to fresh processes.
     """
@@ -170,7 +170,7 @@ def _change(cls: Any, writer: _Writer, fds: Collection[int]) -> None:
 
 
 def _descriptor(obj: Any, path: str) -> int:
-    """Return the descriptor of the file to which ``obj`` writes; -1 for memory or a closed file."""
+    """Return the descriptor of the file that ``obj`` writes to; -1 for memory or a closed file."""
     try:
         used = attrgetter(path)(obj)
         if hasattr(used, "_extfileobj"):  # tarfile's stream

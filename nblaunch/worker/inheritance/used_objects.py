@@ -4,8 +4,8 @@
     config.set_lr(0.1)                 a function that assigns a global variable of its module
     @registry.register                 a dictionary in an object of a module
 
-Code of the user's modules that a cell calls may change global variables that this code names. Their present values are
-as good as those that a worker would create, so all of them are sent, changed or not. A value that code only reads, such
+Code of the user's modules that a cell calls may change global variables that this code names. All of their current
+values are sent, changed or not, because a worker would otherwise create equal ones. A value that code only reads, such
 as ``RANK = int(os.environ["RANK"])``, is not sent: each worker computes its own.
 """
 
@@ -207,7 +207,7 @@ class _Search:
 
 
 def _constants(file: str) -> Iterator[str]:
-    """Yield the names of global variables to which a module assigns constants, which are the same in each worker."""
+    """Yield the names of global variables that a module sets to constants; these are the same in each worker."""
     try:
         with tokenize.open(file) as source:
             tree = ast.parse(source.read())

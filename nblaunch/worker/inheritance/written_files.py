@@ -31,7 +31,7 @@ from nblaunch.worker.inheritance.positions import OpenFile
 from nblaunch.worker.inheritance.unfinished_files import UnfinishedFileError
 
 Report = Callable[[str], None]
-"""Receives a sentence about a file to which several ranks write."""
+"""Receives a sentence about a file that several ranks write to."""
 
 _KINDS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 """Ordered from the outermost."""
@@ -200,8 +200,8 @@ def _identity(fd: int, logs: Collection[tuple[int, int]]) -> tuple[int, ...] | N
 
 
 def _logs_of_parent() -> set[tuple[int, int]]:
-    """Return the device and inode of the files into which the parent process, such as a notebook server, writes its
-    output. The kernel has copies of their descriptors. The files grow between launches, but no cell opens them.
+    """Return the device and inode of the files that receive the output of the parent process, such as a notebook
+    server. The kernel has copies of their descriptors. The files grow between launches, but no cell opens them.
     """
     logs = set()
     for fd in (1, 2):

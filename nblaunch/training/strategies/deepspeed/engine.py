@@ -156,6 +156,6 @@ class EngineScheduler(AcceleratedScheduler):
         """Do nothing: the engine steps its scheduler."""
 
 
-# Accelerate's names, by which trainers recognise objects that an engine steps.
+# Accelerate's names, which trainers use to recognise objects that an engine steps.
 DeepSpeedOptimizerWrapper = EngineOptimizer
 DeepSpeedSchedulerWrapper = EngineScheduler

@@ -307,7 +307,7 @@ class _AsOwnTensor(torch.autograd.Function):
 
 # --- recomputed activations -------------------------------------------------------------------------------------------
 
-# transformers' argument names for the caches in which generating models keep tokens.
+# transformers' argument names for the caches where generating models keep tokens.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
