@@ -319,7 +319,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
-    """Return the ranks that differ, in order: failed, noticed, or in a rare state; if there are many, only the first."""
+    """Return the ranks that differ: failed, noticed, or in a rare state, in this order; if many, only the first."""
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
