@@ -167,7 +167,7 @@ _FIELD_DEFAULT = object()
 
 @dataclass(frozen=True)
 class Use:
-    """How a field of :class:`LaunchSpec` is set, and where it can't be set.
+    """The use of a field of :class:`LaunchSpec`: how it is set, and where it can't be set.
 
     Args:
         converter: checks the values; None = checked elsewhere.

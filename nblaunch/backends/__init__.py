@@ -54,7 +54,7 @@ def registered(name: str) -> Backend | None:
 
 
 def discover() -> dict[str, Backend]:
-    """Return every backend by its name. This does not import their device libraries."""
+    """Return all backends by name, without importing their device libraries."""
     return {**_built_in(), **_registered}
 
 

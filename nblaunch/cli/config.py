@@ -111,7 +111,7 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
 
 
 def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
-    """Write the defaults for this machine, with a precision unless it is None; messages call the values ``label``."""
+    """Write the defaults for this machine, and the precision unless it is None; ``label`` names it in messages."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
         values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)

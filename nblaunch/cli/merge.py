@@ -1,4 +1,6 @@
-"""``nblaunch merge-weights``: merges the shards of a model in a checkpoint into files that need no nblaunch."""
+"""``nblaunch merge-weights``: merges the shards of a model in a checkpoint into files that can be read without
+nblaunch.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class _ForwardingModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python sets an imported submodule as attribute of its parent, but ``utils.tqdm`` must stay the function.
+        # Python sets an imported submodule as attribute of its parent, but ``utils.tqdm`` must remain the function.
         if not (isinstance(value, ModuleType) and name in HOMES[self.__name__]):
             super().__setattr__(name, value)
 

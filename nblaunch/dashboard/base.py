@@ -168,8 +168,8 @@ _LOOK_S_PER_RANK = 0.001
 
 _MAX_SHARE = 0.05
 _LONGEST_S_PER_RANK = 0.002
-"""Folding and drawing take at most this share of the time, unless the pause would be longer than this: tables of a few
-ranks always move, and a table of 512 ranks moves once a second or more often.
+"""The pause keeps folding and drawing below this share of the time, but is never longer than the second value: a table
+of a few ranks is always up to date, and a table of 512 ranks changes at least once a second.
 """
 
 _EVENTS_PER_RANK = 16

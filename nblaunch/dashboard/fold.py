@@ -134,7 +134,8 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the changed fields that describe the length of an epoch."""
     if not reading.epoch:
         return {}
-    # A second training has its own loop. After a single batch is looked at, the board returns to the previous loop.
+    # A second training has its own loop. After a loop that reads only one batch, the board returns to the previous
+    # loop.
     is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
         return {

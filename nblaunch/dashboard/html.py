@@ -58,7 +58,7 @@ _CLASS = "nbl-"
 
 @dataclass(frozen=True)
 class Markup:
-    """How elements get their styles: inline, or by class names, which make each update much smaller.
+    """The styles of elements: inline, or as class names, which make each update much smaller.
 
     Args:
         is_inline: styles are inline; otherwise :data:`STYLE_SHEET` must be on the page.
@@ -67,7 +67,7 @@ class Markup:
     is_inline: bool = True
 
     def of(self, name: str, more: str = "") -> str:
-        """Return the attributes of an element with the style ``name`` and the properties ``more``, after a space."""
+        """Return a space and the attributes of an element that has the style ``name`` and the properties ``more``."""
         if self.is_inline:
             return f' style="{_STYLES[name]}{";" if more else ""}{more}"'
         named = "" if name in _USUAL else f' class="{_CLASS}{name}"'

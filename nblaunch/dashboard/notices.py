@@ -78,7 +78,7 @@ def _explained(view: JobView, compared: list[Notice]) -> list[Notice]:
 
 @dataclass(frozen=True)
 class _Claim:
-    """How much slower a rank must be, and for how long, before a notice reports it.
+    """A threshold: how much slower a rank must be, and for how long, before a notice reports it.
 
     A busy machine delays ranks at random, so a small difference must last longer than a large one.
 

@@ -1,4 +1,4 @@
-"""How a job ended: its figures, such as rate, losses and memory, whether its ranks did the same, and its failures.
+"""The result of a job: figures such as rate, losses and memory, a comparison of its ranks, and its failures.
 
 Rates are means over the whole training, without its evaluations. The best value of a metric is shown if the metric's
 name says which direction is better: ``loss`` falls, ``accuracy`` rises.
@@ -42,7 +42,7 @@ class Figure(NamedTuple):
 
 
 def figures(view: JobView) -> tuple[Figure, ...]:
-    """Return the figures of a job that has ended; fewer if it has trained nothing."""
+    """Return the figures of a job that has ended. A job that has trained nothing has fewer."""
     parts = [_progress(view), _rate(view), _loss(view), *_metrics(view), *_memory(view)]
     return tuple(part for part in parts if part is not None)
 

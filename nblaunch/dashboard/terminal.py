@@ -133,7 +133,7 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
 
-        # No thread, because a fork would lose it; no replaced streams, because workers' output is written around the
+        # Use no thread, because a fork would lose it, and replace no streams: workers' output is written around the
         # table.
         self._live = Live(
             console=Console(

@@ -275,7 +275,7 @@ class RankView:
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs there will be; 0 if unknown."""
+        """The total number of epochs; 0 if unknown."""
         return self.reading.num_epochs
 
     @property

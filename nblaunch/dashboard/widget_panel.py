@@ -55,7 +55,7 @@ KILL_REQUESTED = "killed"
 
 
 class Buttons:
-    """The buttons Stacks, Stop, Interrupt and Kill. Each keeps its place and its meaning."""
+    """The buttons Stacks, Stop, Interrupt and Kill. Their positions and meanings never change."""
 
     def __init__(self, throttle: Throttle, clock: Callable[[], float] = monotonic) -> None:
         self._throttle = throttle

@@ -287,7 +287,7 @@ def _unrestored_line(reply: _Reply) -> JobSummary:
 
 @dataclass(frozen=True)
 class _Reply:
-    """What any version of nblaunch can read of a job process's reply about itself.
+    """The part of a job process's reply that any version of nblaunch can read.
 
     Args:
         address: address at which it replied.

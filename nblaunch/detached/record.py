@@ -60,7 +60,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Record:
-    """What was launched, and the process that supervises it.
+    """The record of a launch, and of the process that supervises it.
 
     Args:
         format: :data:`FORMAT`.
@@ -94,7 +94,7 @@ class Record:
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended.
+    """The end of a job: how it ended, and what was saved.
 
     Args:
         format: :data:`FORMAT`.

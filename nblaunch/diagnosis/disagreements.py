@@ -190,7 +190,7 @@ def _steps_by_group(calls: Mapping[int, RankCalls]) -> dict[Group, dict[int, dic
 
 
 def _unequal_rates(calls: Mapping[int, RankCalls]) -> Disagreement | None:
-    """Return an optimizer step in which replicas use different learning rates, as in the step before."""
+    """Return an optimizer step in which replicas use different learning rates, as they did in the previous step."""
     for group, by_rank in _steps_by_group(calls).items():
         if len(by_rank) < 2 or any(
             call.site.detail == UNEVEN for rank_calls in by_rank.values() for call in rank_calls.values()

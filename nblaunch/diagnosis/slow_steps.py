@@ -32,7 +32,7 @@ _MIN_LOST_S = 5e-3  # of a step
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How a rank spent the time of some steps.
+    """The time that a rank spent on some steps, by activity.
 
     Args:
         num_steps: number of steps.

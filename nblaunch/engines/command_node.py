@@ -1,4 +1,4 @@
-"""A node program that a command starts: Python on this machine, ``ssh`` or ``srun`` for another.
+"""A node program that a local command starts: Python for this machine, ``ssh`` or ``srun`` for another machine.
 
 The command's standard input and output are the channel. Other output goes to a file, whose last lines say why a node
 could not be started.

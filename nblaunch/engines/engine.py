@@ -98,7 +98,7 @@ class Engine(ABC):
         """
 
     def keep(self, handles: Sequence[NodeHandle]) -> None:
-        """Keep nodes for the next job after their job has ended, if :attr:`keeps_nodes`; their handles are open."""
+        """Keep nodes whose job has ended for the next job, if :attr:`keeps_nodes` is set. Their handles are open."""
 
     def take_kept(self) -> list[NodeHandle]:
         """Return the nodes that the engine has kept, and stop keeping them. Their programs may have ended."""

@@ -201,4 +201,4 @@ _never_collected: list[KeptEngine] = []
 
 
 def _nothing() -> None:
-    """Stand in for the function of a later launch."""
+    """Do nothing: a placeholder for the function of a later launch."""

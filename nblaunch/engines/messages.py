@@ -319,7 +319,7 @@ class CallMarks:
 
 @dataclass(frozen=True)
 class LogsSent:
-    """Answers :class:`AskLogs`, after everything that it asks for."""
+    """Answers :class:`AskLogs`, after all the data that it requests."""
 
     number: int
 

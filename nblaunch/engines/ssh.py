@@ -23,7 +23,7 @@ _OPTIONS = (
     f"-oServerAliveInterval={_ALIVE_S}",
     "-oServerAliveCountMax=3",
 )
-"""No terminal, no questions; a silent connection ends after 15 seconds. Source: ssh_config(5)."""
+"""Options of ``ssh``: no terminal and no prompts; a silent connection ends after 15 seconds. Source: ssh_config(5)."""
 
 
 class SshEngine(Engine):

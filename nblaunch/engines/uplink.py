@@ -85,7 +85,7 @@ _URGENT = (Started, Returned, Failed, Exited, Interrupted, StateSent)
 
 
 class Uplink:
-    """The coordinator, for the supervisor of this node's ranks.
+    """Represents the coordinator to the supervisor of this node's ranks.
 
     Args:
         channel: channel to the coordinator.

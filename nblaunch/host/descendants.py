@@ -53,7 +53,7 @@ class Descendants:
         self._began_s = time.monotonic()
 
     def end(self, groups: Collection[int]) -> list[str]:
-        """Kill them all; return those that were running, such as ``tensorboard (pid 123)``.
+        """Kill all of these processes; return those that were running, such as ``tensorboard (pid 123)``.
 
         Args:
             groups: process groups that have already been killed. Their processes are not returned: they may be ending.

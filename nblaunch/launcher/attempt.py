@@ -53,7 +53,7 @@ class Peers(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether no more messages will come."""
+        """Whether no more messages can arrive."""
 
     @property
     def must_end(self) -> bool:

@@ -34,7 +34,7 @@ _KEEP_ADVICE = (
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended.
+    """The outcome of a job: how it ended, with its values or the error.
 
     Args:
         status: ``"done"``, ``"failed"``, ``"interrupted"``, ``"cancelled"``, or ``"lost"`` for a detached job.

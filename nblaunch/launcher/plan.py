@@ -264,7 +264,7 @@ def _one_process(spec: LaunchSpec, backend: Backend) -> int:
 
 
 class _Start(NamedTuple):
-    """How workers start: the method, the reason for it, and the plan's sentence if the method is unusual."""
+    """The choice of a start method: the method, the reason for it, and the plan's sentence if it is unusual."""
 
     method: str
     reason: str

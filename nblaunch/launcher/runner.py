@@ -400,7 +400,7 @@ class JobRunner(Job):
             random_states.move_on()
 
     def keep_weights(self, wanted: bool) -> None:
-        """Set whether interrupted ranks send their trained states. Safe in signal handlers."""
+        """Set whether interrupted ranks send their trained states. Signal handlers may call this."""
         with suppress(ValueError):  # the attempt has ended
             for slot in self.slots.values():
                 slot.keeps_weights = int(wanted)

@@ -323,7 +323,7 @@ class _Bin:
 
 
 def _ignore(step: int) -> None:
-    """Do nothing about NaN."""
+    """Ignore NaN."""
 
 
 class LossReport:

@@ -17,7 +17,7 @@ NAN_CHECK = "nan_on_one_rank"
 
 @dataclass(frozen=True)
 class Reports:
-    """What this process shows on its slot of the board.
+    """The reports of this process on its slot of the board.
 
     Args:
         loops: the running loops over loaders and iterables.

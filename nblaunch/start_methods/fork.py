@@ -110,7 +110,7 @@ _PAUSE_S = 1e-4
 
 @contextmanager
 def _other_threads_finishing() -> Iterator[Callable[[], None]]:
-    """Let each Python thread work undisturbed until it waits, instead of for 5 ms, Python's switch interval.
+    """Let each Python thread run until it waits, instead of for at most 5 ms, Python's switch interval.
 
     A worker gets a copy of each lock, which stays locked forever if another thread holds it at the fork. A thread that
     draws a progress bar ten times a second holds a lock while it draws, and Python would interrupt it so that this

@@ -32,7 +32,7 @@ The :class:`Accelerator` and its parts:
     checks/          finds errors in training loops that raise no exception
     utilities/       functions that scripts import in addition to the Accelerator
 
-``prepare`` passes objects on like this:
+``prepare`` passes objects through these modules:
 
     prepare.py: Preparer     strategies/ (on_prepare: checks all objects of the call), then loaders and models in the
                              order of the call, then optimizers, then schedulers
@@ -52,8 +52,8 @@ The :class:`Accelerator` and its parts:
                              ──> optimizer.py: steps only at the end of an accumulation window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 
-``backward`` passes a loss on like this: gradients.py ──> strategies/ (divides it by the micro-steps of an optimizer
-step) ──> precision.py (scales it, for fp16, and calls ``loss.backward()``, in which hooks reduce gradients)
+``backward`` passes a loss through these modules: gradients.py ──> strategies/ (divides it by the micro-steps of an
+optimizer step) ──> precision.py (scales it, for fp16, and calls ``loss.backward()``, in which hooks reduce gradients)
 ──> ``nblaunch.progress`` (shows it)
 
 A step on dashboards is a batch that data/loader.py has yielded, or an item of ``accelerator.progress``. A hook that the

@@ -165,7 +165,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How to join the process group.
+    """Settings for joining the process group.
 
     Args:
         backend: torch's backend, such as ``"gloo"``; None: chosen for the device.
@@ -180,7 +180,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What ``accelerator.profile`` records.
+    """Settings of ``accelerator.profile``: what it records.
 
     Args:
         activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mtia"``; None: all that are available.
@@ -255,7 +255,7 @@ class DynamoBackend(str, enum.Enum):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How ``prepare`` compiles models, with the arguments of :func:`torch.compile`.
+    """Settings for compiling models in ``prepare``, with the arguments of :func:`torch.compile`.
 
     Args:
         backend: name of torch's compiler, in upper or lower case; ``"no"``: don't compile. For this field and those
@@ -361,7 +361,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration(KwargsHandler):
-    """How prepared loaders share their data among ranks.
+    """Settings of prepared loaders: how they share their data among ranks.
 
     Args:
         split_batches: False: each rank gets whole batches, and the global batch has ``batch_size`` x ranks samples.
@@ -419,7 +419,7 @@ def check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a training run keeps checkpoints and logs.
+    """The folders of a training run, for checkpoints and logs.
 
     Args:
         project_dir: folder of the run; None: no folder.

@@ -32,7 +32,7 @@ from nblaunch.training.options import AutocastKwargs, GradScalerKwargs, KwargsHa
 
 
 class Precision:
-    """Full precision: nothing is converted, nothing is scaled.
+    """Full precision: nothing is converted or scaled.
 
     Args:
         backend: the device family.
@@ -252,9 +252,8 @@ class Fp16Precision(Precision):
     def _watching_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Record in ``_was_skipped`` whether the scaler skips ``optimizer.step`` in the block.
 
-        The scaler calls an optimizer only if all gradients are finite, for which it waits for the device anyway. It
-        always calls a fused optimizer, with a tensor ``found_inf`` that makes the optimizer skip the step on the
-        device.
+        The scaler waits for the device, and calls an optimizer only if all gradients are finite. It always calls a
+        fused optimizer, with a tensor ``found_inf`` that makes the optimizer skip the step on the device.
 
         A step hook would not work: it needs ``Optimizer.__init__``, which optimizers around another one may not call.
         """
@@ -375,7 +374,7 @@ _MULTIPLE = 16
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How ``Accelerator(mixed_precision="fp8")`` trains, using torchao.
+    """Settings of ``Accelerator(mixed_precision="fp8")``, which trains with torchao.
 
     Args:
         config: torchao's ``Float8LinearConfig``; None: built from the last two fields. With ``emulate=True``, any

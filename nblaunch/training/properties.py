@@ -151,7 +151,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How prepared loaders share their data among ranks; settable."""
+        """The settings with which prepared loaders share their data among ranks; settable."""
         return self._preparer.dataloader_config
 
     @dataloader_config.setter
@@ -266,7 +266,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where checkpoints and logs go."""
+        """The folders for checkpoints and logs."""
         return self._checkpoints.project
 
     @property
@@ -298,7 +298,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the ranks are divided; None: all are replicas."""
+        """The division of the ranks; None: all are replicas."""
         return self._preparer.shared.parallelism
 
     @property

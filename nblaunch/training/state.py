@@ -239,7 +239,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How the ranks are divided; None: all are replicas."""
+        """The division of the ranks; None: all are replicas."""
         return self._live().parallelism
 
     @property

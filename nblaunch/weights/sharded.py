@@ -61,7 +61,7 @@ class ShardedTensor:
 
     @property
     def num_missing(self) -> int:
-        """How many elements are in none of the shards."""
+        """The number of elements that no shard contains."""
         return self.numel() - sum(int(shard.data.numel()) for shard in self.shards)
 
     def put_into(self, full: Any) -> None:

@@ -36,7 +36,7 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class _Original:
-    """Where a tensor was: ``num_bytes`` from ``address``, including holes between its elements."""
+    """The location of a tensor: ``num_bytes`` from ``address``, including holes between its elements."""
 
     address: int
     num_bytes: int

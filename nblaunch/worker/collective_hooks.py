@@ -356,7 +356,7 @@ class _Hooks:
                 is_synchronised = ddp.require_backward_grad_sync and is_grad_enabled()
                 site = find((-1 if group is None else group.handle, ""))
                 write(site, 1.0 if is_synchronised else 0.0)
-            if len(inputs) == 1 and not kwargs:  # most calls; the other way costs as much as recording
+            if len(inputs) == 1 and not kwargs:  # most calls; the general form costs as much as recording
                 return forward(ddp, inputs[0])
             return forward(ddp, *inputs, **kwargs)
 

@@ -244,7 +244,7 @@ def prefer_for_oom_kill() -> None:
 
 
 def reset_signals() -> None:
-    """Reset signals to the handling of a fresh process, because the kernel's handlers must not run in a worker."""
+    """Restore the signal handling of a fresh process, because the kernel's handlers must not run in a worker."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)

@@ -26,7 +26,8 @@ class Prepared(Protocol):
 
 
 class Check(ABC):
-    """Looks for one kind of error. The watch calls its methods in the steps that it examines. Here, they do nothing.
+    """Looks for one kind of error. The watch calls its methods in the steps that it examines. The methods of this base
+    class do nothing.
 
     Args:
         report: sends an observation.

@@ -100,7 +100,7 @@ def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class _Epochs:
-    """Number of consecutive loops over a sampler in one epoch; a loop that was cut short was a trial run.
+    """Number of consecutive loops over a sampler in one epoch. A loop that was cut short counts as a trial run.
 
     Args:
         epoch: the epoch of the sampler.

@@ -98,7 +98,7 @@ class StepsOnSomeRanks(Check):
 
 
 class Changes:
-    """How many times the weights of a model have changed between backward passes."""
+    """Number of times that the weights of a model have changed between backward passes."""
 
     def __init__(self) -> None:
         self.num_passes = self.num_changes = 0

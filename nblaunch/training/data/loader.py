@@ -423,7 +423,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def shuffled_by(self) -> list[Any]:
-        """What decides the random order of this epoch. Equal for loaders with equal orders; empty for a fixed order."""
+        """A key for this epoch's random order: equal for loaders with equal orders, empty for a fixed order."""
         sampler = nested_samplers(index_sampler_of(self))[-1]
         if isinstance(sampler, SeedableRandomSampler):
             return [sampler.initial_seed, sampler.epoch]
@@ -434,7 +434,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def position(self) -> EpochPosition:
-        """What all ranks have read of the epoch, including the current batch; between epochs, where the next begins."""
+        """The part of the epoch that all ranks have read, with the current batch; between epochs, the next start."""
         return self._begins_at if self._loop is None else self._position_at(self._loop.step)
 
     def _position_at(self, step: int) -> EpochPosition:

@@ -359,7 +359,7 @@ def _cycle(items: list[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """What all ranks together have read of an epoch.
+    """The part of an epoch that all ranks together have read.
 
     Args:
         samples: rows, if the loader forms batches from an order: the batch size may change when the epoch continues.

@@ -1,4 +1,4 @@
-"""How objects are pickled that pickle itself can't send to a fresh process.
+"""Pickling of objects that pickle itself can't send to a fresh process.
 
 Some belong to the kernel's process. A fresh process creates them again, with the same settings:
 
@@ -11,9 +11,9 @@ Others are rejected with a reason: a connection would arrive as the number of a 
 file in the fresh process; queues and locks that processes share contain connections and semaphores.
 
 Some classes claim a module that does not contain them, such as pytest's ``Skipped``, which claims ``builtins``.
-cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` names, and whose
-``super().__init__`` fails. Here, they are pickled by a module that holds the class under its name, as pickle does for
-functions without a module.
+cloudpickle copies such a class. The copy in the kernel is a different class, which no ``except`` clause matches, and
+whose ``super().__init__`` fails. Here, they are pickled by a module that holds the class under its name, as pickle does
+for functions without a module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PicklingError(pickle.PicklingError):
 
 
 def reduction(obj: Any) -> Reduction | None:
-    """Return how to pickle ``obj`` for a fresh process; None if pickle knows.
+    """Return how to pickle ``obj`` for a fresh process; None if pickle itself can do it.
 
     Raises:
         PicklingError: only a fork can pass it to another process.

@@ -1,4 +1,4 @@
-"""What the text of a cell says about the objects that the cell may have changed."""
+"""Reads from the text of a cell which objects the cell may have changed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Condition(NamedTuple):
     value: bool
 
     def excludes(self) -> bool:
-        """Return whether the statement has certainly not run, as far as the variables still have their values.
+        """Return whether the statement has certainly not run, assuming that the variables still have their values.
 
         Only constants and variables are evaluated: ``if "mine" not in registry:`` has changed its own condition.
         """

@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Treatment(Enum):
-    """How much of a kind of state a worker gets."""
+    """The extent to which a worker gets a kind of state."""
 
     KEPT = "kept"
     """As in the kernel."""
@@ -29,7 +29,7 @@ class Treatment(Enum):
 
 @dataclass(frozen=True)
 class Way:
-    """How one start method treats a kind of state.
+    """The treatment of a kind of state under one start method.
 
     Args:
         treatment: the outcome in one word.

@@ -1,4 +1,4 @@
-"""Marks on objects of libraries that this process created, or has made usable, rather than inherited."""
+"""Marks library objects that this process has created or made usable, as opposed to inherited ones."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def is_fresh_process() -> bool:
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """Return a sentence if ``error`` misses a variable that the notebook has and this process does not have."""
+    """Return a sentence if ``error`` was raised because this process lacks a variable of the notebook."""
     name = _missing_name(error)
     if name not in _names or name in vars(sys.modules["__main__"]):
         return ()

@@ -93,7 +93,7 @@ def identities(fds: Collection[int]) -> frozenset[Identity]:
 
 @dataclass(frozen=True)
 class OpenDescriptors:
-    """What this process has open now and a forked process inherits, except standard descriptors.
+    """The open descriptors of this process that a forked process inherits, except standard ones.
 
     Args:
         files: regular files and folders.

@@ -66,7 +66,7 @@ class Registrar(NamedTuple):
 
 
 class Registration(NamedTuple):
-    """What a worker repeats.
+    """A registration that a worker repeats.
 
     Args:
         registrar: the function that registers.
@@ -228,7 +228,7 @@ def _calls(node: ast.stmt) -> Iterator[_Statement]:
 
 
 def _target(path: cell_text.Path) -> tuple[Registrar, Any] | None:
-    """Return where the function at a path from the notebook's names is, and itself; None if no module has it."""
+    """Return the function at a path from the notebook's names, and its place; None if no module has it."""
     values = cell_text.values_on(path)
     if len(values) != len(path):
         return None

@@ -39,7 +39,7 @@ OF_PROCESS = ("sys", "threading", "nblaunch", "IPython", "ipykernel")
 
 
 class Place(NamedTuple):
-    """Where a value is.
+    """The location of a value.
 
     Args:
         module: name of the module.

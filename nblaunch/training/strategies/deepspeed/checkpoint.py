@@ -114,7 +114,7 @@ def _check_stage(engine: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
-    """Convert a checkpoint to the layout that any number of ranks can load; remove the converted one after the block.
+    """Convert a checkpoint to the layout that any number of ranks can load; remove the result after the block.
 
     It is created next to the checkpoint, because all machines must see it. Rank 0 converts it in its own process.
     """
