@@ -1,9 +1,9 @@
 """torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
 
-Averaging on the host is for devices whose runtime has no collectives across processes. A process joins when it creates
-its first Accelerator or PartialState (``training/shared_state.py``) or calls its first collective
-(``training/collectives/operations.py``), through ``training/joining.py``. For the ranks of a session,
-``session/client.py`` decides for each command whether it needs a group, and ``session/server.py`` joins it.
+Averaging on the host is for devices whose runtime has no collectives across processes. ``training/joining.py`` makes a
+process join when it creates its first Accelerator or PartialState (``training/shared_state.py``), or calls its first
+collective (``training/collectives/operations.py``). For the ranks of a session, ``session/client.py`` decides for each
+command whether it needs a group, and ``session/server.py`` joins it.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     a step      forward, backward, reduce_gradients, optimizer, step_boundary: one graph on a TPU
 
 On a TPU, ranks exchange gradients with XLA's all-reduce. Everything else that ranks exchange (gather, broadcast,
-objects, barriers) goes through host memory and gloo, with the runtime's ranks, so no graph is compiled for it. PJRT on
-the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers above this file are the
-same.
+objects, barriers) goes through host memory and gloo, where ranks have the runtime's numbers, so no graph is compiled
+for it. PJRT on the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers above
+this file are the same.
 
 Two modes change this scheme. With SPMD, one process drives all devices of a host, and the compiler shards batches, and
 weights on request, over them. With ``downcast_bf16``, the device stores wider numbers as bfloat16, which replaces

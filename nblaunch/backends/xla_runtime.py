@@ -65,7 +65,7 @@ def version_mismatch() -> str | None:
 
 
 def unknown_chips() -> str | None:
-    """Return what to do if torch_xla is too old for this host's chips, and would end the workers."""
+    """Return what to do if torch_xla is too old for this host's chips, which would end the workers."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
@@ -221,7 +221,7 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
 # For functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes only if it is
-# initialised as its own launcher does it. Otherwise each worker is a world of one process: xr.world_size() is 1, and
+# initialised the way its own launcher does. Otherwise each worker is a world of one process: xr.world_size() is 1, and
 # xm.optimizer_step reduces nothing. On the CPU, this is always the case.
 
 # Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.

@@ -22,7 +22,7 @@ class XpuBackend(GpuBackend):
     runtime = first_use.LEVEL_ZERO
 
     def affinity(self) -> int:
-        # Next to a GPU of NVIDIA or AMD, an Intel GPU is probably the processor's own.
+        # Next to a GPU of NVIDIA or AMD, an Intel GPU is probably integrated into the processor.
         return min(super().affinity(), 9)
 
     def build_problem(self) -> str | None:

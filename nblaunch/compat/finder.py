@@ -118,8 +118,9 @@ def from_accelerate(name: str) -> Any:
     """Return the object of an installed Hugging Face Accelerate; without it, a placeholder that raises when used.
 
     nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
-    Accelerate exports. Programs that do both import such names along with names for training, and libraries import them
-    without using them. Each name is therefore Accelerate's own object, and can be imported even without Accelerate.
+    Accelerate exports. Programs that train and split models import such names along with names for training, and
+    libraries import them without using them. Each name is therefore Accelerate's own object, and can be imported even
+    without Accelerate.
 
     Args:
         name: a name in :data:`nblaunch.compat.names.DELEGATED`, or a function of ``accelerate.big_modeling``.

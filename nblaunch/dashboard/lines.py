@@ -142,7 +142,7 @@ class MergedLines:
 
 _MAX_HEAD_LINES = 2 * HEAD_LINES  # approximate limit for all ranks together
 _LINE_LENGTH = 4000  # characters
-# Limit for displays such as figures, of all ranks; each rank has its share even if others have used it up. VS Code
+# Limit for displays such as figures, of all ranks; each rank keeps its share, even if others use up the rest. VS Code
 # shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes two, and the last may be an error.
 _NUM_DISPLAYS = 120
 _MAX_TAIL_LINES = 320  # approximate limit for the last lines of all ranks; each rank has at least one

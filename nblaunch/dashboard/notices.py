@@ -334,7 +334,7 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
-    """Return ``waiting in all_reduce (cell 5, line 14)`` or ``no progress for 12 s``; empty if the rank moves."""
+    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or empty if it progresses."""
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"

@@ -113,7 +113,7 @@ def rows_of(
 
 
 def _with_mean_rates(rank: RankView) -> RankView:
-    """Return a rank of a job that has ended with the rates of the whole job."""
+    """Return a rank of an ended job, with its mean rates over the whole job."""
     steps_per_s, samples_per_s = rank.mean_rates
     if steps_per_s is None:
         return rank

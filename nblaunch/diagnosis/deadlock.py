@@ -33,7 +33,7 @@ _AWAITED = (
     ("/queue.py", "a queue"),
     ("/threading.py", "another thread"),
 )
-"""Files of the standard library, and the thing that a call into each of them waits for."""
+"""Files of the standard library, and what a call into each of them waits for."""
 
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 

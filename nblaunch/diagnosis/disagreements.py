@@ -96,8 +96,8 @@ def completed(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Dis
 def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Call]]) -> Disagreement:
     """Add ranks that reached the call later, and ranks whose call is no longer recorded.
 
-    Ranks with equal chains have made equal calls so far. A rank has therefore made the same call as the ranks with
-    which it shares a later chain.
+    Ranks with equal chains have made equal calls so far. A rank has therefore made the same call as the ranks that it
+    shares a later chain with.
     """
     number = disagreement.number
     missing = {rank: by_rank[rank] for rank in by_rank.keys() - disagreement.calls.keys()}
