@@ -1,4 +1,4 @@
-"""The files of nblaunch itself, which ``pip install -U`` may replace while this process is running the old ones.
+"""The files of nblaunch itself, which ``pip install -U`` may replace while a process is running them.
 
 Most modules are imported when they are first needed. After such an update, a process would import modules of the new
 version in addition to old ones, and send messages of the old version to new interpreters. Therefore:
@@ -32,7 +32,7 @@ Stamp = tuple[int, int, int]
 
 
 def _stamp(path: str) -> Stamp | None:
-    """Return a value that changes when a file is replaced; None without a file, as in an archive."""
+    """Return a value that changes when a file is replaced; None if there is no such file, for example in an archive."""
     try:
         status = os.stat(path)
     except OSError:

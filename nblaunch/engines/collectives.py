@@ -63,7 +63,7 @@ class NodeCalls:
 
 
 def sharing(calls: Mapping[int, RankCalls]) -> dict[int, RankCalls]:
-    """Return the calls with one object for equal calls of several ranks, so that they are sent once.
+    """Return the calls, with equal calls of several ranks replaced by one object, so that they are sent only once.
 
     Only a rank's last call keeps its time, because nothing reads the times of earlier calls.
 

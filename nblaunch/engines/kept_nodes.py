@@ -185,8 +185,8 @@ class KeptEngine(Engine):
     def retire(self) -> None:
         """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
         if os.getpid() != self._pid:
-            # Its pipes are already closed here, and other files may have reused their descriptors: Python must not
-            # close those.
+            # Its pipes are already closed here, and other files may have reused their descriptors, which Python must
+            # not close.
             _never_collected.append(self)
             return
         self._is_retired = True

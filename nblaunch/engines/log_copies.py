@@ -1,4 +1,4 @@
-"""Copies of the ranks' logs in this process's folder, which are read as the logs of one machine are."""
+"""Copies of the ranks' logs in this process's folder, which are read like the logs of a single machine."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     this process ── pipes of each node ──> driver process ── Ray's calls ──> actor ── pipes ──> node program
                                            (ray_driver.py)                  (ray_actor.py)
 
-Only the driver process is connected to Ray, not the kernel: a connected process can't be forked safely, and the
-user's own ``ray.init`` must stay unaffected. The actor moves bytes, and needs neither torch nor the call. Ranks are
-children of the node program, a clean process, and never of a connected process.
+Only the driver process is connected to Ray, not the kernel: a connected process can't be forked safely, and the user's
+own ``ray.init`` must not be affected. The actor moves bytes, and needs neither torch nor the call. Ranks are children
+of the node program, a clean process, and never of a connected process.
 """
 
 from __future__ import annotations

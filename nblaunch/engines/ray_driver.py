@@ -170,7 +170,7 @@ class Driver:
         return notes
 
     def _start_nodes(self) -> list[tuple[str, str]]:
-        """Reserve nodes and start the program on each; begin again with the others if a node dies meanwhile.
+        """Reserve nodes and start the program on each; if a node dies in the meantime, begin again with the others.
 
         Returns:
             The names and addresses of their machines.

@@ -79,12 +79,12 @@ def check_room(count: int) -> None:
 
 
 def is_high(fd: int) -> bool:
-    """Return whether ``fd`` is so high that code which closes all low descriptors does not reach it."""
+    """Return whether ``fd`` is too high for code that closes all low descriptors."""
     return fd >= _HIGH
 
 
 def high_copy(fd: int) -> int:
-    """Return a copy of a descriptor with a number so high that code which closes all low numbers does not reach it.
+    """Return a copy of a descriptor whose number is too high for code that closes all low descriptors.
 
     Return ``fd`` itself if it is negative or already high, or if the process may not open high descriptors.
     """

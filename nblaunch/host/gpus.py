@@ -163,7 +163,7 @@ def _may_be_visible() -> list[Gpu]:
 
 
 def _is_numbered_alike() -> bool:
-    """Return whether CUDA numbers GPUs as NVML does, by PCI bus, or they are chosen by name.
+    """Return whether CUDA and NVML number the GPUs in the same order, by PCI bus, or the user chose GPUs by UUID.
 
     If models differ, CUDA puts the fastest first. Source: CUDA C++ Programming Guide, "CUDA Environment Variables",
     CUDA_DEVICE_ORDER.

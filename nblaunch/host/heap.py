@@ -13,7 +13,7 @@ _FROZEN_BY_PYTHON = 2000
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keep the garbage collector of forked processes away from the objects that they share with this process.
+    """Make the garbage collector in forked processes ignore the objects that they share with this process.
 
     A collection writes to the header of every object that it visits, which would copy the object's page.
     """

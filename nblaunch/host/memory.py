@@ -54,7 +54,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 
 
 def is_shared(address: int, num_bytes: int) -> bool:
-    """Return whether other processes share memory of this one, for example after a fork; False if unknown.
+    """Return whether other processes share this memory, for example after a fork; False if unknown.
 
     It checks three pages.
 

@@ -99,7 +99,7 @@ def all_pids() -> list[int]:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since the machine started; 0 if it is not running or is unknown.
+    """Return when a process started, in clock ticks since the machine started; 0 if it has ended, or if unknown.
 
     Source: proc_pid_stat(5), starttime. A zombie has ended.
     """

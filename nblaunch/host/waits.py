@@ -1,8 +1,8 @@
 """Waits that nothing outside a process can end, read from ``/proc``.
 
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
-``futex``, with a flag that says that no other process shares the memory it waits on. Without a deadline, only another
-thread of the same process can wake it, or a signal handler. If all threads of a process sleep this way, the process
+``futex``, with a flag that says that no other process shares the memory it waits on. Without a deadline, only a signal
+handler or another thread of the same process can wake it. If all threads of a process sleep this way, the process
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
 

@@ -222,7 +222,7 @@ class NodeLink:
 
     @property
     def _may_meet(self) -> bool:
-        """Whether another rendezvous may follow: the first one, after a failure, or because other nodes have joined."""
+        """Whether a rendezvous may follow: the first, one after a failure, or one for nodes that have joined."""
         return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:

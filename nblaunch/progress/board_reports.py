@@ -142,7 +142,7 @@ class LoopStack:
         self.num_commands += 1
 
     def settle(self, counted: Loop | None, until_s: float) -> None:
-        """Let optimizer steps count iterations of ``counted`` (None = of no loop) without inspecting the loops.
+        """Let each optimizer step count an iteration of ``counted``, if it is not None, without inspecting the loops.
 
         This ends at ``until_s`` (monotonic clock), or when loops change.
         """

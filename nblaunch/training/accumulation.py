@@ -1,9 +1,9 @@
 """Gradient accumulation: :class:`AccumulationState` decides when gradients are synchronised and optimizers step.
 
 Every Accelerator has its own. It counts micro-steps, and looks up the loader that is being read in the process's stack
-of loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` applies its decisions
-(the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as divisor of losses), and so do prepared
-optimizers.
+of loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` and prepared
+optimizers apply its decisions (the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as divisor of
+losses).
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps

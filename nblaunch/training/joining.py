@@ -35,7 +35,7 @@ class JoinedProcess:
     """The rank and the device of this process, after it has joined its job's process group. Both stay the same.
 
     All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process, and a process
-    that ``multiprocessing`` started in a rank, have it without a process group.
+    that ``multiprocessing`` started in a rank, has one too, but no process group.
     """
 
     topology: Topology

@@ -137,7 +137,7 @@ class Call:
         chain: digest of all collectives of the group up to this one.
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
-        time_s: ``monotonic()`` of the call. From another machine, only the time of a rank's last call is its own.
+        time_s: ``monotonic()`` of the call. On other machines, only a rank's last call has its own time.
         value: learning rate of a step; 1.0 for a forward pass after which gradients are exchanged.
     """
 
@@ -277,8 +277,8 @@ class CallWriter:
     def notes(self) -> Callable[[WrittenSite, float], None]:
         """Return a function that records a call of one kind, which is not a collective and has no tensors.
 
-        It takes the kind and place of the call, and its value. It is faster than :meth:`put`, because it is called at
-        every step, and counts the calls in each group itself.
+        It takes the kind and place of the call, and its value. The function runs at every step, so it does less than
+        :meth:`put`. It counts the calls in each group itself.
         """
         numbers: defaultdict[int, int] = defaultdict(int)
         take_serial, pack = self._serials.__next__, _NOTE.pack_into

@@ -40,7 +40,7 @@ class WorkerLocks:
         return self._locked(self._slot)
 
     def moment(self) -> AbstractContextManager[None]:
-        """Return a context manager for short sections of nblaunch's code, which may be inside the other two."""
+        """Return a lock for short sections of nblaunch's code; a worker may already hold the lock or the semaphore."""
         return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:

@@ -245,7 +245,8 @@ class _Checkpoint:
         path = folder / files.numbered(files.SAMPLER, index)
         if manifest is None or not path.is_file():
             return partial(
-                warn, f"checkpoint {folder} has no position of loader {index}, which starts its first epoch"
+                warn,
+                f"checkpoint {folder} has no position for loader {index}, so that loader starts its first epoch",
             )
         order = files.read_object(path)
         if not self.is_of_this_size and not resuming.can_continue(loader, order):

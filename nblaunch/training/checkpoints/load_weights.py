@@ -121,7 +121,7 @@ def load_checkpoint_and_dispatch(
             Tensors that only the model has, such as a buffer that is not saved, keep their dtypes.
         strict: raise an error if names in the file and the model differ.
         **others: as for :func:`load_checkpoint_in_model`, without ``keep_in_fp32_modules`` and ``offload_8bit_bnb``,
-            which Accelerate's function of the same name does not take either.
+            which Accelerate's function of the same name also lacks.
 
     Returns:
         ``model``.

@@ -201,7 +201,7 @@ class DataLoaderAdapter(Base):
             raise AttributeError(f"{name} needs DataLoaderConfiguration(use_stateful_dataloader=True)")
 
     def _forget_base_state(self) -> None:
-        """Make the base loader begin its next epoch at the start, although a state was loaded."""
+        """Make the base loader begin its next epoch at the start, even if a state was loaded."""
         self.epochs.batches_behind = self.epochs.batches_to_drop = 0
         if self.use_stateful_dataloader:
             # torchdata's load_state_dict({}) does not clear it.

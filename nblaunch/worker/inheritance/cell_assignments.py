@@ -126,7 +126,7 @@ def _set_state_of_thread(present: Any, value: Any) -> None:
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle a value. Names that a function of the notebook uses come from the call, if it has sent them."""
+    """Unpickle a value; if it sets a name of the notebook that the call has also sent, keep the call's object."""
     names = vars(sys.modules["__main__"])
     before = dict(names)
     value = pickle.loads(content)

@@ -52,7 +52,7 @@ def is_plain(value: Any) -> bool:
 
 
 def has_own_class(value: Any) -> bool:
-    """Return whether a value shows its class: proxies show the class of another object, or raise if it is missing."""
+    """Return whether a value's ``__class__`` is its type: a proxy has another object's, or raises if it is missing."""
     try:
         return value.__class__ is type(value)
     except Exception:  # for example, werkzeug's request outside of a request
