@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -72,11 +73,22 @@ RIGHT: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[list[int]], Any]
         True,
     ),
     "arrays": (lambda x: np.asarray(x), lambda rows: rows, False),
+    "tensor and array": (lambda x: (x, np.asarray(x)), lambda rows: (rows, rows), False),
+    "array of objects": (
+        lambda x: {"x": [x, np.array(_texts(x), dtype=object)]},
+        lambda rows: {"x": [rows, _as_texts(rows)]},
+        False,
+    ),
+    "dicts of tensors of samples": (
+        lambda x: [{"boxes": row.repeat(2)} for row in x],
+        lambda rows: [{"boxes": [row, row]} for row in rows],
+        True,
+    ),
 }
 
 
 def _plain(data: Any) -> Any:
-    if isinstance(data, (torch.Tensor, np.generic)):
+    if isinstance(data, (torch.Tensor, np.generic, np.ndarray)):
         return data.tolist()
     if isinstance(data, dict):
         return {key: _plain(value) for key, value in data.items()}
@@ -115,12 +127,13 @@ def _values_of_ranks(rows: int) -> list[Any]:
         gathered = accelerator.gather_for_metrics(
             {"a": loss, "b": loss.reshape(1), "c": f"{loss:.0f}", "n": None}
         )
-    return [gathered["a"].tolist(), gathered["b"].tolist(), gathered["c"], gathered["n"]]
+        alone = accelerator.gather_for_metrics(f"{loss:.1f}")
+    return [gathered["a"].tolist(), gathered["b"].tolist(), gathered["c"], gathered["n"], alone]
 
 
 def test_values_of_ranks_are_kept() -> None:
     for gathered in ranks.run(_values_of_ranks, 2, 5):
-        assert gathered == [[4.0, 3.0], [4.0, 3.0], ["4", "3"], None]
+        assert gathered == [[4.0, 3.0], [4.0, 3.0], ["4", "3"], None, ["4.0", "3.0"]]
 
 
 def _single_samples() -> list[Any]:
@@ -139,8 +152,13 @@ UNCLEAR: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     r"a tensor of shape \[6, 1\]": (lambda x: {"y": torch.zeros(3, 1)}, False),
     "a list of 6 objects": (lambda x: (x, ["a", "b", "c"]), False),
     "a list of 2 tensors with one row": (lambda x: list(x), False),
-    r"a tensor of shape \[10\]": (lambda x: [row.repeat(5) for row in x], False),
+    r"a tensor of shape \[10\]": (lambda x: tuple(row.repeat(5) for row in x), False),
     "a list of 8 objects": (lambda x: [*x, *x], True),
+    "a list of 2 tensors": (lambda x: [row.repeat(2) for row in x], False),
+    "a list of 2 dicts": (lambda x: [{"boxes": row.repeat(2)} for row in x], False),
+    "a list of 2 tuples": (lambda x: [(row, row) for row in x], False),
+    "a set of length 2": (lambda x: (x, set(_texts(x))), False),
+    "a DataFrame of length 2": (lambda x: pandas.DataFrame({"text": _texts(x)}), False),
 }
 
 

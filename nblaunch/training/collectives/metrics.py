@@ -13,12 +13,13 @@ rows, so the added ones are cut off at the end. The size of an item decides whet
 Tensors are gathered as tensors. Other objects, in addition to or instead of tensors, are pickled:
 
     a sequence of objects, a list of dicts            one item per sample; becomes one list of all ranks
+    a NumPy array with dimensions                     rows, as in a tensor; inside a structure, it stays an array
     another object, such as a number or a text        a value of the rank; becomes a list with one item per rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +84,14 @@ class _Column(containers.Leaf, list[Any]):
     """Items of all ranks."""
 
 
+class _PerRank(_Column):
+    """One value of each rank."""
+
+
 def _gather_objects(data: Any, use_gather_object: bool, num_alike: int) -> Any:
     if operations.world_size() == 1:
         return data
-    if _is_column(data, use_gather_object):
+    if _is_iterable_leaf(data) or _is_column(data, use_gather_object):
         return _Column(_items_of_data_ranks(data, num_alike))
     tensors: list[torch.Tensor] = []
     structure = _without_tensors(data, tensors, use_gather_object)
@@ -104,13 +109,22 @@ def _items_of_data_ranks(data: Any, num_alike: int) -> list[Any]:
     return [item for items in operations.gather_object([data])[::num_alike] for item in items]
 
 
+def _is_iterable_leaf(data: Any) -> bool:
+    """Return whether ``data`` is an iterable that is not a container, such as a set or an array."""
+    if isinstance(data, torch.Tensor):
+        return bool(data.ndim)
+    is_leaf = containers.children(data) is None and not isinstance(data, (str, bytes, bytearray))
+    # Iterating over a table, such as a DataFrame, returns names, not rows.
+    return (
+        is_leaf and isinstance(data, Iterable) and not hasattr(data, "keys") and getattr(data, "ndim", 1) > 0
+    )
+
+
 def _is_column(data: Any, use_gather_object: bool) -> bool:
     """Return whether ``data`` has one object per sample, rather than several columns."""
-    if isinstance(data, Mapping) or _is_record(data):
-        return False
     parts = containers.children(data)
-    if parts is None:  # an iterable of another kind, such as a set or an array
-        return True
+    if parts is None or isinstance(data, Mapping) or _is_record(data):
+        return False
     if use_gather_object:
         return True
     if not any(isinstance(part, torch.Tensor) or containers.children(part) is not None for part in parts):
@@ -156,6 +170,8 @@ def _describe(structure: Any) -> str:
     if parts is None:
         if isinstance(structure, _Slot):
             return "a tensor"
+        if _is_array(structure):
+            return "an array"
         return "objects" if isinstance(structure, _Column) else "an object"
     described = [_describe(part) for part in parts]
     if isinstance(structure, Mapping):
@@ -175,10 +191,30 @@ def _merged(everyones: Sequence[Any], gathered: Sequence[torch.Tensor]) -> Any:
             first, [_merged([part[key] for part in everyones], gathered) for key in first]
         )
     parts = containers.children(first)
+    if parts is None and _is_array(first):
+        return _joined(everyones)
     if parts is None:
-        return None if all(part is None for part in everyones) else _Column(everyones)
+        return None if all(part is None for part in everyones) else _PerRank(everyones)
     columns = zip(*(containers.children(part) or () for part in everyones), strict=True)
     return containers.rebuilt(first, [_merged(column, gathered) for column in columns])
+
+
+def _is_array(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a NumPy array with rows."""
+    return type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", 0) > 0
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    """Return the rows of the arrays of all ranks as one array."""
+    import numpy as np
+
+    try:
+        return np.concatenate(arrays)
+    except ValueError as error:
+        raise DistributedOperationException(
+            f"gather_for_metrics can't join the arrays of the ranks, of shapes {[array.shape for array in arrays]}: "
+            f"{error}. Pass lists if their rows differ in shape"
+        ) from error
 
 
 # --- the last batch ---------------------------------------------------------------------------------------------------
@@ -208,16 +244,19 @@ class _Tail:
         parts = containers.children(gathered)
         if parts is None or (self.is_short and _is_column(gathered, False)):
             return self._cut_items(gathered)
-        is_list = isinstance(gathered, Sequence) and not isinstance(gathered, tuple)
-        per_rank = self.completed // self.num_ranks
-        if (
-            is_list
-            and not self.is_short
-            and len(parts) == per_rank > 1
-            and all(map(self._is_of_ranks, parts))
-        ):
-            raise self._unclear(f"a list of {len(parts)} tensors with one row")
+        if isinstance(gathered, Sequence) and not isinstance(gathered, tuple):
+            self._check_columns(gathered, parts)
         return containers.rebuilt(gathered, [self.cut(part) for part in parts])
+
+    def _check_columns(self, gathered: Any, parts: Sequence[Any]) -> None:
+        """Raise ValueError if the parts of a list may belong to one sample each, rather than being columns."""
+        per_rank = self.completed // self.num_ranks
+        if self.is_short or not len(parts) == per_rank > 1:
+            return
+        is_single = all(map(self._is_of_ranks, parts))
+        if is_single or len({_kind(part) for part in parts}) == 1:
+            kind = "tensor" if isinstance(parts[0], torch.Tensor) else type(parts[0]).__name__
+            raise self._unclear(f"a list of {len(parts)} {kind}s{' with one row' if is_single else ''}")
 
     def _is_of_ranks(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.ndim > 0 and len(part) == self.num_ranks
@@ -231,12 +270,23 @@ class _Tail:
         return rows[: self.samples]
 
     def _cut_items(self, items: Any) -> Any:
-        if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        is_sequence = isinstance(items, Sequence) and not isinstance(items, (str, bytes))
+        if not (is_sequence or _is_array(items)):
             return items
+        if isinstance(items, _PerRank):
+            self._check_values(items)
         is_cut = self._is_cut(len(items), f"a list of {len(items)} objects")
         if not is_cut:
             return items
         return _Column(items[: self.samples]) if isinstance(items, _Column) else items[: self.samples]
+
+    def _check_values(self, values: _PerRank) -> None:
+        """Raise ValueError if a value of a rank is an object that may have one item per sample, such as a set."""
+        per_rank = self.completed // self.num_ranks
+        for value in values:
+            is_text = isinstance(value, (str, bytes))
+            if isinstance(value, Sized) and not is_text and len(value) == per_rank > 1:
+                raise self._unclear(f"a {type(value).__name__} of length {per_rank}")
 
     def _is_cut(self, length: int, what: str) -> bool:
         """Return whether ``length`` rows are one per sample; raise ValueError if this is unclear."""
@@ -251,10 +301,19 @@ class _Tail:
         return ValueError(
             f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
             f"ranks has {self.samples} samples and {added}. It drops the added samples of tensors with one row per "
-            "sample, and of lists with one item per sample (a list of tensors: with use_gather_object=True). Pass "
-            "one of these, or use accelerator.gather, which cuts nothing, and drop the rows of the added samples "
-            "yourself"
+            "sample, in tuples and dicts, and of lists with one item per sample (a list of tensors or of dicts of "
+            "tensors: with use_gather_object=True). Pass one of these, or use accelerator.gather, which cuts nothing, "
+            "and drop the rows of the added samples yourself"
         )
+
+
+def _kind(part: Any) -> Any:
+    """Return a key that is equal for parts with the same structure and the same kinds of rows."""
+    if isinstance(part, torch.Tensor):
+        return part.dtype, tuple(part.shape[1:])
+    parts = containers.children(part)
+    names = tuple(part) if isinstance(part, Mapping) else None
+    return type(part), names, None if parts is None else tuple(map(_kind, parts))
 
 
 def _tail_of(accumulation: AccumulationState, num_ranks: int) -> _Tail | None:
