@@ -51,7 +51,7 @@ def is_user_function(value: Any) -> bool:
 
 
 def is_user_module(module: object) -> bool:
-    """Return whether a module is a file of the user. A notebook has no file; None, for a missing module, has none."""
+    """Return whether a module is a file of the user; False for a notebook, and for None, a missing module."""
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and is_user_file(file)
 

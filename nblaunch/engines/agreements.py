@@ -35,7 +35,7 @@ _REPLY_S = 0.05
 
 
 class NodesAgreement:
-    """The coordinator's side. :meth:`poll` it until :attr:`is_over`.
+    """The coordinator's side; call :meth:`poll` until :attr:`is_over`.
 
     Args:
         subject: what ranks count.

@@ -116,7 +116,7 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
 
 
 def explain_hang(positions: Sequence[Position]) -> list[str]:
-    """Return a line for each library whose threads in this process are missing in workers that hang in it.
+    """Return a line for each library in which workers hang because the fork did not copy its threads.
 
     Args:
         positions: positions of ranks that were forked from this process.

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         report_left(boot)
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)
-            # The launcher interrupts the server until it knows the workers.
+            # Until the launcher knows the workers, it sends interrupts to the server.
             signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
         # No worker can report it yet, so the server reports it for the first rank.

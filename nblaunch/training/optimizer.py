@@ -1,4 +1,4 @@
-"""Prepared optimizers and schedulers: optimizers step only when the accumulation window ends, schedulers with them.
+"""Prepared optimizers, which step only when the accumulation window ends, and schedulers, which step with them.
 
 With ``step_scheduler_with_optimizer=False``, a scheduler steps at every call.
 

@@ -252,6 +252,6 @@ class NeverStepped(Check):
                 f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
-                judged_by="finally",  # steps on some ranks are reported as such
+                judged_by="finally",  # by all ranks: another check reports optimizers that step on some
                 step=0,
             )
