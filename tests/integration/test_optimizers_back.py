@@ -108,11 +108,17 @@ def test_schedulers_stay_with_unchanged_optimizers(capsys: pytest.CaptureFixture
     )
 
 
-def test_states_return_only_on_request() -> None:
+def test_states_return_only_on_request_and_a_note_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = _built()
-    _launch(model, optimizer, 1, sync_optimizers=False)
+    notes = []
+    for num_steps in (0, 1, 1):
+        _launch(model, optimizer, num_steps, sync_optimizers=False)
+        notes.append("args[1]['optimizer'] (AdamW)" in capsys.readouterr().out)
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
+    assert notes == [False, True, False], (
+        "nothing is lost before the first step, and a user needs to read it once"
+    )
 
 
 def test_sharded_states_do_not_come_back_and_a_note_names_them(capsys: pytest.CaptureFixture[str]) -> None:
