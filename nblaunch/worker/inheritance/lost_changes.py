@@ -6,20 +6,27 @@
         losses.append(0.5)
         best = 0.5
 
-In one process, both would have the values after the call. Each worker changes its own copies. Only changes whose
-purpose is to collect values are reported: to containers and arrays that were empty or zero, and assignments to global
-variables. A function may change other variables for its own use, such as ``args.rank = rank``.
+In one process, both would have the values after the call. Each worker changes its own copies. A function may change
+other variables for its own use, such as ``args.rank = rank``. Therefore, only changes whose purpose is to keep values
+are reported:
+
+    containers that have grown              also those in attributes and in dictionaries
+    arrays that were zero
+    parameters, and tensors of objects      for example, of an average of weights; modules in args come back
+    attributes that became floats           for example, the best loss
+    assignments to global variables
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, NoneType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, used_by
@@ -27,6 +34,9 @@ from nblaunch.worker.inheritance.plain_values import has_own_class
 
 _MAX_FUNCTIONS = 200
 _MAX_ELEMENTS = 1 << 16
+_MAX_TENSORS = 2000
+_MAX_DEPTH = 2
+"""How many attributes a name may have, as in ``trainer.average.weights``."""
 _CONTAINERS = (list, dict, set, deque)
 _FOR_ITSELF = re.compile(r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger)$", re.IGNORECASE)
 """Names of variables that a function keeps for itself, so the kernel needs no value."""
@@ -39,15 +49,17 @@ _LOST = (
 
 
 class _Variable(NamedTuple):
-    """A variable that may collect values.
+    """A variable that may keep values.
 
     Args:
         name: its name, as in ``tracker.values``.
-        value: the empty container or array.
+        get: returns its value.
+        has_changed: whether a value differs from the one before the function.
     """
 
     name: str
-    value: Any
+    get: Callable[[], Any]
+    has_changed: Callable[[Any], bool]
 
 
 class Changes:
@@ -66,9 +78,10 @@ class Changes:
             *(each for reached in functions for each in captured_variables(reached)),
         ]
         values += [(f"args[{position}]", value) for position, value in enumerate(args)]
-        self._empty = list({id(each.value): each for each in _collectors(values, is_forked)}.values())
+        finder = _Finder(is_forked)
+        self._variables = [each for name, value in values for each in finder.variables(name, value)]
         names = {name for reached in functions for name in _assigned(reached.__code__)}
-        self._globals = {name: _notebook().get(name, _NO_VALUE) for name in sorted(names)}
+        self._variables += [_global(name) for name in sorted(names)]
 
     def describe(self, returned: Any) -> str | None:
         """Return a sentence about the changes that the kernel does not get; None if there are none.
@@ -77,12 +90,15 @@ class Changes:
             returned: the function's value, which the kernel gets.
         """
         kept = {id(value) for value in _parts(returned)}
-        names = [each.name for each in self._empty if _is_filled(each.value) and id(each.value) not in kept]
-        for name, before in self._globals.items():
-            value = _notebook().get(name, _NO_VALUE)
-            if value is not before and id(value) not in kept and type(value) in _PLAIN:
-                names.append(name)
+        names = [each.name for each in self._variables if id(each.get()) not in kept and _has_changed(each)]
         return _LOST.format(names=", ".join(dict.fromkeys(names))) if names else None
+
+
+def _has_changed(variable: _Variable) -> bool:
+    try:
+        return variable.has_changed(variable.get())
+    except Exception:  # a container of the user may raise after it was changed
+        return False
 
 
 _PLAIN = (int, float, complex, str, bytes, tuple, *_CONTAINERS)
@@ -90,6 +106,15 @@ _PLAIN = (int, float, complex, str, bytes, tuple, *_CONTAINERS)
 
 def _notebook() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
+
+
+def _global(name: str) -> _Variable:
+    before = _notebook().get(name, _NO_VALUE)
+    return _Variable(
+        name,
+        lambda: _notebook().get(name, _NO_VALUE),
+        lambda value: value is not before and type(value) in _PLAIN,
+    )
 
 
 def _functions(function: Any) -> Iterator[FunctionType]:
@@ -113,16 +138,122 @@ def _functions(function: Any) -> Iterator[FunctionType]:
             pending.extend(each for each in vars(definition).values() if isinstance(each, FunctionType))
 
 
-def _collectors(values: list[tuple[str, Any]], is_forked: bool) -> Iterator[_Variable]:
-    for name, value in values:
-        if _FOR_ITSELF.match(name) or not has_own_class(value):
-            continue
-        if _is_collector(value, is_forked):
-            yield _Variable(name, value)
-        elif type(value).__module__ == "__main__" and not isinstance(value, type):
-            for attribute, part in getattr(value, "__dict__", {}).items():
-                if _is_collector(part, is_forked) and not _FOR_ITSELF.match(attribute):
-                    yield _Variable(f"{name}.{attribute}", part)
+class _Finder:
+    """Finds variables that may keep values, each once.
+
+    Args:
+        is_forked: as in :class:`Changes`.
+    """
+
+    def __init__(self, is_forked: bool) -> None:
+        self._is_forked = is_forked
+        self._seen: set[int] = set()
+        self._torch: Any = sys.modules.get("torch")
+
+    def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
+        """Yield a variable, or those among its attributes, that a function may fill."""
+        if _FOR_ITSELF.match(name.rpartition(".")[2]) or not has_own_class(value) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        has_changed = self._watched(value, is_attribute=depth > 0)
+        if has_changed is not None:
+            yield _Variable(name, lambda: value, has_changed)
+        elif depth < _MAX_DEPTH and (attributes := self._attributes(value)):
+            is_users = type(value).__module__ == "__main__"
+            for attribute, part in list(attributes.items()):
+                where = f"{name}.{attribute}"
+                if not is_users:  # the names of a library's attributes say nothing about their purpose
+                    yield from self._tensors(where, part)
+                elif part is None or (isinstance(part, (int, float)) and part in (0, math.inf, -math.inf)):
+                    yield _number(where, attributes, attribute)
+                else:
+                    yield from self.variables(where, part, depth + 1)
+
+    def _attributes(self, value: Any) -> dict[str, Any] | None:
+        """Return the attributes of an object that is no definition and whose state does not come back."""
+        left_out: tuple[type, ...] = (type, ModuleType, FunctionType, MethodType)
+        if self._torch is not None:
+            left_out += (self._torch.nn.Module, self._torch.optim.Optimizer)
+        attributes = getattr(value, "__dict__", None)
+        return attributes if isinstance(attributes, dict) and not isinstance(value, left_out) else None
+
+    def _tensors(self, name: str, value: Any) -> Iterator[_Variable]:
+        has_changed = None if _FOR_ITSELF.match(name.rpartition(".")[2]) else self._watched_tensors(value)
+        if has_changed is not None:
+            yield _Variable(name, lambda: value, has_changed)
+
+    def _watched(self, value: Any, *, is_attribute: bool) -> Callable[[Any], bool] | None:
+        """Return the function that tells whether a value has changed; None if it can't keep values."""
+        try:
+            if is_attribute or self._is_trainable(value):
+                has_changed = self._watched_tensors(value)
+                if has_changed is not None:
+                    return has_changed
+            if isinstance(value, _CONTAINERS):
+                return _watched_container(value)
+            return _is_filled if self._is_array(value) and not _is_filled(value) else None
+        except Exception:  # for example, a sparse tensor has no memory to ask about
+            return None
+
+    def _is_array(self, value: Any) -> bool:
+        if type(value).__module__ == "numpy":
+            is_own = type(value).__name__ == "ndarray" and (not self._is_forked or _owns_memory(value))
+            return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc"
+        if type(value).__module__ == "torch":
+            is_own = (
+                type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
+            )
+            return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared()
+        return False
+
+    def _is_trainable(self, value: Any) -> bool:
+        """Return whether a value is a parameter, or a container that begins with one."""
+        first = next(iter(_parts(value, with_itself=False)), value)
+        return self._torch is not None and isinstance(first, self._torch.nn.Parameter)
+
+    def _watched_tensors(self, value: Any) -> Callable[[Any], bool] | None:
+        """Return the function that tells whether a tensor, or a container of tensors, was changed in place."""
+        tensors = [value] if not isinstance(value, _ITERATED) else list(_parts(value, with_itself=False))
+        if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
+            return None
+        if not all(isinstance(each, self._torch.Tensor) and not each.is_shared() for each in tensors):
+            return None
+        before = list(map(_version, tensors))
+        return lambda _: list(map(_version, tensors)) != before
+
+
+def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
+    """Watch an attribute without a value. A function that sets an integer may need it for itself, such as a rank."""
+    before = attributes[attribute]
+    return _Variable(
+        name,
+        lambda: attributes.get(attribute),
+        lambda value: isinstance(value, float) and value != before,
+    )
+
+
+def _watched_container(value: Any) -> Callable[[Any], bool]:
+    was_empty, size = _is_empty(value), _num_kept(value)
+    return lambda value: _num_kept(value) > size or (was_empty and not _is_empty(value))
+
+
+def _num_kept(value: Any) -> int:
+    """Return the number of elements; for a dictionary, those of its containers, because it may hold options."""
+    if isinstance(value, dict):
+        return sum(len(part) for part in value.values() if isinstance(part, _CONTAINERS))
+    return len(value)
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(
+            isinstance(part, (*_CONTAINERS, int, float, NoneType)) and not part for part in value.values()
+        )
+    return not value
+
+
+def _is_filled(array: Any) -> bool:
+    return bool(array.any())
 
 
 def _owns_memory(array: Any) -> bool:
@@ -132,45 +263,21 @@ def _owns_memory(array: Any) -> bool:
     return bool(array.flags.owndata)
 
 
-def _is_collector(value: Any, is_forked: bool) -> bool:
-    """Return whether a value is empty or zero, and belongs to this process alone."""
-    if not has_own_class(value):
-        return False
-    try:
-        return _may_collect(value, is_forked) and _is_empty(value)
-    except Exception:  # for example, a sparse tensor has no memory to ask about
-        return False
+def _version(tensor: Any) -> tuple[int, float]:
+    """Return numbers that differ after a change in place: torch's counter, and a sum, because of ``tensor.data``."""
+    is_summed = (
+        tensor.device.type == "cpu" and tensor.numel() <= _MAX_ELEMENTS and tensor.dtype.is_floating_point
+    )
+    return tensor._version, float(tensor.detach().double().abs().sum()) if is_summed else 0.0
 
 
-def _may_collect(value: Any, is_forked: bool) -> bool:
-    if type(value).__module__ == "numpy":
-        is_own = type(value).__name__ == "ndarray" and (not is_forked or _owns_memory(value))
-        return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc"
-    if type(value).__module__ == "torch":
-        is_own = type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
-        return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared()
-    return isinstance(value, _CONTAINERS)
+_ITERATED = (list, tuple, dict)
 
 
-def _is_filled(value: Any) -> bool:
-    try:
-        return not _is_empty(value)
-    except Exception:  # a container of the user may raise after it was changed
-        return False
-
-
-def _is_empty(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(
-            isinstance(part, (*_CONTAINERS, int, float, NoneType)) and not part for part in value.values()
-        )
-    if isinstance(value, _CONTAINERS):
-        return not value
-    return not value.any()
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    yield value
+def _parts(value: Any, *, with_itself: bool = True) -> Iterator[Any]:
+    """Yield a value, and the elements of a list, tuple or dictionary."""
+    if with_itself:
+        yield value
     if type(value) in (list, tuple):
         yield from value
     elif type(value) is dict:

@@ -108,20 +108,30 @@ def test_writable_maps_are_shared_only_with_forks(shared: Kernel, tmp_path: Path
 
 
 COLLECTORS = """
-import collections, torch, numpy
+import collections, torch, types, numpy
 losses, history, counts, best, total = [], {"loss": []}, collections.Counter(), 0.0, torch.zeros(4)
 table, cache, of_rank, returned, untouched, options = numpy.zeros(4), {}, 0, [], [], {"lr": 0.1}
 
 class Tracker:
-    def __init__(self): self.values = []
-    def add(self, value): self.values.append(value)
+    def __init__(self): self.values, self.best, self.step, self.rank = [], None, 0, 0
+    def add(self, value): self.values.append(value); self.best = value; self.step = self.rank = 1
 
-tracker = Tracker()
+class Average:
+    def __init__(self, value): self.weights, self.fixed = [torch.full((4,), value)], torch.ones(4)
+    def update(self): self.weights[0].mul_(0.5)
+
+class Trainer:
+    def __init__(self): self.average, self.epochs, self.noise = Average(2.0), [1, 2], torch.ones(2)
+
+tracker, trainer, weight, data = Tracker(), Trainer(), torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+others = types.SimpleNamespace(shadow=[torch.ones(2)], unused=torch.ones(2))
 
 def record(value):
     global best
     losses.append(value); history["loss"].append(value); counts["steps"] += 1; tracker.add(value)
     total[0] = table[0] = best = value
+    trainer.average.update(); trainer.epochs.append(3); others.shadow[0].data.mul_(2); data.div_(2)
+    with torch.no_grad(): weight.sub_(1)
 
 def function(out):
     global _step
@@ -145,6 +155,11 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
         "history",
         "counts",
         "tracker.values",
+        "tracker.best",
+        "trainer.average.weights",
+        "trainer.epochs",
+        "others.shadow",
+        "weight",
         "total",
         "table",
         "args[0]",
