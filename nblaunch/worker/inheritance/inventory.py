@@ -210,7 +210,8 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.NOTED,
             "each worker has its own copy. Weights of modules come back, other changes do not: a note names containers "
-            "that the function has filled, such as `losses.append(loss)`, and global variables that it has assigned",
+            "that the function has filled, such as `losses.append(loss)`, averages of weights, parameters outside of "
+            "modules, and global variables that it has assigned",
         ),
         fresh=Way(
             Treatment.NOTED,
