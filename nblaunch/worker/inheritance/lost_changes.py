@@ -183,7 +183,7 @@ class _Finder:
             yield _Variable(name, lambda: value, has_changed)
 
     def _watched(self, value: Any, *, is_attribute: bool) -> Callable[[Any], bool] | None:
-        """Return the function that tells whether a value has changed; None if it can't keep values."""
+        """Return a function that checks whether a value has changed; None if it can't keep values."""
         try:
             if is_attribute or self._is_trainable(value):
                 has_changed = self._watched_tensors(value)
@@ -212,7 +212,7 @@ class _Finder:
         return self._torch is not None and isinstance(first, self._torch.nn.Parameter)
 
     def _watched_tensors(self, value: Any) -> Callable[[Any], bool] | None:
-        """Return the function that tells whether a tensor, or a container of tensors, was changed in place."""
+        """Return a function that checks whether a tensor, or a container of tensors, was changed in place."""
         tensors = [value] if not isinstance(value, _ITERATED) else list(_parts(value, with_itself=False))
         if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
             return None
