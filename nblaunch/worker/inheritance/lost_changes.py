@@ -170,7 +170,7 @@ class _Finder:
                     yield from self.variables(where, part, depth + 1)
 
     def _attributes(self, value: Any) -> dict[str, Any] | None:
-        """Return the attributes of an object that is no definition and whose state does not come back."""
+        """Return the attributes of an object; None for modules, optimizers and definitions, which others report."""
         left_out: tuple[type, ...] = (type, ModuleType, FunctionType, MethodType)
         if self._torch is not None:
             left_out += (self._torch.nn.Module, self._torch.optim.Optimizer)
@@ -238,7 +238,7 @@ def _watched_container(value: Any) -> Callable[[Any], bool]:
 
 
 def _num_kept(value: Any) -> int:
-    """Return the number of elements; for a dictionary, those of its containers, because it may hold options."""
+    """Return the number of elements. A dictionary may hold options, so only its containers count."""
     if isinstance(value, dict):
         return sum(len(part) for part in value.values() if isinstance(part, _CONTAINERS))
     return len(value)
