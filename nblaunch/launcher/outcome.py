@@ -186,7 +186,7 @@ def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
 
 
 def _describe_optimizers_left(attempt: Attempt, report: AttemptReport) -> list[str]:
-    """Describe the notebook's optimizers whose states end with the workers, each once.
+    """Name, once each, the notebook's optimizers whose trained states are lost when the workers end.
 
     The weights are copied back. Another launch would therefore continue with trained weights but untrained moments.
     """

@@ -249,7 +249,7 @@ class _Tail:
         return containers.rebuilt(gathered, [self.cut(part) for part in parts])
 
     def _check_columns(self, gathered: Any, parts: Sequence[Any]) -> None:
-        """Raise ValueError if the parts of a list may belong to one sample each, rather than being columns."""
+        """Raise ValueError if each part of a list may be a sample instead of a column."""
         per_rank = self.completed // self.num_ranks
         if self.is_short or not len(parts) == per_rank > 1:
             return

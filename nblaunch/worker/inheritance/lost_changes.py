@@ -151,7 +151,7 @@ class _Finder:
         self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
-        """Yield a variable, or those among its attributes, that a function may fill."""
+        """Yield a variable that a function may fill, or the attributes of the variable that it may fill."""
         if _FOR_ITSELF.match(name.rpartition(".")[2]) or not has_own_class(value) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -223,7 +223,7 @@ class _Finder:
 
 
 def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
-    """Watch an attribute without a value. A function that sets an integer may need it for itself, such as a rank."""
+    """Watch for a new float in an attribute. A function may set an integer, such as a rank, for its own use."""
     before = attributes[attribute]
     return _Variable(
         name,
@@ -264,7 +264,7 @@ def _owns_memory(array: Any) -> bool:
 
 
 def _version(tensor: Any) -> tuple[int, float]:
-    """Return numbers that differ after a change in place: torch's counter, and a sum, because of ``tensor.data``."""
+    """Return numbers that a change in place alters: torch's counter, and a sum, since ``tensor.data`` bypasses that."""
     is_summed = (
         tensor.device.type == "cpu" and tensor.numel() <= _MAX_ELEMENTS and tensor.dtype.is_floating_point
     )
