@@ -44,8 +44,7 @@ class ProcessContext:
             ``{"mixed_precision": "bf16"}``.
         parent_pid: the process that started this worker; 0 = none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
-        command_connection: connection for commands of the kernel; None = no commands.
-        debug_connection: connection of the kernel to the debugger in this process; None = no debugger.
+        connection: connection for commands of the kernel, to a session or the debugger; None = no commands.
         key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
         is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context
             comes from the environment.
@@ -74,8 +73,7 @@ class ProcessContext:
     accelerator_defaults: Mapping[str, Any] = field(default_factory=dict)
     parent_pid: int = 0
     attempt: int = 0
-    command_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
-    debug_connection: CommandConnection | None = field(default=None, compare=False, repr=False)
+    connection: CommandConnection | None = field(default=None, compare=False, repr=False)
     key: bytes = field(default=b"", repr=False)
     is_launched: bool = False
     is_watched: bool = True

@@ -354,6 +354,22 @@ class Failed(Event):
 
 
 @dataclass(frozen=True)
+class CommandEvent(Event):
+    """An event of a session's command, which the rank reports as if the command were its whole life.
+
+    Args:
+        number: number of the command.
+        event: :class:`Started`, :class:`Returned`, :class:`StateSent`, :class:`Interrupted`, :class:`Failed`, or
+            :class:`Exited`, the last one of a command; the process of the rank continues.
+        has_torch: whether the rank has imported torch.
+    """
+
+    number: int = 0
+    event: Event = field(default_factory=Event)
+    has_torch: bool = False
+
+
+@dataclass(frozen=True)
 class PutUnread(Event):
     """A rank can't end, because no process has read the items that its function put into queues.
 

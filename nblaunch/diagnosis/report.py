@@ -1,4 +1,4 @@
-"""The facts about one attempt of a job: plain data, written by the supervisor."""
+"""The facts about one attempt of a job, or one command of a session: plain data, collected from events."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from nblaunch.diagnosis.disagreements import Explanation
 from nblaunch.diagnosis.memory import MemoryRecord
 from nblaunch.events import (
     EpochEnded,
+    Event,
+    Exited,
     ExitStatus,
     Failed,
     HostMemory,
@@ -135,6 +137,22 @@ class AttemptReport:
     evidence: dict[int, Evidence] = field(default_factory=dict)
     disagreement: Explanation | None = None
     calls: dict[int, RankCalls] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Record an event of a rank. The first value, failure and exit of a rank count."""
+        rank = event.rank
+        if isinstance(event, Returned):
+            self.returned.setdefault(rank, event)
+        elif isinstance(event, Interrupted):
+            self.interruptions[rank] = event
+        elif isinstance(event, StateSent):
+            self.sent_states.setdefault(rank, {})[event.path] = event
+        elif isinstance(event, EpochEnded):
+            self.epochs.append(event)
+        elif isinstance(event, Failed) and rank not in self.returned:
+            self.failed.setdefault(rank, event)
+        elif isinstance(event, Exited):
+            self.exits.setdefault(rank, (event.status, event.time_s))
 
     @property
     def is_success(self) -> bool:

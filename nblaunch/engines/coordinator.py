@@ -47,16 +47,12 @@ from nblaunch.errors import LaunchError
 from nblaunch.events import (
     UNKNOWN_EXIT,
     DeviceUse,
-    EpochEnded,
     Event,
     Exited,
     Failed,
     HostMemory,
-    Interrupted,
     Note,
-    Returned,
     Started,
-    StateSent,
     WorkerState,
 )
 from nblaunch.host import signal_handlers
@@ -258,24 +254,11 @@ class Coordinator:
             self._conclude(link, message)
 
     def _handle_event(self, event: Event) -> None:
-        report = self._report
+        self._report.add(event)
         if isinstance(event, Started):
             self._pids[event.rank] = event.pid
-        elif isinstance(event, Returned):
-            report.returned.setdefault(event.rank, event)
-        elif isinstance(event, Interrupted):
-            report.interruptions[event.rank] = event
-        elif isinstance(event, StateSent):
-            report.sent_states.setdefault(event.rank, {})[event.path] = event
-        elif isinstance(event, EpochEnded):
-            report.epochs.append(event)
-        elif isinstance(event, Failed) and event.rank not in report.returned:
-            report.failed.setdefault(event.rank, event)
+        elif isinstance(event, (Failed, Exited)) and event.rank not in self._report.returned:
             self._end_ranks()
-        elif isinstance(event, Exited):
-            report.exits[event.rank] = (event.status, event.time_s)
-            if event.rank not in report.returned:
-                self._end_ranks()
         if event.rank >= 0:
             self._hangs.count(event.rank, event)
         self._errors.receive(event)

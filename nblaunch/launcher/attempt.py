@@ -141,13 +141,11 @@ class WorkerConnections:
 
     Args:
         receivers: receive events of workers.
-        commands: connections for commands; empty = no commands.
-        debug: connect to the debugger; empty = no debugger.
+        commands: connections for commands, to a session or the debugger; empty = no commands.
     """
 
     receivers: dict[int, EventReceiver] = field(default_factory=dict)
     commands: dict[int, CommandConnection] = field(default_factory=dict)
-    debug: dict[int, CommandConnection] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -324,8 +322,7 @@ def assign(
                 outbox_fd=_open_outbox(rank, stack)
                 if returns_value or plan.modules or plan.optimizers
                 else -1,
-                command_fd=_connect(rank, connections.commands, worker_ends) if spec.is_session else -1,
-                debug_fd=_connect(rank, connections.debug, worker_ends) if spec.has_debugger else -1,
+                command_fd=_connect(rank, connections.commands, worker_ends) if spec.has_debugger else -1,
                 post_mortem=attempt.keeps_workers,
                 has_breakpoints=spec.has_breakpoints,
                 log_path=str(attempt.log.log_path(rank, attempt.number)),

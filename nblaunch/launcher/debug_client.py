@@ -50,7 +50,7 @@ _RESUMING = {
 
 
 class DebugClient:
-    """The kernel's side of the connections to the debugger in each rank of this machine. Safe in any thread.
+    """The kernel's side of the connections to the ranks of this machine, for the debugger in each. Safe in any thread.
 
     Args:
         connections: rank -> connection.
@@ -414,7 +414,7 @@ def _value_or_error(rank: int, received: ReceivedReply) -> Any:
     if received.reply.failed:
         return rebuild(received.reply.failed)
     try:
-        return received.value_of(rank)
+        return received.result.value_of(rank)
     except ValueError as error:
         return error
 

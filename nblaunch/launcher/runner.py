@@ -42,7 +42,6 @@ from nblaunch.start_methods.saved_call import SavedCall, save_call
 from nblaunch.topology import Topology
 from nblaunch.wire.board import Slot
 from nblaunch.wire.outbox import RankResult
-from nblaunch.wire.worker_commands import CommandConnection
 from nblaunch.worker.inheritance import random_states
 from nblaunch.worker.inheritance.random_states import RandomStates
 
@@ -80,7 +79,6 @@ class JobRunner(Job):
     Attributes:
         spec: what to run; a job that has ended drops the function and its arguments.
         plan: how its workers start; a job that has ended drops the modules in the arguments.
-        command_connections: rank -> connection for commands in the current attempt; empty = no commands.
         past_failures: one line for each attempt that failed.
         slots: rank -> its slot of the board, in the current attempt.
 
@@ -100,7 +98,6 @@ class JobRunner(Job):
         self.log: JobLog
         self.requests: JobRequests
         super().__init__(spec, plan, log or JobLog(spec.log_dir), requests or JobRequests(), listeners)
-        self.command_connections: Mapping[int, CommandConnection] = {}
         self.past_failures: list[str] = []
         self.slots: Mapping[int, Slot] = {}
         self._has_begun = False
@@ -288,7 +285,6 @@ class JobRunner(Job):
             _clear_variables(self.outcome.error)
         self.spec, self.plan = self.spec.without_call(), replace(self.plan, modules={}, optimizers={})
         self.requests.close()
-        self.command_connections = {}
         if self.debugger is not None and self.kept is None:
             self.debugger.close()
         self.log.end()
@@ -366,10 +362,9 @@ class JobRunner(Job):
 
     def _start_attempt(self) -> None:
         running = self._start_from_launch_states()
-        connections = running.connections
-        self.command_connections = connections.commands
         self.slots = {rank: running.board.slot(rank) for rank in running.attempt.ranks}
-        self.debugger = DebugClient(connections.debug) if connections.debug else None
+        commands = running.connections.commands
+        self.debugger = DebugClient(commands) if commands else None
         on_prompts = None if self._on_prompts is None else partial(self._on_prompts, self)
         self._supervisor = Supervisor(
             running, self.requests, self.emit, self.emit_readings, self.debugger, on_prompts

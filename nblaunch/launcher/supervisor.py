@@ -23,16 +23,12 @@ from nblaunch import formatting
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.silent_errors import EVERYTHING, OF_NODE, SilentErrors
 from nblaunch.events import (
-    EpochEnded,
     Event,
     Exited,
     ExitStatus,
     Failed,
-    Interrupted,
     Note,
-    Returned,
     Started,
-    StateSent,
     WorkerState,
 )
 from nblaunch.host import signal_handlers
@@ -279,20 +275,12 @@ class Supervisor:
         """Handle the events of a rank; return whether its pipe was closed."""
         events, is_closed = self._running.connections.receivers[rank].receive()
         for event in events:
+            self._report.add(event)
             if isinstance(event, Started):
                 self._started.add(event.rank)
                 # A forkserver's group may not list the process yet.
                 self._running.guardian.watch_only({event.pid, *self._group.process_groups()})
-            elif isinstance(event, Returned):
-                self._report.returned.setdefault(event.rank, event)
-            elif isinstance(event, Interrupted):
-                self._report.interruptions[event.rank] = event
-            elif isinstance(event, StateSent):
-                self._report.sent_states.setdefault(event.rank, {})[event.path] = event
-            elif isinstance(event, EpochEnded):
-                self._report.epochs.append(event)
             elif isinstance(event, Failed) and event.rank not in self._report.returned:
-                self._report.failed.setdefault(event.rank, event)
                 if self._attempt.keeps_workers:
                     self._post_mortem_since_s = self._post_mortem_since_s or time.monotonic()
                 else:
@@ -314,7 +302,7 @@ class Supervisor:
         assert self._debugger is not None, "only its connections are waited for"
         self._debugger.receive_available()
         if rank in self._debugger.gone:
-            self._selector.unregister(self._running.connections.debug[rank])  # the client may be closed
+            self._selector.unregister(self._running.connections.commands[rank])  # the client may be closed
 
     def _start_store(self, store: StoreHost) -> None:
         self._selector.unregister(store)

@@ -1,11 +1,16 @@
 """Sessions: workers that persist between cells and execute commands one after the other.
 
-    Session ── command ──> CommandConnection of each rank ──> serve: run it in ``__main__`` ── Reply ──> Session
-       └── JobRunner: starts and supervises the workers, as a job whose function is ``serve``
+    Session ── command, outbox ──> CommandConnection of each rank ──> serve: run it in ``__main__``
+       ^                                                                └── CommandEvents: start, results, end ──┐
+       └────────────── CommandReport <── SessionOutput <── JobRunner: supervises the workers <──────────────────┘
+
+The job runs the function ``serve``. A rank reports a command as a worker reports its function, with the
+same events through the same pipe.
 
 session.py       Session: the caller's object
 rank_commands.py commands to all or some ranks: code, variables
-client.py        in the kernel: sends commands and variables to the ranks, waits for replies, keeps failures
+client.py        in the kernel: sends commands and variables to the ranks, waits for their ends, keeps failures
+command.py       the report of a command, collected from events, and the files for its results
 server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        shows the output of ranks in the cell while a command runs

@@ -1,18 +1,17 @@
-"""The client of a session: sends commands and variables to the ranks, waits for replies, and handles failures."""
+"""The client of a session: sends commands and variables to the ranks, waits for their ends, and handles failures."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
 from typing import Any
 
 from nblaunch import debugging, formatting
@@ -21,20 +20,13 @@ from nblaunch.host import signal_handlers
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.launcher.runner import JobRunner
+from nblaunch.session.command import CommandReport
 from nblaunch.session.output import BUSY, SessionOutput
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.wire.stop_agreement import BOUNDARY_S, StopAgreement, on_boundary
-from nblaunch.wire.worker_commands import (
-    Close,
-    Execute,
-    LeaveGroup,
-    ReceivedReply,
-    Reply,
-    RunFunction,
-    SessionCommand,
-)
+from nblaunch.wire.worker_commands import Close, Execute, LeaveGroup, RunFunction, SessionCommand
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
@@ -53,44 +45,39 @@ _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 ENDED = "the session has ended, and the variables of its ranks are lost; session.restart() starts new ranks"
 
 
-Replies = dict[int, ReceivedReply]
-"""rank -> reply."""
-
-
 class SessionClient:
     """The kernel's side of the connections to the ranks. It sends one command at a time.
 
     Attributes:
-        busy: ranks that have not replied to the current command.
         busy_since_s: when the command was sent, by ``monotonic()``.
         num_interrupts: number of interrupts of the current or last command.
-        replies: replies to the current command so far; empty between commands, because replies hold files.
         debugger: client of the debugger in the ranks.
     """
 
     def __init__(self, runner: JobRunner, output: SessionOutput) -> None:
         self._runner = runner
-        self._connections = dict(runner.command_connections)
         assert runner.debugger is not None, "a session has a debugger"
         self.debugger = runner.debugger
+        self._connections = dict(self.debugger.connections)
         self._output = output
         self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
         self._group = 1
         self._has_torch = False
-        self._replies_to_skip: Counter[int] = Counter()
         self._boundary: StopAgreement | None = None
         """Agreement on the optimizer step before which an interrupt ends the command on all ranks."""
         self._boundary_until_s = 0.0
-        self._preliminary: dict[int, tuple[Reply, list[int]]] = {}
-        """Rank -> its last preliminary reply to the current command, with the files of the reply."""
-        self.busy: set[int] = set()
         self.busy_since_s = 0.0
         self.num_interrupts = 0
-        self.replies: Replies = {}
+
+    @property
+    def busy(self) -> set[int]:
+        """The ranks that execute the current command."""
+        return self._output.command.busy
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Run a block that sends one command and handles its replies.
+        """Run a block that sends one command and handles its results.
 
         Within the block, an interrupt is counted and passed on to busy ranks instead of being raised at a random line
         of this process. Handlers of other signals are delayed.
@@ -109,14 +96,20 @@ class SessionClient:
                 if self.num_interrupts:  # after the command was done: the rest of the cell must not run
                     raise KeyboardInterrupt
             finally:
-                self.replies = {}
+                command, self._output.command = self._output.command, CommandReport()
+                command.close()
                 self._lock.release()
 
-    def request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
-        """Send the command of a :meth:`command` block to ranks, and wait for their replies.
+    def request(
+        self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
+    ) -> CommandReport:
+        """Send the command of a :meth:`command` block to ranks, and wait until all have ended it.
 
         Args:
             files: descriptors of files that each rank receives.
+
+        Returns:
+            The report; its outboxes are open until the end of the block.
 
         Raises:
             LaunchError: the session had already ended.
@@ -126,18 +119,47 @@ class SessionClient:
         self.raise_if_ended()
         if self.num_interrupts:
             raise KeyboardInterrupt
+        reaches_all = len(ranks) == len(self._connections)
+        is_joint = False
+        if isinstance(command, (Execute, RunFunction)):
+            reads_variable = isinstance(command, Execute) and command.is_name
+            is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
+            needs_group = reaches_all and not reads_variable and self._uses_torch(command)
+            command = replace(
+                command,
+                group=self._group if needs_group else 0,
+                has_breakpoints=debugging.takes_breakpoints(False),
+            )
+            self.debugger.forget_stops()
+        self._runner.keep_weights(False)
+        self._boundary = None
+        with suppress(ValueError):  # the workers have ended
+            for slot in self._runner.slots.values():
+                slot.boundaries.clear_proposal()
+        report = self._send_all(ranks, command, files)
+        self._wait_for_end(report, is_joint)
+        if isinstance(command, (Execute, RunFunction)):
+            self._runner.requests.ask_logs().result()  # events arrive before the ranks' output
+            self._output.pump()
+        return report
+
+    def _send_all(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> CommandReport:
+        report = CommandReport(number=next(self._numbers))
+        self.busy_since_s = time.monotonic()
+        self._output.command = report  # the end of the block closes it
+        report.open_outboxes(ranks)
+        command = replace(command, number=report.number)
         try:
-            return self._request(ranks, command, files)
-        finally:
-            self._replies_to_skip.update(self.busy)  # an error in this process prevented their replies
-            self.busy = set()
-            for rank in list(self._preliminary):
-                self._drop_preliminary(rank)
+            for rank in ranks:
+                self._connections[rank].send(command, [*files, report.outboxes[rank]])
+        except OSError:
+            self.raise_end()
+        return report
 
     def interrupt(self) -> None:
         """Interrupt busy ranks; a second call kills all ranks. Does nothing while no command runs.
 
-        If all ranks have replied, the interrupt is only counted. Safe in signal handlers and any thread.
+        If all ranks have ended the command, the interrupt is only counted. Safe in signal handlers and any thread.
         """
         if not self._lock.locked():
             return
@@ -152,7 +174,7 @@ class SessionClient:
 
     def _propose_boundary(self) -> None:
         """Propose a last optimizer step to the busy ranks, if all of them train."""
-        if any(self._replies_to_skip.values()):
+        if not self.busy <= self._output.command.begun:
             return  # a rank may be running an earlier command with other steps
         now_s = time.monotonic()
         with suppress(ValueError, KeyError):  # the workers have ended
@@ -189,7 +211,6 @@ class SessionClient:
         __tracebackhide__ = True
         self._runner.wait()
         self._output.show_end()
-        self.busy = set()
         self.close()
         outcome = self._runner.outcome
         if outcome is not None and outcome.status == "cancelled":
@@ -199,122 +220,47 @@ class SessionClient:
             outcome.raise_error()
         raise LaunchError(ENDED)
 
-    def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int]) -> Replies:
-        reaches_all = len(ranks) == len(self._connections)
-        is_joint = False
-        if isinstance(command, (Execute, RunFunction)):
-            reads_variable = isinstance(command, Execute) and command.is_name
-            is_joint = (reaches_all or len(ranks) > 1) and not reads_variable
-            needs_group = reaches_all and not reads_variable and self._uses_torch(command)
-            command = replace(
-                command,
-                group=self._group if needs_group else 0,
-                has_breakpoints=debugging.takes_breakpoints(False),
-            )
-            self.debugger.forget_stops()
-        self._runner.keep_weights(False)
-        self._boundary = None
-        with suppress(ValueError):  # the workers have ended
-            for slot in self._runner.slots.values():
-                slot.boundaries.clear_proposal()
-        self.busy, self.busy_since_s = set(ranks), time.monotonic()
-        for rank in ranks:
-            self._send(rank, command, files)
-        replies = self._collect(is_joint)
-        if isinstance(command, (Execute, RunFunction)):
-            self._runner.requests.ask_logs().result()  # replies arrive before the ranks' output
-            self._output.pump()
-        return replies
-
     def _uses_torch(self, command: Execute | RunFunction) -> bool:
         """Return whether a command names torch or a rank has imported it; such ranks would wait for the others."""
         code = command.code if isinstance(command, Execute) else ""
         return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
-    def _collect(self, is_joint: bool) -> Replies:
+    def _wait_for_end(self, report: CommandReport, is_joint: bool) -> None:
         """Wait until no rank is busy; free ranks that wait for a failed rank.
 
         Args:
             is_joint: whether ranks may be stuck in their group if one of them fails.
-        """
-        replies = self.replies = {}
-        leaving: set[int] = set()
-        failed_since_s: float | None = None
-        while self.busy:
-            if not self._receive_available(replies):
-                self._conclude_end(replies)
-                break
-            self._do_between_waits()
-            if self.num_interrupts or failed_ranks(replies):
-                failed_since_s = failed_since_s or time.monotonic()
-            if self.busy and self._is_over(failed_since_s) and not self._awaits_boundary():
-                self._free_waiting(leaving)
-        has_failed = leaving or self.num_interrupts or (is_joint and failed_ranks(replies))
-        if has_failed and len(self._connections) > 1:
-            self._group += 1  # ranks may be stuck in this group, so the next command forms another
-        return {rank: replies[rank] for rank in sorted(replies)}
-
-    def _receive_available(self, replies: Replies) -> bool:
-        """Receive the replies that arrive within a tick; return whether the workers are still running."""
-        try:
-            for rank in self._wait(list(self.busy)):
-                self._take_reply(rank, replies)
-        except (EOFError, OSError):
-            return False
-        return self._runner.is_running  # a process that a rank left behind may keep the connection open
-
-    def _take_reply(self, rank: int, replies: Replies) -> None:
-        """Receive a reply. Unless it is preliminary, the rank sends no other reply to this command.
 
         Raises:
-            EOFError, OSError: the rank has ended without a reply.
+            WorkerDied: a rank has ended without a result.
         """
-        reply, files = self._connections[rank].receive()
-        if reply.is_preliminary and not self._replies_to_skip[rank]:
-            self._drop_preliminary(rank)
-            self._preliminary[rank] = reply, files
-            return
-        received = ReceivedReply.of(reply, files)
-        if self._replies_to_skip[rank]:
-            self._replies_to_skip[rank] -= not reply.is_preliminary
-            return
-        self._drop_preliminary(rank)
-        replies[rank] = received
-        self._has_torch |= reply.has_torch
-        self.busy.remove(rank)
-
-    def _drop_preliminary(self, rank: int) -> None:
-        _, files = self._preliminary.pop(rank, (None, []))
-        for fd in files:
-            os.close(fd)
-
-    def _conclude_end(self, replies: Replies) -> None:
-        """Use preliminary replies for workers that have ended; raise the reason for the end if a worker has none."""
-        self._runner.wait()
-        for rank in list(self.busy):
-            os.set_blocking(self._connections[rank].fileno(), False)
-            with suppress(EOFError, OSError):
-                while rank in self.busy:
-                    self._take_reply(rank, replies)
-        for rank in self.busy & self._preliminary.keys():
-            replies[rank] = ReceivedReply.of(*self._preliminary.pop(rank))
-            self.busy.remove(rank)
-        if self.busy:
+        leaving: set[int] = set()
+        failed_since_s: float | None = None
+        # The death of a rank ends the session.
+        while (report.busy or self._output.ended) and self._runner.is_running:
+            self._output.wait(_BOUNDARY_TICK_S if self._awaits_boundary() else _TICK_S)
+            self._do_between_waits()
+            if self.num_interrupts or report.failed:
+                failed_since_s = failed_since_s or time.monotonic()
+            if report.busy and self._is_over(failed_since_s) and not self._awaits_boundary():
+                self._free_waiting(leaving)
+        self._has_torch |= report.has_torch
+        if report.unfinished or self._was_stopped(report):
             self.raise_end()
+        # If no rank has failed, each has handled the interrupt and returned.
+        report.interrupted = self.num_interrupts > 0 and bool(report.failed)
+        has_failed = leaving or self.num_interrupts or (is_joint and report.failed)
+        if has_failed and len(self._connections) > 1:
+            self._group += 1  # ranks may be stuck in this group, so the next command forms another
 
-    def _wait(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that have replied within a tick; a prompt also ends the wait."""
-        debugged = self.debugger.connections  # another thread replaces them when the job ends
-        prompting = [debugged[rank].fileno() for rank in self.busy & debugged.keys() - self.debugger.gone]
-        descriptors = {rank: self._connections[rank].fileno() for rank in ranks}
-        timeout_s = _BOUNDARY_TICK_S if self._awaits_boundary() else _TICK_S
-        ready = wait([*descriptors.values(), *prompting], timeout_s)
-        return [rank for rank, descriptor in descriptors.items() if descriptor in ready]
+    def _was_stopped(self, report: CommandReport) -> bool:
+        """Return whether the launcher, not the user, interrupted ranks, because another rank has died."""
+        raised = {failed.info.type_name for failed in report.failed.values()}
+        return bool(self._output.ended) and not self.num_interrupts and KeyboardInterrupt.__name__ in raised
 
     def _do_between_waits(self) -> None:
         """Show output, answer prompts of the debugger, and interrupt again."""
         self._output.pump()
-        self.debugger.receive_available()
         signal_handlers.run_arrived()  # an exception in the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:
             debugging.answer_prompt(self.debugger, self.interrupt)
@@ -344,31 +290,19 @@ class SessionClient:
         """Interrupt the busy ranks, and let the others leave the group unless they are already ``leaving``.
 
         Ranks in a collective return once the ranks that they wait for have left the group. A rank that was
-        interrupted inside a collective leaves only after the collective ends, so nothing waits for the replies.
+        interrupted inside a collective leaves only after the collective ends, so nothing waits for it.
         """
         self._signal(self.busy)
         for rank in self._connections.keys() - self.busy - leaving:
             leaving.add(rank)
             with suppress(OSError, KeyError):  # a command that waits for the rank reports its end
                 self._connections[rank].send(LeaveGroup())
-                self._replies_to_skip[rank] += 1
-
-    def _send(self, rank: int, command: SessionCommand, files: Sequence[int] = ()) -> None:
-        try:
-            self._connections[rank].send(command, files)
-        except OSError:
-            self.raise_end()
 
     def _signal(self, ranks: Iterable[int]) -> None:
         pids = self._runner.pids
         for rank in list(ranks):
             with suppress(ProcessLookupError, KeyError):
                 os.kill(pids[rank], signal.SIGINT)
-
-
-def failed_ranks(replies: Replies) -> list[int]:
-    """Return the ranks whose command raised an exception."""
-    return [rank for rank, received in replies.items() if received.reply.failed is not None]
 
 
 class FailedCommand(KeptFailure):

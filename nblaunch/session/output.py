@@ -11,25 +11,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 
 from nblaunch.dashboard import Dashboard
 from nblaunch.events import (
     AttemptStarted,
+    CommandEvent,
     Displayed,
     Event,
     Exited,
-    ExitStatus,
     JobEnded,
     LogLines,
     Note,
-    Returned,
     Started,
 )
 from nblaunch.launcher.outcome import JobOutcome
+from nblaunch.session.command import CommandReport
 from nblaunch.wire.board import SlotReading
-from nblaunch.wire.worker_commands import ReceivedReply
 
 _MAX_KEPT = 10_000
 """Largest number of events kept between commands; threads of a rank may print at any time."""
@@ -44,31 +44,42 @@ class SessionOutput:
     """A listener of the session's job that keeps events until the cell shows them.
 
     Attributes:
-        ended: rank -> exit status, for ranks whose process has ended.
+        ended: rank -> event, for ranks whose process has ended.
+        command: the current command, or the last one.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._readings: Sequence[SlotReading] = ()
-        self._signs_before: Mapping[int, int] = {}
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
         """Events of the command before its rows opened; the rows also show them."""
         self._due_s = 0.0
-        self._ends: list[Event] = []
-        """Events of the workers and the session's job."""
+        self._job_end: JobEnded | None = None
         self._shown = threading.Lock()
-        self.ended: dict[int, ExitStatus] = {}
+        self.ended: dict[int, Exited] = {}
+        self.command = CommandReport()
+        self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def on_event(self, event: Event) -> None:
         """Keep output, displays and notes; while a command runs, keep all events except the session job's own."""
-        if isinstance(event, Exited):
-            self.ended[event.rank] = event.status
+        command = self.command  # once, because another thread replaces it
+        is_of_job = isinstance(event, (AttemptStarted, Started, JobEnded))
+        if isinstance(event, CommandEvent):
+            if event.number != command.number:  # an error in this process has ended its command
+                return
+            command.has_torch |= event.has_torch
+            event = event.event
+            command.add(event)
+        elif isinstance(event, Exited):
+            self.ended[event.rank] = event
+            command.add(event)
+        elif isinstance(event, JobEnded):
+            self._job_end = event
         if isinstance(event, (Exited, JobEnded)):
-            self._ends.append(event)
+            self.wake()
         is_output = isinstance(event, (LogLines, Displayed, Note))
-        is_of_job = isinstance(event, (AttemptStarted, Started, Exited, JobEnded))
         if isinstance(event, Note) and event.kind == "hang":
             self._due_s = 0.0  # so that the rows show it at once
         if is_output or (self._dashboards and not is_of_job):
@@ -76,27 +87,33 @@ class SessionOutput:
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
         """Keep the state of every rank that has begun the command; others still show their previous command."""
-        before = self._signs_before
-        self._readings = [
-            reading for reading in readings if reading.num_progress_signs != before.get(reading.rank)
-        ]
+        self._readings = [reading for reading in readings if reading.rank in self.command.begun]
 
     def close(self) -> None:
         """Do nothing: the cell shows the rest."""
+
+    def wake(self, _runner: object = None) -> None:
+        """Wake the thread that waits for the command."""
+        self._wakes.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a rank has ended the command or waits for input to pdb, for at most ``timeout_s``."""
+        with suppress(Empty):
+            self._wakes.get(timeout=timeout_s)
+            while True:
+                self._wakes.get_nowait()
 
     @contextmanager
     def shown_by(
         self,
         dashboards: Sequence[Dashboard],
         open_rows: Callable[[], Sequence[Dashboard]] | None = None,
-        signs_before: Mapping[int, int] | None = None,
     ) -> Iterator[None]:
         """Show events with ``dashboards`` when :meth:`pump` is called within the block, and the rest at its end.
 
         Args:
             dashboards: dashboards used from the start.
             open_rows: returns dashboards that are added if the block takes a long time.
-            signs_before: rank -> its progress counter while idle. The start of a command increments it.
 
         Raises:
             RuntimeError: another thread is in a block of this method.
@@ -104,7 +121,6 @@ class SessionOutput:
         if not self._shown.acquire(blocking=False):
             raise RuntimeError(BUSY)
         self._dashboards, self._open_rows = dashboards, open_rows
-        self._signs_before = signs_before or {}
         self._readings, self._missed = (), []  # the old ones belong to the previous command
         self._due_s = time.monotonic() + _LONG_S
         try:
@@ -137,7 +153,7 @@ class SessionOutput:
         if not self._dashboards:
             return
         self.pump()
-        emit(self._dashboards, self._ends)
+        emit(self._dashboards, [*self.ended.values(), *filter(None, [self._job_end])])
 
 
 def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
@@ -147,13 +163,9 @@ def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
             dashboard.on_event(event)
 
 
-def end_events(replies: Mapping[int, ReceivedReply], outcome: JobOutcome) -> Iterator[Event]:
-    """Yield events that make dashboards show the end of a command; the workers stay idle."""
-    for rank, received in replies.items():
-        reply = received.reply
-        yield reply.failed or reply.returned or Returned(rank, reply.time_s)
-        yield Exited(rank, status=ExitStatus(0 if reply.failed is None else 1))
-    yield JobEnded(
+def end_event(outcome: JobOutcome) -> JobEnded:
+    """Return the event that makes dashboards show the end of a command."""
+    return JobEnded(
         outcome=outcome.status,
         failed_rank=outcome.failed_rank,
         message=outcome.message,

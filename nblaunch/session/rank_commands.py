@@ -11,7 +11,8 @@ from nblaunch import formatting
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.launcher.debug_client import RankValues
 from nblaunch.launcher.outcome import JobOutcome
-from nblaunch.session.client import Replies, SessionClient, saved_values
+from nblaunch.session.client import SessionClient, saved_values
+from nblaunch.session.command import CommandReport
 from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, SessionCommand, SetVariables
 
@@ -24,13 +25,13 @@ class CommandedSession(Protocol):
 
     _client: SessionClient
 
-    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies: ...
+    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> dict[int, Any]: ...
 
     def _request(
         self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
-    ) -> Replies: ...
+    ) -> CommandReport: ...
 
-    def _outcome(self, replies: Replies) -> JobOutcome: ...
+    def _outcome(self, report: CommandReport) -> JobOutcome: ...
 
 
 class RankCommands(ABC):
@@ -63,8 +64,7 @@ class RankCommands(ABC):
         with HiddenLauncherFrames(), session._client.command():
             filename = f"<session command {next(_numbers)}>"
             restore_sources({filename: code})
-            replies = session._execute(Execute(code=code, filename=filename), ranks)
-            return RankValues({rank: received.value_of(rank) for rank, received in replies.items()})
+            return RankValues(session._execute(Execute(code=code, filename=filename), ranks))
 
     def put(self, **values: Any) -> None:
         """Set variables on the ranks: ``session.put(lr=0.1)``.
@@ -79,8 +79,8 @@ class RankCommands(ABC):
         session, ranks = self._target()
         with HiddenLauncherFrames(), session._client.command():
             with saved_values(values) as fd:
-                replies = session._request(ranks, SetVariables(), [fd])
-            session._outcome(replies).with_traceback().raise_error()
+                report = session._request(ranks, SetVariables(), [fd])
+            session._outcome(report).with_traceback().raise_error()
 
     def __getitem__(self, name: str) -> RankValues:
         """Return the value of a variable on each rank.

@@ -1,5 +1,5 @@
-"""The server of a session in each worker: executes commands and replies. It is the function that the session's job
-runs."""
+"""The server of a session in each worker: executes commands and reports them with events, as a worker reports its
+function. It is the function that the session's job runs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,29 @@ import inspect
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import WorkerState
+from nblaunch.events import CommandEvent, Event, Exited, ExitStatus, Returned, Started, WorkerState
 from nblaunch.host import descriptors
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.assignment import restore_sources
-from nblaunch.wire.board import create_memory_file
+from nblaunch.wire.channel import plain_copy
 from nblaunch.wire.pickling import payload
 from nblaunch.wire.worker_commands import (
     NO_DESCRIPTOR,
     Close,
-    CommandConnection,
     Execute,
     LeaveGroup,
-    Reply,
     RunFunction,
     SessionCommand,
     SetVariables,
-    send_reply,
 )
 from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
@@ -51,28 +46,27 @@ _EXITED = "the command called sys.exit({!r}). Raise an exception instead, so tha
 def serve() -> None:
     """Execute the commands of a session on this rank until the session is closed or its kernel has ended."""
     worker = context.current()
-    assert worker.command_connection is not None, "the launch of a session gives its workers a connection"
-    assert worker.debug_connection is not None, "and one with the debugger"
-    debugger = Debugger(worker.topology.rank, worker.debug_connection)
+    assert worker.connection is not None, "the launch of a session gives its workers a connection"
+    debugger = Debugger(worker.topology.rank, worker.connection)
     debugger.end_command(None)  # idle until the first command
     debugger.start()
     process_group.extend_collective_timeout()
     worker.slot.set_state(WorkerState.DONE)  # no progress is expected between commands
-    _Server(worker.command_connection, debugger).run()
+    _Server(debugger).run()
 
 
 class _Server:
     """The server of one rank."""
 
-    def __init__(self, connection: CommandConnection, debugger: Debugger) -> None:
-        self._connection = connection
+    def __init__(self, debugger: Debugger) -> None:
         self._debugger = debugger
         self._pass_breakpoint = sys.breakpointhook
         self._topology = context.current().topology
+        self._rank = self._topology.rank
+        self._number = 0
         self._slot = context.current().slot
         self._is_interruptible = False
         self._group = 0
-        self._interrupted = Reply()
         self._pid = os.getpid()
         self._child_handler = ChildHandler()
         self._bounds = FunctionBounds(_call_until_exit.__code__, _Server._call_function.__code__)
@@ -80,27 +74,31 @@ class _Server:
         signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self) -> None:
-        """Receive and reply until the session ends."""
+        """Execute commands until the session ends."""
         while True:
-            try:
-                command, files = self._connection.receive()
-            except (EOFError, OSError):
-                return
+            command, files = self._debugger.commands.get()
             if isinstance(command, Close):
                 return
+            if isinstance(command, LeaveGroup):
+                _leave_group()
+                continue
             files = [descriptors.moved_high(fd) for fd in files]
-            outbox_fd = descriptors.moved_high(create_memory_file(f"nblaunch-outbox-{self._topology.rank}"))
             try:
-                self._send(self._reply(command, files, outbox_fd), outbox_fd)
-            except OSError:
-                return
+                self._execute(command, files)
             finally:
-                for fd in (*files, outbox_fd):
+                for fd in files:
                     with suppress(OSError):  # the command closed it
                         os.close(fd)
 
+    def _emit(self, event: Event) -> None:
+        """Report an event of the current command."""
+        has_torch = "torch" in sys.modules
+        context.current().emit(
+            CommandEvent(self._rank, number=self._number, event=event, has_torch=has_torch)
+        )
+
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Raise only in the code of a command, and only once, because the reply must not be interrupted."""
+        """Raise only in the code of a command, and only once, because its results must not be interrupted."""
         if os.getpid() != self._pid:
             raise KeyboardInterrupt  # in a process that the code forked
         if not steps.is_held(frame) and self._is_interruptible and not self._bounds.is_held(frame):
@@ -110,12 +108,11 @@ class _Server:
         self._is_interruptible = False
         raise KeyboardInterrupt
 
-    def _reply(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
-        failed, done = None, Reply()
-        self._interrupted = Reply()
+    def _execute(self, command: SessionCommand, files: Sequence[int]) -> None:
+        """Execute a command, and report its start, its results and its end."""
+        self._number, failed = command.number, None
         is_code = isinstance(command, (Execute, RunFunction))
-        if not isinstance(command, LeaveGroup):
-            self._debugger.begin_command()
+        self._debugger.begin_command()
         if is_code:
             context.current().num_commands += 1
             self._slot.clear_progress()
@@ -123,84 +120,74 @@ class _Server:
             context.current().forget_losses()
             self._slot.set_state(WorkerState.RUNNING)
             self._slot.note_progress()
+        self._emit(Started(self._rank, pid=self._pid))
         sys.breakpointhook = self._stop_at_breakpoint if command.has_breakpoints else self._pass_breakpoint
         try:
             try:
                 self._is_interruptible = True
-                done = self._do(command, files, outbox_fd)
-                if is_code:
-                    context.current().flush_losses()
+                self._do(command, files)
             finally:
                 self._is_interruptible = False
                 self._child_handler.take_out()  # a ``__repr__``, for example, may have set it
-            if not isinstance(command, LeaveGroup):
-                self._debugger.end_command(None)
-            if is_code:
-                process_group.drop_destroyed_groups()
+            self._debugger.end_command(None)
         except BaseException as error:
-            failed, done = describe_failure(self._topology.rank, error), self._interrupted
+            failed = describe_failure(self._rank, error)
             self._debugger.end_command(error)
         self._slot.set_state(WorkerState.DONE)
         output.flush()
-        return replace(done, time_s=time.time(), failed=failed, has_torch="torch" in sys.modules)
-
-    def _send(self, reply: Reply, outbox_fd: int) -> None:
-        try:
-            send_reply(self._connection, reply, outbox_fd)
-        except OSError:
-            raise
-        except Exception as error:  # from the display of a user's object
-            failed = describe_failure(self._topology.rank, error)
-            send_reply(self._connection, replace(reply, failed=failed, shown={}), outbox_fd)
+        if failed is not None:
+            self._emit(failed)
+        self._emit(Exited(self._rank, status=ExitStatus(0 if failed is None else 1)))
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
         if os.getpid() == self._pid:  # a process that the code forked has no input
             self._debugger.stop_at(sys._getframe(1))
 
-    def _do(self, command: SessionCommand, files: Sequence[int], outbox_fd: int) -> Reply:
-        if isinstance(command, LeaveGroup):
-            process_group.break_off()
-            return Reply()
-        if isinstance(command, (SetVariables, RunFunction)) and not files:
+    def _do(self, command: SessionCommand, files: Sequence[int]) -> None:
+        if not files:
             raise OSError(NO_DESCRIPTOR)
         if isinstance(command, SetVariables):
             vars(sys.modules["__main__"]).update(payload.load_mapped(files[0]))
-            return Reply()
+            self._emit(Returned(self._rank))
+            return
         self._enter_group(command)
         if isinstance(command, Execute):
-            return self._execute(command, outbox_fd)
-        assert isinstance(command, RunFunction), f"{type(command).__name__} is not a command"
-        return self._call(command, files[0], outbox_fd)
+            self._run_code(command, files[0])
+        elif isinstance(command, RunFunction):
+            self._call(command, *files)
 
-    def _execute(self, command: Execute, outbox_fd: int) -> Reply:
+    def _run_code(self, command: Execute, outbox_fd: int) -> None:
         with self._child_handler:
             result, _ = _call_until_exit(_run_cell, command)
         is_value, value = result or (False, None)
-        output.show_pending_figures()
         if command.shows_value:
-            return Reply(shown=_display_of(value) if is_value else {})
-        return Reply.of_value(self._topology.rank, value, outbox_fd)
+            value = plain_copy(_display_of(value)) if is_value else {}
+        delivery = Delivery(self._topology, outbox_fd, True, (), None, ())
+        self._deliver(delivery, value, left_by_exit=False)
 
-    def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> Reply:
+    def _call(self, command: RunFunction, call_fd: int, outbox_fd: int) -> None:
         function, args = payload.load_mapped(call_fd)
-        returns_value = command.returns_all or self._topology.rank == 0
+        returns_value = command.returns_all or self._rank == 0
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
-        num_before, steps.is_cut = steps.num_done, False
+        steps.is_cut = False
         try:
             value, has_exited = self._call_function(function, args)
         except KeyboardInterrupt:
             if self._slot.keeps_weights:
-                self._interrupted = _interrupted(delivery, num_before)
+                for event in delivery.interrupted_states():
+                    self._emit(event)
             raise
+        self._deliver(delivery, value, left_by_exit=has_exited)
+
+    def _deliver(self, delivery: Delivery, value: Any, *, left_by_exit: bool) -> None:
+        """Finish what the command has left, and report its value and its states."""
+        process_group.drop_destroyed_groups()
         output.show_pending_figures()
-        returned = delivery.put_value(value, left_by_exit=has_exited)
-        reply = Reply(time_s=time.time(), returned=returned)
-        if returned.sends:
-            send_reply(self._connection, replace(reply, is_preliminary=True), outbox_fd)
-        for sent in delivery.put_states(returned.sends):
-            reply = replace(reply, sent_states={**reply.sent_states, sent.path: sent})
-            send_reply(self._connection, replace(reply, is_preliminary=True), outbox_fd)
-        return reply
+        context.current().flush_losses()
+        output.flush()
+        for event in delivery.results(value, left_by_exit=left_by_exit):
+            self._is_interruptible = False
+            self._emit(event)
 
     def _call_function(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, bool]:
         """Return the result of :func:`_call_until_exit`. No interrupt is raised after the function has ended."""
@@ -224,22 +211,17 @@ class _Server:
         self._group = command.group
 
 
-def _interrupted(delivery: Delivery, num_before: int) -> Reply:
-    """Return a reply with the states that a call had trained before the user interrupted it.
-
-    Args:
-        delivery: delivery of the call.
-        num_before: number of optimizer steps before the call.
-    """
-    interrupted = delivery.announce_interrupted()
-    sent_states = {sent.path: sent for sent in delivery.put_states(interrupted.sends)}
-    return Reply(
-        interrupted=replace(interrupted, step=interrupted.step - num_before), sent_states=sent_states
-    )
+def _leave_group() -> None:
+    """Leave the process group; print an error, because the kernel waits for no result."""
+    try:
+        process_group.break_off()
+    except Exception:
+        traceback.print_exc()
+        output.flush()
 
 
 def _end_subprocess() -> NoReturn:
-    """End a forked process that has left the command's code; the rank itself sends the reply."""
+    """End a forked process that has left the command's code; the rank itself reports the result."""
     error = sys.exc_info()[1]
     if error is not None:
         traceback.print_exception(error)

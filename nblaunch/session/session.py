@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -14,18 +14,18 @@ from nblaunch import dashboard as dashboards
 from nblaunch.dashboard import Dashboard
 from nblaunch.diagnosis.exceptions import HiddenLauncherFrames
 from nblaunch.diagnosis.failure import failure_of
-from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
 from nblaunch.errors import JobCancelled
-from nblaunch.events import Event, ExitStatus, Note, Returned, Started
+from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
 from nblaunch.launcher.outcome import JobOutcome, conclude_job, keep_values, late_interrupt
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
-from nblaunch.session.client import ENDED, FailedCommand, Replies, SessionClient, failed_ranks
-from nblaunch.session.output import SessionOutput, emit, end_events
+from nblaunch.session.client import ENDED, FailedCommand, SessionClient
+from nblaunch.session.command import CommandReport
+from nblaunch.session.output import SessionOutput, emit, end_event
 from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import (
@@ -41,7 +41,6 @@ from nblaunch.start_methods.saved_call import save_call
 from nblaunch.user_code import running_cell
 from nblaunch.wire.argument_paths import ArgPath, modules_in
 from nblaunch.wire.exceptions import set_attribute
-from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.worker_commands import Execute, RunFunction, SessionCommand
 
 T = TypeVar("T")
@@ -128,8 +127,8 @@ class Session(RankCommands):
     def _target(self) -> tuple[Session, Sequence[int]]:
         return self, self._ranks
 
-    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> Replies:
-        """Execute code on ranks and show their output; return their replies, none of which failed.
+    def _execute(self, command: Execute, ranks: Sequence[int] | None) -> dict[int, Any]:
+        """Execute code on ranks and show their output; return rank -> value.
 
         Must be called in a block of :meth:`SessionClient.command`.
         """
@@ -148,15 +147,15 @@ class Session(RankCommands):
 
         def open_rows() -> list[Dashboard]:
             rows.extend(dashboards.choose()[:1] if in_notebook else ())
-            emit(rows, [replace(begun, ago_s=time.time() - begun.time_s), *self._started()])
+            emit(rows, [replace(begun, ago_s=time.time() - begun.time_s)])
             return rows
 
-        with self._output.shown_by([printer], open_rows, self._progress_signs()):
-            replies = self._request(chosen, command)
-            outcome = self._outcome(replies)
-            emit(rows, end_events(replies, outcome))
+        with self._output.shown_by([printer], open_rows):
+            report = self._request(chosen, command)
+            outcome = self._outcome(report)
+            emit(rows, [end_event(outcome)])
         outcome.with_traceback().raise_error()
-        return replies
+        return {rank: result.value_of(rank) for rank, result in report.results().items()}
 
     @overload
     def run(
@@ -258,21 +257,20 @@ class Session(RankCommands):
         command = RunFunction(returns_all=spec.return_all, wanted_modules=tuple(attempt.plan.modules))
         with (
             closing(save_call((spec.function, spec.args), _ADVICE)) as saved,
-            self._output.shown_by(shown, signs_before=self._progress_signs()),
+            self._output.shown_by(shown),
         ):
-            emit(shown, [attempt.start_event(), *self._started()])
+            emit(shown, [attempt.start_event()])
             try:
-                replies = self._request(self._ranks, command, [saved.fd])
+                report = self._request(self._ranks, command, [saved.fd])
             except JobCancelled as error:
-                replies = self._client.replies
-                _, notes = keep_values(error, attempt, self._report(replies), _results(replies))
+                report = self._output.command
+                _, notes = keep_values(error, attempt, report, report.results())
                 set_attribute(error, "__notes__", [note.text for note in notes])
                 raise
-            results = _results(replies)
-            outcome, notes = conclude_job(attempt, self._report(replies), results, self.pids, [])
+            outcome, notes = conclude_job(attempt, report, report.results(), self.pids, [])
             if not self.is_running:  # killed after every rank had sent its value
                 notes.append(Note.of_job(ENDED, "warning"))
-            emit(shown, [*notes, *end_events(replies, outcome)])
+            emit(shown, [*notes, end_event(outcome)])
         self._unloaded_weights = outcome.unloaded_weights
         return outcome
 
@@ -413,7 +411,8 @@ class Session(RankCommands):
         self._display_ids: set[tuple[int, str]] = set()
         self._output = SessionOutput()
         spec = LaunchSpec(function=serve, is_session=True, sync_weights=False, **self._settings)
-        self._runner = JobRunner(spec, plan_launch(spec, background=True), [self._output])
+        plan = plan_launch(spec, background=True)
+        self._runner = JobRunner(spec, plan, [self._output], self._output.wake)
         release_kept_failures()
         with self._output.shown_by([dashboards.lines_printer()]), attached_debugger.untraced():
             if reason := self._runner.plan.fallback:
@@ -428,9 +427,11 @@ class Session(RankCommands):
         self._runner.raise_if_not_started()
         self._client = SessionClient(self._runner, self._output)
 
-    # --- replies -----------------------------------------------------------------------------------------------------
+    # --- reports -----------------------------------------------------------------------------------------------------
 
-    def _request(self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()) -> Replies:
+    def _request(
+        self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
+    ) -> CommandReport:
         """Send a command to ranks like :meth:`SessionClient.request`; keep the frames of a failure until the next
         command."""
         __tracebackhide__ = True
@@ -439,13 +440,13 @@ class Session(RankCommands):
         if failed is not None:
             failed.release()
         with attached_debugger.untraced():
-            replies = self._client.request(ranks, command, files)
-        if failed_on := failed_ranks(replies):
-            root = find_root_cause(self._report(replies))
+            report = self._client.request(ranks, command, files)
+        if failed_on := sorted(report.failed):
+            root = find_root_cause(report)
             self._failed = FailedCommand(
                 self._client.debugger, root.rank if root is not None else failed_on[0], failed_on
             )
-        return replies
+        return report
 
     def _checked_ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         """Return the chosen ranks.
@@ -458,51 +459,19 @@ class Session(RankCommands):
             raise ValueError(f"ranks {ranks!r}: this session has the ranks 0 to {self.num_processes - 1}")
         return chosen
 
-    def _outcome(self, replies: Replies) -> JobOutcome:
+    def _outcome(self, report: CommandReport) -> JobOutcome:
         """Return the outcome of a command."""
         if self._client.num_interrupts:
             return JobOutcome("interrupted", KeyboardInterrupt())
-        if not failed_ranks(replies):
+        if not report.failed:
             return JobOutcome("done")
-        failure = failure_of(self._report(replies), self.pids, self._runner.log, 0)
+        failure = failure_of(report, self.pids, self._runner.log, 0)
         return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice)
-
-    def _started(self) -> list[Event]:
-        now = time.time()
-        return [Started(rank, now, pid=pid) for rank, pid in self.pids.items()]
-
-    def _progress_signs(self) -> dict[int, int]:
-        """Return the progress counters by rank; empty if the session has just ended."""
-        with suppress(ValueError):  # the board is closed
-            return {rank: slot.num_progress_signs for rank, slot in self._runner.slots.items()}
-        return {}
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
         """Return a call of ``spec`` as an attempt of a job on this session's workers."""
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
         return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
-
-    def _report(self, replies: Replies) -> AttemptReport:
-        """Return the report of a command as an attempt's report."""
-        by_rank = {rank: received.reply for rank, received in replies.items()}
-        failed = {rank: reply.failed for rank, reply in by_rank.items() if reply.failed}
-        return AttemptReport(
-            returned={
-                rank: reply.returned or Returned(rank, reply.time_s)
-                for rank, reply in by_rank.items()
-                if reply.failed is None
-            },
-            sent_states={rank: dict(reply.sent_states) for rank, reply in by_rank.items()},
-            interruptions={rank: reply.interrupted for rank, reply in by_rank.items() if reply.interrupted},
-            failed=failed,
-            exits={rank: (self._output.ended.get(rank, ExitStatus(0)), time.time()) for rank in by_rank},
-            # If no rank has failed, each has handled the interrupt and returned.
-            interrupted=self._client.num_interrupts > 0 and bool(failed),
-        )
-
-
-def _results(replies: Replies) -> dict[int, RankResult]:
-    return {rank: received.result for rank, received in replies.items()}
 
 
 def _check_machine(engine: str, num_nodes: int | str) -> None:
@@ -512,7 +481,7 @@ def _check_machine(engine: str, num_nodes: int | str) -> None:
         return
     wanted = f"engine={engine!r}, num_nodes={num_nodes!r}"
     raise ValueError(
-        f"Session({wanted}) is not possible: commands, variables and replies of a session are sent over sockets of "
+        f"Session({wanted}) is not possible: commands, variables and results of a session are sent over sockets of "
         "this machine, so its ranks run here. Leave both out, or start ranks on other machines for one call with "
         f"notebook_launcher(function, args, {wanted}); nblaunch.Nodes(...) keeps these machines ready between calls"
     )
@@ -575,10 +544,8 @@ def execute_and_display(
     """Execute a command like :meth:`Session.execute`; return rank -> display of the last value, by MIME type."""
     __tracebackhide__ = True
     with HiddenLauncherFrames(), session._client.command():
-        replies = session._execute(command, ranks)
-        return {
-            rank: dict(received.reply.shown) for rank, received in replies.items() if received.reply.shown
-        }
+        shown = session._execute(command, ranks)
+        return {rank: bundle for rank, bundle in shown.items() if bundle}
 
 
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]

@@ -43,8 +43,7 @@ class Assignment:
         board_fd: memory file of the progress board.
         event_fd: writing end of its event pipe.
         outbox_fd: empty memory file for its return value and trained states; -1 if none are wanted.
-        command_fd: socket for commands from the kernel; -1 if the kernel sends none.
-        debug_fd: socket to its debugger; -1 if it has none.
+        command_fd: socket for commands from the kernel, for a session or the debugger; -1 if the kernel sends none.
         log_path: file for its output.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
@@ -77,7 +76,6 @@ class Assignment:
     stacks_path: str
     num_threads: int
     command_fd: int = -1
-    debug_fd: int = -1
     post_mortem: bool = False
     has_breakpoints: bool = False
     is_spmd: bool = False
@@ -99,12 +97,12 @@ class Assignment:
     @property
     def own_fds(self) -> tuple[int, ...]:
         """The descriptors that no other worker needs."""
-        fds = (self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
+        fds = (self.event_fd, self.outbox_fd, self.command_fd)
         return tuple(fd for fd in fds if fd >= 0)
 
     def with_high_descriptors(self) -> Assignment:
         """Copy the worker's descriptors to high numbers: a function may close all low ones (``os.closerange``)."""
-        fds = (self.board_fd, self.event_fd, self.outbox_fd, self.command_fd, self.debug_fd)
+        fds = (self.board_fd, self.event_fd, self.outbox_fd, self.command_fd)
         if descriptors.is_high(min([fd for fd in fds if fd >= 0], default=0)):
             return self
         return replace(
@@ -113,7 +111,6 @@ class Assignment:
             event_fd=descriptors.high_copy(self.event_fd),
             outbox_fd=descriptors.high_copy(self.outbox_fd),
             command_fd=descriptors.high_copy(self.command_fd),
-            debug_fd=descriptors.high_copy(self.debug_fd),
         )
 
 

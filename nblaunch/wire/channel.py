@@ -4,7 +4,7 @@
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
 This pipe only carries messages from workers. The launcher reaches workers through signals, proposals on the board
-(``stop_agreement.py``), and in sessions and for the debugger through sockets (``worker_commands.py``). It exchanges
+(``stop_agreement.py``), and in sessions and for the debugger through a socket (``worker_commands.py``). It exchanges
 messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end never
 blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
 
@@ -213,6 +213,11 @@ def dump_plain(message: Any) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
     return stream.getvalue()
+
+
+def plain_copy(message: Any) -> Any:
+    """Return a copy of a message as the other process would receive it."""
+    return pickle.loads(dump_plain(message))
 
 
 class _Pickler(pickle.Pickler):

@@ -41,6 +41,16 @@ class RankResult:
     value_error: str = ""
     state_errors: Mapping[ArgPath, str] = field(default_factory=dict)
 
+    def value_of(self, rank: int) -> Any:
+        """Return the value, which ``rank`` has sent.
+
+        Raises:
+            ValueError: it can't be rebuilt in this process.
+        """
+        if self.value_error:
+            raise ValueError(f"the value of rank {rank} can't be rebuilt in the kernel: {self.value_error}")
+        return self.value
+
 
 Reader = Callable[[int, ValueLocation, Mapping[ArgPath, StateSent]], RankResult]
 """A function with the parameters of :func:`read`: descriptor of an outbox, place of the value, and sent states."""

@@ -2,10 +2,10 @@
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
-A session and a debugger have one connection each. Each is made before the worker starts and has no address: only the
-kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like events
-(``channel.py``); memory files carry objects of the user's classes. A worker sends a :class:`Reply` to each command of a
-session except :class:`Close`, and to each command to the debugger that has a number.
+A worker has one connection, for both. It is made before the worker starts and has no address: only the kernel, the
+worker and processes that the worker forks have an end of it. Messages are therefore pickled, like events
+(``channel.py``); memory files carry objects of the user's classes. A command of a session is reported by events
+(:class:`nblaunch.events.CommandEvent`); a command to the debugger that has a number is answered by a :class:`Reply`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.events import Failed, Interrupted, Returned, StateSent, ValueLocation
+from nblaunch.events import Failed, ValueLocation
 from nblaunch.host import descriptors
 from nblaunch.wire import outbox
 from nblaunch.wire.argument_paths import ArgPath
 from nblaunch.wire.channel import dump_plain
 from nblaunch.wire.outbox import Outbox, RankResult
 
-_HEADER = struct.Struct("<QI")
-"""Bytes of the message, number of files that follow it."""
+_HEADER = struct.Struct("<Q")
+"""Number of bytes of the message."""
 
+_MAX_FILES = 4
 _MAX_READ_BYTES = 1 << 20
 NO_DESCRIPTOR = "the process had no file descriptor left to receive it; close files, or raise `ulimit -n`"
 """Why a message arrived without its files."""
 
 
 class CommandConnection:
-    """One end of the connection, for messages with memory files. Only one thread at a time may use it.
+    """One end of the connection, for messages with memory files. Any thread may send; only one at a time may receive.
 
     Processes that a worker has forked may hold its end open. The kernel therefore announces the end of a session
     (:class:`Close`), and detects the end of a worker through its process.
@@ -50,25 +52,27 @@ class CommandConnection:
         self._fd = fd
         os.set_blocking(fd, True)  # the user's socket.setdefaulttimeout() makes new sockets non-blocking
         self._pid = os.getpid()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """Return the descriptor, for ``select``."""
         return self._fd
 
     def send(self, message: Any, files: Sequence[int] = ()) -> None:
-        """Send a message, and the descriptors of files for the other process.
+        """Send a message, and the descriptors of at most four files for the other process.
 
         Raises:
             OSError: the other process is gone.
             Exception: it contains an object of a user's class that can't be made plain; nothing is sent.
         """
         data = dump_plain(message)
-        rest = memoryview(_HEADER.pack(len(data), len(files)) + data)
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        if files:
-            with _socket_of(self._fd) as unix_socket:
-                socket.send_fds(unix_socket, [b"."], list(files))
+        rest = memoryview(_HEADER.pack(len(data)) + data)
+        with self._sending:
+            if files:
+                with _socket_of(self._fd) as unix_socket:
+                    rest = rest[socket.send_fds(unix_socket, [rest], list(files)) :]
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
 
     def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message; return it with descriptors of its files, which the caller must close.
@@ -78,26 +82,25 @@ class CommandConnection:
         Raises:
             EOFError, OSError: the other process is gone.
         """
-        size, num_files = _HEADER.unpack(self._read(_HEADER.size))
-        data = self._read(size)
-        files = self._receive_files(num_files) if num_files else []
-        return pickle.loads(data), files
+        with _socket_of(self._fd) as unix_socket:
+            start, files, _, _ = socket.recv_fds(unix_socket, _HEADER.size, _MAX_FILES)
+        try:
+            (size,) = _HEADER.unpack(self._read_rest(start, _HEADER.size))
+            return pickle.loads(self._read_rest(b"", size)), files
+        except BaseException:
+            for fd in files:
+                os.close(fd)
+            raise
 
-    def _read(self, size: int) -> bytearray:
-        data = bytearray()
+    def _read_rest(self, start: bytes, size: int) -> bytearray:
+        """Return ``size`` bytes that begin with ``start``."""
+        data = bytearray(start)
         while len(data) < size:
             chunk = os.read(self._fd, min(size - len(data), _MAX_READ_BYTES))
             if not chunk:
                 raise EOFError
             data += chunk
         return data
-
-    def _receive_files(self, count: int) -> list[int]:
-        with _socket_of(self._fd) as unix_socket:
-            data, files, _, _ = socket.recv_fds(unix_socket, 1, count)
-        if not data:
-            raise EOFError
-        return files
 
     def __del__(self) -> None:
         # A forked child closed it at once, and may use the number for another file.
@@ -132,13 +135,15 @@ def _socket_of(fd: int) -> Iterator[socket.socket]:
 
 @dataclass(frozen=True)
 class SessionCommand:
-    """A command to a rank of a session.
+    """A command to a rank of a session. The last of its files is the outbox for its results (``wire/outbox.py``).
 
     Args:
+        number: number of this command, which its events repeat; 0 = nothing waits for them.
         group: number of the process group that the rank must be in, counted from 1; 0 = the current one.
         has_breakpoints: ``breakpoint()`` opens pdb in the worker, and the user types into the kernel; False = skip it.
     """
 
+    number: int = 0
     group: int = 0
     has_breakpoints: bool = False
 
@@ -169,12 +174,12 @@ class Execute(SessionCommand):
 
 @dataclass(frozen=True)
 class SetVariables(SessionCommand):
-    """Variables to set in ``__main__``; the values follow as a memory file."""
+    """Variables to set in ``__main__``; the values follow as a memory file, before the outbox."""
 
 
 @dataclass(frozen=True)
 class RunFunction(SessionCommand):
-    """A function to call like a job; the call follows as a memory file.
+    """A function to call like a job; the call follows as a memory file, before the outbox.
 
     Args:
         returns_all: whether every rank returns its value; False = only rank 0 does.
@@ -187,7 +192,10 @@ class RunFunction(SessionCommand):
 
 @dataclass(frozen=True)
 class LeaveGroup(SessionCommand):
-    """Request to leave the process group, because other ranks wait for this one, which will not arrive."""
+    """Request to leave the process group, because other ranks wait for this one, which will not arrive.
+
+    It has no files, and is not reported.
+    """
 
 
 @dataclass(frozen=True)
@@ -305,45 +313,27 @@ class FrameVariables:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a command. If there is an outbox, it follows as a memory file.
+    """The debugger's reply to a command. If it has a location, the outbox with the value follows as a memory file.
 
     Args:
-        time_s: when the command ended, by the wall clock.
+        number: number of the command.
         failed: the exception that the command raised.
-        value: value of an expression, if its type is one of :data:`PLAIN_TYPES`.
-        interrupted: the user's interrupt ended a call.
-        returned: place of any other value in the outbox (``wire/outbox.py``).
-        sent_states: positions of a call's module states in the outbox, by argument path.
-        shown: a display of the value, by MIME type, if it was requested.
-        number: number of the command, if it has one.
-        has_torch: whether the rank of a session has imported torch.
-        is_preliminary: another reply to the same command follows, with a further state or as the last one.
+        value: value of an expression, if its type is one of :data:`PLAIN_TYPES`, or a :class:`FrameVariables`.
+        location: place of any other value in the outbox (``wire/outbox.py``).
     """
 
-    time_s: float = 0.0
-    failed: Failed | None = None
-    interrupted: Interrupted | None = None
-    value: Any = None
-    returned: Returned | None = None
-    sent_states: Mapping[ArgPath, StateSent] = field(default_factory=dict)
-    shown: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
-    has_torch: bool = False
-    is_preliminary: bool = False
-
-    @property
-    def has_outbox(self) -> bool:
-        """Whether an outbox comes with the reply."""
-        return self.returned is not None or self.interrupted is not None
+    failed: Failed | None = None
+    value: Any = None
+    location: ValueLocation | None = None
 
     @classmethod
-    def of_value(cls, rank: int, value: Any, outbox_fd: int) -> Reply:
+    def of_value(cls, number: int, value: Any, outbox_fd: int) -> Reply:
         """Return a reply with ``value``, which is in the outbox unless its type is plain."""
         # An object of a derived class, such as an IntEnum, may not exist in the other process.
         if type(value) in PLAIN_TYPES:
-            return cls(value=value)
-        location = Outbox(outbox_fd).put_value(value)
-        return cls(returned=Returned(rank, value_location=location))
+            return cls(number, value=value)
+        return cls(number, location=Outbox(outbox_fd).put_value(value))
 
 
 PLAIN_TYPES = (type(None), bool, int, float, str)
@@ -361,27 +351,14 @@ class ReceivedReply:
     def of(cls, reply: Reply, files: Sequence[int]) -> ReceivedReply:
         """Read the files of a reply, and close them."""
         try:
-            if not reply.has_outbox:
+            if reply.location is None:
                 return cls(reply, RankResult(value=reply.value))
             if not files:
                 return cls(reply, RankResult(value_error=NO_DESCRIPTOR))
-            location = reply.returned.value_location if reply.returned is not None else ValueLocation()
-            return cls(reply, outbox.read(files[0], location, reply.sent_states))
+            return cls(reply, outbox.read(files[0], reply.location, {}))
         finally:
             for fd in files:
                 os.close(fd)
-
-    def value_of(self, rank: int) -> Any:
-        """Return the value of the reply of ``rank``.
-
-        Raises:
-            ValueError: it can't be rebuilt in this process.
-        """
-        if self.result.value_error:
-            raise ValueError(
-                f"the value of rank {rank} can't be rebuilt in the kernel: {self.result.value_error}"
-            )
-        return self.result.value
 
 
 def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> None:
@@ -390,4 +367,4 @@ def send_reply(connection: CommandConnection, reply: Reply, outbox_fd: int) -> N
     Raises:
         OSError: the other process is gone.
     """
-    connection.send(reply, [outbox_fd] if reply.has_outbox else [])
+    connection.send(reply, [] if reply.location is None else [outbox_fd])

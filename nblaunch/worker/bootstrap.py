@@ -186,9 +186,7 @@ class _Worker:
         lost = changes.describe(value)
         if lost is not None:
             self._note(lost)
-        returned = delivery.put_value(value, left_by_exit=value is _EXITED)
-        self.sender.send(returned)
-        for sent in delivery.put_states(returned.sends):
+        for sent in delivery.results(value, left_by_exit=value is _EXITED):
             self.sender.send(sent)
         return value, 0
 
@@ -196,9 +194,7 @@ class _Worker:
         """Deliver what the function had trained before the user interrupted it."""
         process_group.drop_destroyed_groups()
         self.slot.set_state(WorkerState.FINISHING)
-        interrupted = delivery.announce_interrupted()
-        self.sender.send(interrupted)
-        for sent in delivery.put_states(interrupted.sends):
+        for sent in delivery.interrupted_states():
             self.sender.send(sent)
 
     def _report_failure(self, error: BaseException) -> int:
@@ -255,10 +251,7 @@ class _Worker:
                 parent_pid=assignment.parent_pid,
                 accelerator_defaults=assignment.accelerator_defaults,
                 attempt=assignment.attempt,
-                command_connection=CommandConnection(assignment.command_fd)
-                if assignment.command_fd >= 0
-                else None,
-                debug_connection=CommandConnection(assignment.debug_fd) if assignment.debug_fd >= 0 else None,
+                connection=CommandConnection(assignment.command_fd) if assignment.command_fd >= 0 else None,
                 key=assignment.key,
                 is_launched=True,
                 num_collectives=num_collectives,
@@ -292,7 +285,7 @@ class _Worker:
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger
 
-        connection = context.current().debug_connection
+        connection = context.current().connection
         assert connection is not None, "a launch with a debugger gives its workers a connection"
         debugger = Debugger(self.assignment.rank, connection)
         debugger.start()

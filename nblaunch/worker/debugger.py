@@ -16,7 +16,6 @@ import pdb  # noqa: T100 the debugger is what this module is about
 import queue
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
@@ -29,6 +28,7 @@ from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
     CONSOLE_PROMPT,
+    Close,
     CommandConnection,
     Debug,
     Inspect,
@@ -38,6 +38,7 @@ from nblaunch.wire.worker_commands import (
     Release,
     Reply,
     Resumed,
+    SessionCommand,
     send_reply,
 )
 from nblaunch.worker import frames
@@ -56,17 +57,20 @@ class Debugger:
     Args:
         rank: rank of this worker.
         connection: connection to the kernel.
+
+    Attributes:
+        commands: commands to the server of a session, which come over the same connection, with their files.
     """
 
     def __init__(self, rank: int, connection: CommandConnection) -> None:
         self._rank = rank
         self._connection = connection
-        self._sending = threading.Lock()
         self._terminal: _Terminal | None = None  # terminal of the last pdb
         self._released = threading.Event()
         self._traceback: TracebackType | None = None
         self._stops: Counter[tuple[str, int]] = Counter()
         self._is_idle = False
+        self.commands: queue.SimpleQueue[tuple[SessionCommand, list[int]]] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Receive commands from now on, in a thread."""
@@ -105,27 +109,26 @@ class Debugger:
         """Open pdb in this thread, at a frame that called ``breakpoint()``. The caller must return at once."""
         at = frame.f_code.co_filename, frame.f_lineno
         self._stops[at] += 1
-        self._terminal = _Terminal(self._send, Prompted("", (*at, self._stops[at])))
+        self._terminal = _Terminal(self._connection.send, Prompted("", (*at, self._stops[at])))
         _Pdb(self._terminal).set_trace(frame)
-
-    def _send(self, message: Any) -> None:
-        with self._sending:
-            self._connection.send(message)
 
     def _serve(self) -> None:
         while True:
             try:
-                command, _ = self._connection.receive()
+                command, files = self._connection.receive()
             except (EOFError, OSError):
                 self._released.set()
+                self.commands.put((Close(), []))
                 return
-            if isinstance(command, Release):
+            if isinstance(command, SessionCommand):
+                self.commands.put((command, files))
+            elif isinstance(command, Release):
                 self._released.set()
             elif isinstance(command, Line):
                 if self._terminal is not None:
                     self._terminal.put_line(command.text)
             elif isinstance(command, Debug):
-                self._terminal = terminal = _Terminal(self._send, Prompted(""))
+                self._terminal = terminal = _Terminal(self._connection.send, Prompted(""))
                 threading.Thread(
                     target=self._debug, args=(terminal,), name="nblaunch-pdb", daemon=True
                 ).start()
@@ -158,16 +161,15 @@ class Debugger:
             try:
                 reply = self._answer(command, outbox_fd)
             except BaseException as error:
-                reply = Reply(failed=describe_failure(self._rank, error), number=command.number)
-            with self._sending:
-                send_reply(self._connection, reply, outbox_fd)
+                reply = Reply(command.number, failed=describe_failure(self._rank, error))
+            send_reply(self._connection, reply, outbox_fd)
         finally:
             os.close(outbox_fd)
 
     def _answer(self, command: Inspect | ReadVariables, outbox_fd: int) -> Reply:
         if isinstance(command, Inspect):
             value = frames.evaluate(command.expression, frames.innermost_user_frame(self._stack()))
-            return replace(Reply.of_value(self._rank, value, outbox_fd), number=command.number)
+            return Reply.of_value(command.number, value, outbox_fd)
         stack = self._stack()
         frame = frames.frame_of_function(stack, command.function)
         value = (
@@ -175,7 +177,7 @@ class Debugger:
             if frame is None
             else frames.variables_of(frame, self._line_of(frame), stack)
         )
-        return Reply(time_s=time.time(), value=value, number=command.number)
+        return Reply(command.number, value=value)
 
     def _stack(self) -> list[FrameType]:
         if self._traceback is not None:

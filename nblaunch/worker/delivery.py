@@ -65,6 +65,7 @@ class Delivery:
         self._returns_value = returns_value
         self._modules = modules_at(args, wanted_modules)
         self._originals = originals
+        self._num_steps_before = steps.num_done
         self._optimizers = optimizers_at(args, wanted_optimizers)
         paths = self._modules.keys() | self._optimizers.keys()
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in paths]
@@ -75,27 +76,33 @@ class Delivery:
     def _outbox(self) -> Outbox:
         return Outbox(self._outbox_fd)
 
-    def put_value(self, value: Any, *, left_by_exit: bool) -> Returned:
-        """Write the value; return the event that reports it and names the states that follow.
+    def results(self, value: Any, *, left_by_exit: bool) -> Iterator[Returned | StateSent]:
+        """Write the value, then one state after the other; yield the event that reports each.
 
         Raises:
             Exception: the value could not be written.
         """
         is_wanted = self._returns_value and not left_by_exit and value is not None
         location = self._outbox.put_value(value) if is_wanted else ValueLocation()
-        return Returned(self._rank, value_location=location, left_by_exit=left_by_exit, sends=self._sends())
+        sends = self._sends()
+        yield Returned(self._rank, value_location=location, left_by_exit=left_by_exit, sends=sends)
+        yield from self._put_states(sends)
 
-    def announce_interrupted(self) -> Interrupted:
-        """Return the event that reports the progress of this rank's function and names the states that follow."""
+    def interrupted_states(self) -> Iterator[Interrupted | StateSent]:
+        """Yield the event that reports the progress of this rank's function, then write the states as
+        :meth:`results` does.
+        """
         sends = () if steps.is_cut else self._sends()
-        return Interrupted(self._rank, step=steps.num_done, is_cut=steps.is_cut, sends=sends)
+        num_steps = steps.num_done - self._num_steps_before
+        yield Interrupted(self._rank, step=num_steps, is_cut=steps.is_cut, sends=sends)
+        yield from self._put_states(sends)
 
     def _sends(self) -> tuple[ArgPath, ...]:
         # If every rank holds the whole module, one rank is enough.
         sends = tuple(self._modules) if self._is_main or self._holds_shards() else ()
         return (*sends, *self._optimizers, *self._absent) if self._is_main else sends
 
-    def put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
+    def _put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
         """Write one state after the other; for each, yield where it is or why it is missing."""
         in_shards = bool(paths) and self._holds_shards()
         for path in paths:

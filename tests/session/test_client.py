@@ -9,35 +9,39 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nblaunch.events import EpochEnded, Event, Fact, LogLines, Metric
+from nblaunch.events import CommandEvent, EpochEnded, Event, Exited, Fact, LogLines, Metric, Returned, Started
 from nblaunch.launcher.debug_client import DebugClient
 from nblaunch.session import client, output
-from nblaunch.session.client import Replies, SessionClient
+from nblaunch.session.client import SessionClient
 from nblaunch.session.output import SessionOutput
 from nblaunch.session.session import Session
-from nblaunch.wire.board import SlotReading, create_memory_file, private_slot
-from nblaunch.wire.worker_commands import CommandConnection, Reply, SetVariables, connect, send_reply
+from nblaunch.wire.board import SlotReading, private_slot
+from nblaunch.wire.outbox import Outbox
+from nblaunch.wire.worker_commands import Close, CommandConnection, Reply, SetVariables, connect
 from tests.no_descriptors import no_descriptor_left
 
 
 class Ranks:
-    """Two ranks, and the client of their session. They send their replies before the commands."""
+    """Two ranks, each a thread, and the client of their session.
+
+    Attributes:
+        answers: for each rank, the values that it returns, one for each command; None = it does not end the command.
+    """
 
     def __init__(self) -> None:
-        pairs, debugger = [connect() for _ in range(2)], [connect() for _ in range(2)]
-        self.workers = [CommandConnection(fd) for _, fd in pairs]
-        self.debuggers = [CommandConnection(fd) for _, fd in debugger]
+        pairs = [connect() for _ in range(2)]
+        self.answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in pairs]
         self.cancelled: list[bool] = []
         self.output = SessionOutput()
-        self.kernels = {rank: kernel for rank, (kernel, _) in enumerate(pairs)}
         runner: Any = SimpleNamespace(
-            command_connections=self.kernels,
-            debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(debugger)}),
+            debugger=DebugClient({rank: kernel for rank, (kernel, _) in enumerate(pairs)}),
             requests=SimpleNamespace(cancel=lambda: self.cancelled.append(True), ask_logs=Future),
             pids={},
             slots={rank: private_slot() for rank in range(2)},
@@ -45,18 +49,37 @@ class Ranks:
             is_running=True,
         )
         self.client = SessionClient(runner, self.output)
+        ends = [CommandConnection(fd) for _, fd in pairs]
+        self.threads = [Thread(target=self._serve, args=end, daemon=True) for end in enumerate(ends)]
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self, rank: int, connection: CommandConnection) -> None:
+        unanswered: list[int] = []
+        while not isinstance((received := connection.receive())[0], Close):
+            command, (outbox_fd,) = received
+            value = self.answers[rank].get()
+            if value is None:
+                unanswered.append(command.number)
+            else:
+                for number in unanswered:
+                    self._report(rank, number, Returned(rank), Exited(rank))
+                returned = Returned(rank, value_location=Outbox(outbox_fd).put_value(value))
+                self._report(rank, command.number, Started(rank), returned, Exited(rank))
+            os.close(outbox_fd)
+
+    def _report(self, rank: int, number: int, *events: Event) -> None:
+        for event in events:
+            self.output.on_event(CommandEvent(rank, number=number, event=event))
 
     def answer(self, *values: Any) -> None:
-        for worker, value in zip(self.workers, values, strict=True):
-            worker.send(Reply(value=value))
-
-    def request(self) -> Replies:
-        with self.client.command():
-            return self.client.request([0, 1], SetVariables())
+        for answers, value in zip(self.answers, values, strict=True):
+            answers.put(value)
 
     def values(self) -> list[Any]:
-        replies = self.request()
-        return [received.value_of(rank) for rank, received in replies.items()]
+        with self.client.command():
+            results = self.client.request([0, 1], SetVariables()).results()
+            return [result.value_of(rank) for rank, result in results.items()]
 
 
 @pytest.fixture
@@ -64,20 +87,14 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.client.close()
-    for ends in (ranks.workers, ranks.debuggers, ranks.kernels):
-        ends.clear()  # closes the connections
+    for thread in ranks.threads:
+        thread.join()
+    vars(ranks).clear()  # closes the connections
 
 
-def test_lost_reply_file_affects_only_its_rank(ranks: Ranks) -> None:
-    fd = create_memory_file("outbox")
-    send_reply(ranks.workers[0], Reply.of_value(0, [1], fd), fd)
-    ranks.workers[1].send(Reply(value=1))
-    with no_descriptor_left():
-        replies = ranks.request()
-    os.close(fd)
-    with pytest.raises(ValueError, match="descriptor left"):
-        replies[0].value_of(0)
-    assert replies[1].value_of(1) == 1
+def test_without_descriptors_nothing_is_sent(ranks: Ranks) -> None:
+    with no_descriptor_left(), pytest.raises(OSError, match="open files"):
+        ranks.values()
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
 
@@ -87,7 +104,7 @@ def test_default_socket_timeout_is_ignored() -> None:
     try:
         kernel, fd = connect()
         worker = CommandConnection(fd)
-        worker.send(Reply(), [0])
+        worker.send(Reply(0), [0])
         _, (file,) = kernel.receive()
         os.close(file)
         assert os.get_blocking(kernel.fileno())
@@ -100,12 +117,11 @@ def test_late_replies_do_not_answer_the_next_command(ranks: Ranks, monkeypatch: 
     def fails() -> None:
         raise ZeroDivisionError
 
-    ranks.workers[0].send(Reply(value=1))
+    ranks.answer(1, None)
     with monkeypatch.context() as patch:
         patch.setattr(ranks.output, "pump", fails)  # for example, a dashboard's error
         with pytest.raises(ZeroDivisionError):
-            ranks.request()
-    ranks.workers[1].send(Reply(value=1))
+            ranks.values()
     ranks.answer(2, 2)
     assert ranks.values() == [2, 2]
 
@@ -202,8 +218,9 @@ def test_the_rows_of_a_long_command_include_earlier_events(monkeypatch: pytest.M
 
 def test_new_command_hides_old_progress() -> None:
     of_session, shown = SessionOutput(), _Shown()
-    idle, begun = SlotReading(0, step=120, num_progress_signs=7), SlotReading(1, step=1, num_progress_signs=8)
-    with of_session.shown_by([shown], signs_before={0: 7, 1: 7}):  # type: ignore[list-item]
+    idle, begun = SlotReading(0, step=120), SlotReading(1, step=1)
+    with of_session.shown_by([shown]):  # type: ignore[list-item]
+        of_session.on_event(CommandEvent(1, number=of_session.command.number, event=Started(1)))
         of_session.on_readings([idle, begun])
         of_session.pump()
         assert shown.readings == [begun]

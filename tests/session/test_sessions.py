@@ -825,6 +825,72 @@ def test_the_table_shows_a_ranks_death(kernel: Kernel, call: str, death: str, st
     kernel.run("session.close()")
 
 
+AFTER = """
+import os, signal
+from nblaunch import context
+worker = context.current()
+emit = worker.emit
+def emit_and_die(event):
+    emit(event)
+    if type(getattr(event, "event", None)).__name__ == os.environ.get("DIES_AFTER"):
+        os.kill(os.getpid(), signal.SIGKILL)
+worker.emit = emit_and_die
+"""
+
+
+def test_a_death_between_result_and_end_loses_nothing(kernel: Kernel) -> None:
+    """A rank dies after each event of a command. What it has reported and printed arrives; nothing is made up."""
+    kernel.run("import os, signal\nfrom nblaunch import Session\nsession = Session(2)")
+    for after, code, raised in [
+        ("Returned", "40 + int(os.environ['RANK'])", None),
+        ("Failed", "def fail():\n    raise KeyError(7)\nfail()", "KeyError"),
+        ("Started", "1", "WorkerDied"),
+    ]:
+        kernel.run(f"session.execute({AFTER!r})")
+        dying = f"print('printed')\nos.environ['DIES_AFTER'] = {after!r}\n{code}"
+        if after == "Started":  # the next command dies at its start
+            kernel.run(f"session.ranks(1).execute({dying!r})")
+        cell = kernel.run(f"session.ranks(1).execute({dying!r})", raises=raised)
+        assert cell.result == ("[1] 41" if raised is None else None)
+        if after != "Started":
+            assert "[1] printed" in cell.stdout
+            assert "SIGKILL" in kernel.run("session.execute('1')", raises="WorkerDied").raised.value
+        if after == "Failed":
+            assert "raise KeyError(7)" in cell.raised.text
+        kernel.run("session.execute('1')", raises="LaunchError")
+        kernel.run("session.restart()")
+    kernel.run("session.close()")
+
+
+@pytest.mark.parametrize("code", ["os._exit(0)", "Dies()"], ids=["in the code", "while its value is sent"])
+def test_a_rank_that_ends_sends_no_value(kernel: Kernel, code: str) -> None:
+    kernel.run(
+        """
+import os, signal
+from nblaunch import Session
+class Dies:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+session = Session(2)
+"""
+    )
+    cell = kernel.run(f"session.ranks(0).execute('print(\\'printed\\'); {code}')", raises="WorkerDied")
+    assert "[0] printed" in cell.stdout
+    kernel.run("session.close()")
+
+
+def test_a_rank_that_dies_after_its_command_is_named(kernel: Kernel) -> None:
+    """The launcher, not the user, interrupts the other rank."""
+    kernel.run("import os, signal, threading\nfrom nblaunch import Session\nsession = Session(2)")
+    dies_later = (
+        "if os.environ['RANK'] == '1':\n    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "else:\n    signal.pause()"
+    )
+    cell = kernel.run(f"session.execute({dies_later!r})", raises="WorkerDied")
+    assert "rank 1" in cell.raised.value
+    kernel.run("session.close()")
+
+
 def test_closing_all_descriptors_is_named_as_the_cause(kernel: Kernel) -> None:
     kernel.run(
         "import os\nfrom nblaunch import Session\nsession = Session(2)\ndef close(): os.closerange(3, 65536)"
