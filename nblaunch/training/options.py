@@ -380,7 +380,8 @@ class DataLoaderConfiguration(KwargsHandler):
             position in the epoch.
         data_is_sharded: True: each rank's loader already reads its own part of the data, such as its own files;
             ``prepare`` neither divides nor evens out these parts. False: ``prepare`` divides the data. None: detect
-            streams that ``datasets.distributed.split_dataset_by_node`` has divided.
+            streams that ``datasets.distributed.split_dataset_by_node`` has divided, and reject streams that have this
+            process's rank and the number of processes as attributes.
 
     Raises:
         ValueError: ``data_seed`` is negative, or both ``data_is_sharded`` and ``dispatch_batches`` are set.

@@ -12,7 +12,14 @@ import pytest
 import torch
 import tqdm
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ChainDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from nblaunch import Accelerator
 from nblaunch.training.data.prepare import prepare_data_loader
@@ -38,6 +45,16 @@ class Files(IterableDataset[int]):
         return iter(range(self.rank, ROWS, self.world_size))
 
 
+class Wrapped(IterableDataset[Any]):
+    """A stream that reads another one."""
+
+    def __init__(self, source: Any) -> None:
+        self.sources = [source]
+
+    def __iter__(self) -> Any:
+        return iter(self.sources[0])
+
+
 def _stream(num_shards: int) -> datasets.IterableDataset:
     whole = datasets.Dataset.from_dict({"row": list(range(ROWS))})
     return whole.to_iterable_dataset(num_shards=num_shards).with_format("torch")
@@ -53,8 +70,12 @@ def _given(kind: str, rank: int, world_size: int) -> tuple[DataLoader[Any], bool
     if kind == "subset":
         part = Subset(range(ROWS), range(rank, ROWS, world_size))
         return DataLoader(part, batch_size=2, shuffle=True), True
-    num_shards = {"examples": 1, "shards": 4}[kind]
-    return DataLoader(split_dataset_by_node(_stream(num_shards), rank, world_size), batch_size=2), None
+    num_shards = {"examples": 1, "shards": 4, "wrapped": 4, "chained": 4}[kind]
+    part = split_dataset_by_node(_stream(num_shards), rank, world_size)
+    wrap = {"wrapped": Wrapped, "chained": lambda stream: ChainDataset([stream])}.get(
+        kind, lambda stream: stream
+    )
+    return DataLoader(wrap(part), batch_size=2), None
 
 
 def _rows(batch: Any) -> torch.Tensor:
@@ -87,7 +108,7 @@ def _read(kind: str, folder: str, evens: bool) -> tuple[list[int], list[int], li
     return mine, everyones, resumed, [str(one.message) for one in shown]
 
 
-@pytest.mark.parametrize("kind", ["files", "sampler", "subset", "examples", "shards"])
+@pytest.mark.parametrize("kind", ["files", "sampler", "subset", "examples", "shards", "wrapped", "chained"])
 def test_parts_of_ranks_are_read_whole(kind: str, tmp_path: Path) -> None:
     parts = ranks.run(_read, 2, kind, str(tmp_path / "state"), False)
     assert Counter(row for mine, *_ in parts for row in mine) == Counter(range(ROWS))
@@ -128,6 +149,25 @@ def test_parts_for_another_job_are_an_error() -> None:
         _prepare(1, 2, {"split_batches": True})
     with pytest.raises(ValueError, match="data_is_sharded=True gives each rank its own data"):
         DataLoaderConfiguration(data_is_sharded=True, dispatch_batches=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda stream: stream, Wrapped], ids=["alone", "wrapped"])
+def test_a_stream_that_knows_its_rank_is_divided_only_on_request(wrap: Any) -> None:
+    loader = DataLoader(wrap(Files(1, 2)), batch_size=2)
+    for dispatches in (None, False):
+        options: dict[str, Any] = {"process_index": 1, "dispatch_batches": dispatches}
+        with pytest.raises(
+            ValueError, match="the Files has rank=1 and world_size=2, so it may already read only"
+        ):
+            prepare_data_loader(loader, num_processes=2, **options)
+    for is_sharded, num_rows in ((True, ROWS // 2), (False, ROWS // 4)):
+        prepared = prepare_data_loader(
+            loader, num_processes=2, process_index=1, data_is_sharded=is_sharded, even_batches=False
+        )
+        assert sum(len(batch) for batch in prepared) == num_rows
+    assert sum(len(batch) for batch in prepare_data_loader(loader)) == ROWS // 2  # a single process
+    other = DataLoader(Files(1, 4), batch_size=2)  # not the job's ranks
+    assert sum(len(batch) for batch in prepare_data_loader(other, num_processes=2, process_index=1)) == 4
 
 
 def test_ranks_may_share_a_part_on_request() -> None:

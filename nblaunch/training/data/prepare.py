@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,29 +152,66 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: the dataset is divided among ranks that are not the job's.
+        ValueError: the dataset is divided among ranks that are not the job's, or it may be divided.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1
-    # In this attribute, datasets.IterableDataset stores how split_dataset_by_node divided it.
-    division = getattr(loader.dataset, "_distributed", None)
-    num_parts, part = getattr(division, "world_size", 1), getattr(division, "rank", target.rank)
-    if num_parts == 1:
+    streams = list(_streams(loader.dataset))
+    divided = [stream for stream in streams if getattr(_division(stream), "world_size", 1) > 1]
+    if not divided:
+        _check_undivided(streams, target)
         return False
-    if (num_parts, part) != (target.world_size, target.rank):
-        raise ValueError(
-            f"the {type(loader.dataset).__name__} is already part {part} of {num_parts}, and this is rank "
-            f"{target.rank} of {target.world_size}: prepare would divide it again, and the ranks would read only "
-            "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or don't split "
-            "it; or set DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, False if ranks "
-            "share a part"
-        )
+    for stream in divided:
+        num_parts, part = _division(stream).world_size, _division(stream).rank
+        if (num_parts, part) != (target.world_size, target.rank):
+            raise ValueError(
+                f"the {type(stream).__name__} is already part {part} of {num_parts}, and this is rank "
+                f"{target.rank} of {target.world_size}: prepare would divide it again, and the ranks would read only "
+                "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or don't "
+                "split it; or set DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, False "
+                "if ranks share a part"
+            )
     if config.dispatch_batches:
         raise ValueError(
-            f"dispatch_batches=True makes rank 0 read for all ranks, but its {type(loader.dataset).__name__} is "
-            f"one of {num_parts} parts. Do not split it by node, or leave dispatch_batches out"
+            f"dispatch_batches=True makes rank 0 read for all ranks, but its {type(divided[0]).__name__} is "
+            f"one of {target.world_size} parts. Do not split it by node, or leave dispatch_batches out"
         )
     return True
+
+
+def _streams(dataset: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield a stream and the streams that it holds, such as those of torch's ``ChainDataset``."""
+    if not (isinstance(dataset, IterableDataset) or _division(dataset) is not None):
+        return
+    yield dataset
+    for value in vars(dataset).values() if depth else ():
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            yield from _streams(part, depth - 1)
+
+
+def _division(stream: Any) -> Any:
+    """Return how ``split_dataset_by_node`` divided a stream of ``datasets``, which stores it in this attribute."""
+    return vars(stream).get("_distributed") if hasattr(stream, "__dict__") else None
+
+
+# Names of attributes in which a user's dataset may keep its rank, and its number of ranks.
+_RANKS = ("rank", "process_index")
+_WORLD_SIZES = ("world_size", "num_processes", "num_replicas")
+
+
+def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
+    """Raise ValueError if a stream knows its rank, because it may use the rank to read only a part of the data."""
+    for stream in streams:
+        known = {name.lstrip("_"): value for name, value in vars(stream).items() if isinstance(value, int)}
+        rank = next((name for name in _RANKS if known.get(name) == target.rank), None)
+        world_size = next((name for name in _WORLD_SIZES if known.get(name) == target.world_size), None)
+        if rank is not None and world_size is not None:
+            raise ValueError(
+                f"the {type(stream).__name__} has {rank}={target.rank} and {world_size}={target.world_size}, so it "
+                "may already read only the part of its rank. prepare would divide this part again, and the ranks "
+                "would read only part of the data. Set DataLoaderConfiguration(data_is_sharded=True) if each rank "
+                "has its own part, False if all ranks read the same data"
+            )
 
 
 def _take_own_part(
