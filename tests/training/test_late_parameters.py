@@ -79,12 +79,17 @@ def test_unpickled_models_average_late_parameters() -> None:
         assert weights == pytest.approx(expected, rel=1e-9)
 
 
-def _freeze(is_whole: bool, options: dict[str, Any]) -> str:
+def _freeze(is_whole: bool, options: dict[str, Any], is_replaced: bool = False) -> str:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
     model = nn.Sequential(_layer(1), _layer(2))
     wrapped = accelerator.prepare(model)
     rows = _rows().requires_grad_()
-    (model if is_whole else model[0]).requires_grad_(False)
+    if is_replaced:
+        model[0] = _layer(7)
+        with accelerator.no_sync(wrapped):
+            accelerator.backward(wrapped(rows).sum())  # nothing to average yet
+    else:
+        (model if is_whole else model[0]).requires_grad_(False)
     try:
         for _ in range(2):
             accelerator.backward(wrapped(rows).sum())
@@ -101,6 +106,15 @@ def test_parameters_frozen_after_prepare_are_named() -> None:
         assert "find_unused_parameters=True" in message
     assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}) == ["", ""]
     assert ranks.run(_freeze, 2, True, {}) == ["", ""]
+
+
+def test_layers_replaced_after_prepare_are_named_before_torch_skips_an_average() -> None:
+    for message in ranks.run(_freeze, 2, False, {}, True):
+        assert message.startswith(
+            "0.weight, 0.bias of the Sequential was removed or replaced after prepare, but"
+        )
+        assert "find_unused_parameters=True" in message
+    assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}, True) == ["", ""]
 
 
 def _join_late() -> str:

@@ -298,7 +298,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
-    accelerator.init_trackers("project", {"lr": 0.1, "layers": [1, 2], "scale": torch.tensor(2.0)})
+    accelerator.init_trackers(
+        "project", {"lr": 0.1, "layers": [1, 2], "scale": torch.tensor(2.0), "grids": [{(1, 2): "a"}]}
+    )
     accelerator.log(
         {"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1, "b": torch.tensor(2)}}, step=7
     )
@@ -314,7 +316,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert found.Tags()["tensors"] == ["note/text_summary"]
     assert found.Tags()["images"] == ["pictures"]
     assert (tmp_path / "project" / "both_b").is_dir()
-    assert json.loads((tmp_path / "project" / "hparams.yml").read_text())["lr"] == 0.1
+    stored = json.loads((tmp_path / "project" / "hparams.yml").read_text())
+    assert (stored["lr"], stored["grids"]) == (0.1, [{"(1, 2)": "a"}])
 
 
 @dataclasses.dataclass

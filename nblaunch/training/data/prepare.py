@@ -180,7 +180,7 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
 
 
 def _streams(dataset: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield a stream and the streams that it holds, such as those of torch's ``ChainDataset``."""
+    """Yield a stream and the streams that it holds, such as the parts of torch's ``ChainDataset``."""
     if not (isinstance(dataset, IterableDataset) or _division(dataset) is not None):
         return
     yield dataset

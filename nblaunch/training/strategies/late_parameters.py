@@ -1,8 +1,12 @@
-"""Parameters that the user unfroze, added or froze after ``prepare`` wrapped the model in DistributedDataParallel.
+"""Parameters that the user unfroze, added, froze or removed after ``prepare`` wrapped the model in
+DistributedDataParallel.
 
 DDP averages only the gradients of parameters that required them when DDP was constructed. If a layer is unfrozen, added
 or replaced later, each rank keeps its own gradients for it. :class:`LateParameters` finds such parameters before a
 forward pass, in the same way on all ranks, and averages their gradients after a backward pass that synchronises.
+
+DDP also waits for the gradients of parameters that were frozen or removed later. Until then it averages no gradient of
+the same bucket, and torch raises an error only in the next forward pass, so :class:`LateParameters` raises one before.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ class LateParameters:
         covered = {name: parameter for name, parameter in named.items() if name not in ignored}
         self._kept = list(named.values())  # keeps them alive: otherwise new parameters could get their ids
         self._covered = [parameter for parameter in covered.values() if parameter.requires_grad]
+        self._covered_names = [name for name, parameter in covered.items() if parameter.requires_grad]
+        self._removed: set[int] = set()
         self._frozen = [parameter for parameter in covered.values() if not parameter.requires_grad]
         self._not_late = {
             id(parameter) for name, parameter in named.items() if parameter.requires_grad or name in ignored
@@ -71,6 +77,7 @@ class LateParameters:
         return {
             **vars(self),
             "_not_late": [parameter for parameter in self._kept if id(parameter) in self._not_late],
+            "_removed": [parameter for parameter in self._kept if id(parameter) in self._removed],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -78,21 +85,25 @@ class LateParameters:
         LateParameters.were_found |= bool(self.parameters)
         _Registrations.watch()
         self._not_late = set(map(id, state["_not_late"]))  # unpickled parameters have new ids
+        self._removed = set(map(id, state["_removed"]))
         self._num_registrations = -1  # another process has its own count
 
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Find late parameters before a forward pass with gradients. This is a collective if there are any."""
+        """Find late and removed parameters before a forward pass with gradients."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return  # a compiled wrapper traces its hooks only once, with the parameters of that moment
-        self._check_frozen(model)
         is_changed = self._num_registrations != _Registrations.count
-        if not is_changed and True not in map(_is_trained, self._frozen):
-            return
+        if is_changed or True in map(_is_trained, self._frozen):
+            self._find(model)
+        self._check_covered(model)
+
+    def _find(self, model: torch.nn.Module) -> None:
+        """Find late and removed parameters. This is a collective if there are late ones."""
         self._num_registrations = _Registrations.count
+        present = dict(model.module.named_parameters())  # type: ignore[union-attr]
+        self._removed = set(map(id, self._covered)) - set(map(id, present.values()))
         named = {
-            name: parameter
-            for name, parameter in model.module.named_parameters()  # type: ignore[union-attr]
-            if id(parameter) not in self._not_late
+            name: parameter for name, parameter in present.items() if id(parameter) not in self._not_late
         }
         self._frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
         late = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -108,21 +119,22 @@ class LateParameters:
             LateParameters.were_found = True
             _report(model, list(late))
 
-    def _check_frozen(self, model: Any) -> None:
-        """Raise RuntimeError if DDP's reducer would wait for gradients of parameters that were frozen later."""
+    def _check_covered(self, model: Any) -> None:
+        """Raise RuntimeError if DDP's reducer would wait for gradients of parameters that were frozen or removed."""
         is_waited_for = model.require_backward_grad_sync and not (
             model.find_unused_parameters or model.static_graph
         )
-        if not is_waited_for or False not in map(_is_trained, self._covered):
+        if not is_waited_for or not (self._removed or False in map(_is_trained, self._covered)):
             return
-        frozen = {id(parameter) for parameter in self._covered if not parameter.requires_grad}
-        if len(frozen) == len(self._covered):
+        named = dict(zip(self._covered_names, self._covered, strict=True))
+        missing = [name for name, one in named.items() if id(one) in self._removed or not one.requires_grad]
+        if len(missing) == len(named):
             return  # the reducer does not wait if no parameter gets a gradient
-        names = [name for name, parameter in model.module.named_parameters() if id(parameter) in frozen]
+        change = "removed or replaced" if self._removed else "frozen"
         raise RuntimeError(
-            f"{_listing(names)} of the {type(model.module).__name__} was frozen after prepare, but "
+            f"{_listing(missing)} of the {type(model.module).__name__} was {change} after prepare, but "
             "DistributedDataParallel waits for the gradients of all parameters that it was constructed with, so it "
-            "would not average the other gradients. Freeze before prepare, or pass "
+            "would not average the other gradients. Change the model before prepare, or pass "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
         )
 

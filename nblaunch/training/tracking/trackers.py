@@ -360,7 +360,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
         # JSON is YAML, so this needs no library.
         (self.folder / "hparams.yml").write_text(
-            json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8"
+            json.dumps(_strict(values), indent=2, default=str) + "\n", encoding="utf-8"
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
