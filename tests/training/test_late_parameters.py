@@ -85,6 +85,7 @@ def _freeze(is_whole: bool, options: dict[str, Any], is_replaced: bool = False) 
     wrapped = accelerator.prepare(model)
     rows = _rows().requires_grad_()
     if is_replaced:
+        accelerator.backward(wrapped(rows).sum())
         model[0] = _layer(7)
         with accelerator.no_sync(wrapped):
             accelerator.backward(wrapped(rows).sum())  # nothing to average yet
@@ -106,14 +107,16 @@ def test_parameters_frozen_after_prepare_are_named() -> None:
         assert "find_unused_parameters=True" in message
     assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}) == ["", ""]
     assert ranks.run(_freeze, 2, True, {}) == ["", ""]
+    assert ranks.run(_freeze, 2, False, {"static_graph": True}) == ["", ""], "the graph is not known yet"
 
 
 def test_layers_replaced_after_prepare_are_named_before_torch_skips_an_average() -> None:
-    for message in ranks.run(_freeze, 2, False, {}, True):
-        assert message.startswith(
-            "0.weight, 0.bias of the Sequential was removed or replaced after prepare, but"
-        )
-        assert "find_unused_parameters=True" in message
+    for options in ({}, {"static_graph": True}):
+        for message in ranks.run(_freeze, 2, False, options, True):
+            assert message.startswith(
+                "0.weight, 0.bias of the Sequential was removed or replaced after prepare, but"
+            )
+            assert "find_unused_parameters=True" in message
     assert ranks.run(_freeze, 2, False, {"find_unused_parameters": True}, True) == ["", ""]
 
 

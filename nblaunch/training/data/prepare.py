@@ -202,9 +202,11 @@ _WORLD_SIZES = ("world_size", "num_processes", "num_replicas")
 def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
     """Raise ValueError if a stream knows its rank, because it may use the rank to read only a part of the data."""
     for stream in streams:
-        known = {name.lstrip("_"): value for name, value in vars(stream).items() if isinstance(value, int)}
-        rank = next((name for name in _RANKS if known.get(name) == target.rank), None)
-        world_size = next((name for name in _WORLD_SIZES if known.get(name) == target.world_size), None)
+        attributes = {
+            name.lstrip("_"): value for name, value in vars(stream).items() if isinstance(value, int)
+        }
+        rank = next((name for name in _RANKS if attributes.get(name) == target.rank), None)
+        world_size = next((name for name in _WORLD_SIZES if attributes.get(name) == target.world_size), None)
         if rank is not None and world_size is not None:
             raise ValueError(
                 f"the {type(stream).__name__} has {rank}={target.rank} and {world_size}={target.world_size}, so it "

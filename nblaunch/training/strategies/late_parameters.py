@@ -62,8 +62,7 @@ class LateParameters:
         ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # set by the user
         covered = {name: parameter for name, parameter in named.items() if name not in ignored}
         self._kept = list(named.values())  # keeps them alive: otherwise new parameters could get their ids
-        self._covered = [parameter for parameter in covered.values() if parameter.requires_grad]
-        self._covered_names = [name for name, parameter in covered.items() if parameter.requires_grad]
+        self._covered = {name: parameter for name, parameter in covered.items() if parameter.requires_grad}
         self._removed: set[int] = set()
         self._frozen = [parameter for parameter in covered.values() if not parameter.requires_grad]
         self._not_late = {
@@ -101,7 +100,7 @@ class LateParameters:
         """Find late and removed parameters. This is a collective if there are late ones."""
         self._num_registrations = _Registrations.count
         present = dict(model.module.named_parameters())  # type: ignore[union-attr]
-        self._removed = set(map(id, self._covered)) - set(map(id, present.values()))
+        self._removed = set(map(id, self._covered.values())) - set(map(id, present.values()))
         named = {
             name: parameter for name, parameter in present.items() if id(parameter) not in self._not_late
         }
@@ -121,13 +120,25 @@ class LateParameters:
 
     def _check_covered(self, model: Any) -> None:
         """Raise RuntimeError if DDP's reducer would wait for gradients of parameters that were frozen or removed."""
-        is_waited_for = model.require_backward_grad_sync and not (
-            model.find_unused_parameters or model.static_graph
-        )
-        if not is_waited_for or not (self._removed or False in map(_is_trained, self._covered)):
+        if model.static_graph and learns_graph(model):  # it will wait for the parameters of this pass
+            self._covered = {
+                name: parameter
+                for name, parameter in self._covered.items()
+                if parameter.requires_grad and id(parameter) not in self._removed
+            }
+            self._removed = set()
             return
-        named = dict(zip(self._covered_names, self._covered, strict=True))
-        missing = [name for name, one in named.items() if id(one) in self._removed or not one.requires_grad]
+        if not model.require_backward_grad_sync:
+            return
+        is_waited_for = model.static_graph or not model.find_unused_parameters
+        if not is_waited_for or not (self._removed or False in map(_is_trained, self._covered.values())):
+            return
+        named = self._covered
+        missing = [
+            name
+            for name, parameter in named.items()
+            if id(parameter) in self._removed or not parameter.requires_grad
+        ]
         if len(missing) == len(named):
             return  # the reducer does not wait if no parameter gets a gradient
         change = "removed or replaced" if self._removed else "frozen"
@@ -136,6 +147,7 @@ class LateParameters:
             "DistributedDataParallel waits for the gradients of all parameters that it was constructed with, so it "
             "would not average the other gradients. Change the model before prepare, or pass "
             "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
+            f"{' without static_graph' if model.static_graph else ''}"
         )
 
     def average_gradients(self, is_joining: bool) -> None:
@@ -159,6 +171,15 @@ class LateParameters:
             groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for group in groups.values():
             _average(group)
+
+
+def learns_graph(model: DistributedDataParallel) -> bool:
+    """Return whether DDP learns a static graph in the next backward pass.
+
+    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one more
+    micro-step does not change the gradients.
+    """
+    return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from nblaunch.training.optimizer import AcceleratedOptimizer
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.precision import Precision
 from nblaunch.training.strategies.base import Strategy, StrategyPlugin, TrainingSetup
-from nblaunch.training.strategies.late_parameters import LateParameters
+from nblaunch.training.strategies.late_parameters import LateParameters, learns_graph
 from nblaunch.weights.sharded import is_sharded_model
 
 
@@ -168,7 +168,7 @@ class DdpStrategy(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         ddp = _own(model)
-        if not isinstance(ddp, DistributedDataParallel) or _learns_graph(ddp):
+        if not isinstance(ddp, DistributedDataParallel) or learns_graph(ddp):
             return nullcontext()
         return ddp.no_sync()
 
@@ -276,15 +276,6 @@ def _ignored_by_ddp(model: torch.nn.Module, names: Sequence[str]) -> Iterator[No
         del model.__dict__["_ddp_params_and_buffers_to_ignore"]
         if before is not None:
             model.__dict__["_ddp_params_and_buffers_to_ignore"] = before
-
-
-def _learns_graph(model: DistributedDataParallel) -> bool:
-    """Return whether DDP learns a static graph in the next backward pass.
-
-    That pass must reduce gradients, or an internal assertion of the reducer fails (torch 2.13). Averaging in one more
-    micro-step does not change the gradients.
-    """
-    return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 def _register_comm_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
