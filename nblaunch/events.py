@@ -99,6 +99,7 @@ class FrameInfo:
         line: source text of the line, including lines of notebook cells.
         is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
+        variables: name and text of each local variable of the user's innermost frames: a literal, or a description.
     """
 
     filename: str
@@ -107,6 +108,7 @@ class FrameInfo:
     line: str = ""
     is_user: bool = True
     first_lineno: int = 0
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
+from nblaunch.diagnosis.rank_variables import value_of
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
@@ -112,12 +113,22 @@ class _Made(Exception):
     """Raised by functions that exist only to put their frame into a traceback."""
 
 
+_ERROR, _VALUES = "<error>", "<values>"
+"""Global names of the functions that raise; no variable of a rank has such a name."""
+
+
+def is_of_rank(frame: FrameType) -> bool:
+    """Return whether :func:`make_traceback` made a frame."""
+    return _ERROR in frame.f_globals
+
+
 def _one_frame(frame: FrameInfo) -> TracebackType | None:
     """Return the traceback entry of a function that raises at the line of ``frame``.
 
     Template engines map errors to template lines the same way (see Jinja2's debug module).
     """
-    function = FunctionType(_raising_code(frame), {"error": _Made()})
+    values = tuple(value_of(text) for _, text in frame.variables)
+    function = FunctionType(_raising_code(frame), {_ERROR: _Made(), _VALUES: values})
     try:
         function()
     except _Made as raised:
@@ -126,16 +137,24 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
 
 
 def _raising_code(frame: FrameInfo) -> CodeType:
-    """Compile ``def name(): raise error`` with the file and line numbers of ``frame``."""
-    line = {"lineno": frame.lineno, "end_lineno": frame.lineno, "end_col_offset": max(1, len(frame.line))}
-    body = ast.Raise(
-        exc=ast.Name("error", ast.Load(), col_offset=0, **line), cause=None, col_offset=0, **line
-    )
-    first = min(frame.first_lineno or frame.lineno, frame.lineno)
+    """Compile a function with the file, line numbers and local variables of ``frame``.
+
+        def name():
+            first, second, ... = values
+            raise error
+
+    The variables are not parameters, because IPython shows a function's parameters beside its name.
+    """
+    line: dict[str, Any] = {"lineno": frame.lineno, "end_lineno": frame.lineno, "col_offset": 0}
+    line["end_col_offset"] = max(1, len(frame.line))
+    names: list[ast.expr] = [ast.Name(name, ast.Store(), **line) for name, _ in frame.variables]
+    bind = ast.Assign([ast.Tuple(names, ast.Store(), **line)], ast.Name(_VALUES, ast.Load(), **line), **line)
     tree = ast.parse("def function(): pass", frame.filename)
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    definition.lineno, definition.end_lineno, definition.body = first, frame.lineno, [body]
+    definition.lineno = min(frame.first_lineno or frame.lineno, frame.lineno)
+    definition.end_lineno = frame.lineno
+    definition.body = [bind, ast.Raise(ast.Name(_ERROR, ast.Load(), **line), None, **line)]
     module = compile(tree, frame.filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
     code = code.replace(co_name=frame.name)  # names such as <lambda> can't be written in source

@@ -21,6 +21,7 @@ from functools import partial
 from types import FrameType
 
 from nblaunch import formatting
+from nblaunch.diagnosis.exceptions import is_of_rank
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
@@ -469,7 +470,10 @@ class _KeptWorkers(KeptFailure):
 
 
 def _clear_variables(error: BaseException) -> None:
-    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments."""
+    """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
+
+    Frames of ranks keep the texts of their variables.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -478,7 +482,8 @@ def _clear_variables(error: BaseException) -> None:
             continue
         seen.add(id(current))
         for frame, _ in traceback.walk_tb(current.__traceback__):
-            _clear_frames(frame)
+            if not is_of_rank(frame):
+                _clear_frames(frame)
         pending += [current.__cause__, current.__context__]
 
 

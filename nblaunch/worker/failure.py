@@ -18,8 +18,12 @@ from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire import exceptions
 from nblaunch.wire.exceptions import MAX_CHARACTERS, parts_of, shortened
+from nblaunch.worker.frames import texts_of_variables
 
 _MAX_FRAMES = 60
+_MAX_WITH_VARIABLES = 5
+"""How many of the user's frames have their variables."""
+
 _MAX_PARTS = 20  # exceptions of a group
 _MAX_FORMATTED_FRAMES = 2000
 """Largest number of frames. Only the last frames of a longer traceback are formatted, because Python takes seconds to
@@ -105,6 +109,7 @@ def _frames(tb: TracebackType | None) -> list[FrameInfo]:
     steps = [(frame, line_in(frame.f_code, line)) for frame, line in traceback.walk_tb(tb)]
     if len(steps) > _MAX_FRAMES:
         steps = steps[: _MAX_FRAMES // 2] + steps[-_MAX_FRAMES // 2 :]
+    users = [frame for frame, _ in steps if is_user_file(frame.f_code.co_filename)][-_MAX_WITH_VARIABLES:]
     return [
         FrameInfo(
             filename=frame.f_code.co_filename,
@@ -113,6 +118,7 @@ def _frames(tb: TracebackType | None) -> list[FrameInfo]:
             line=linecache.getline(frame.f_code.co_filename, lineno, frame.f_globals).strip(),
             is_user=is_user_file(frame.f_code.co_filename),
             first_lineno=frame.f_code.co_firstlineno,
+            variables=texts_of_variables(frame) if frame in users else (),
         )
         for frame, lineno in steps
     ]

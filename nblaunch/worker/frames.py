@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Sized
+from keyword import iskeyword
 from traceback import walk_stack, walk_tb
-from types import FrameType, TracebackType
+from types import FrameType, NoneType, TracebackType
 from typing import Any
 
 from nblaunch.user_code import is_user_file
@@ -14,6 +16,11 @@ from nblaunch.wire.worker_commands import FrameVariables
 
 _MAX_CHARACTERS = 200
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MAX_VARIABLES = 50
+_MAX_ELEMENTS = 20
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_ARRAY_LIBRARIES = ("torch", "numpy", "pandas", "jax", "jaxlib", "tensorflow")
+_SECRET = re.compile("passw|secret|token|credential|api_?key|auth", re.IGNORECASE)
 
 
 def frames_of_main_thread() -> list[FrameType]:
@@ -77,6 +84,47 @@ def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> Fra
     return FrameVariables(_function_of(frame), frame.f_code.co_filename, line, aspects, functions)
 
 
+def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
+    """Return the names and texts of a frame's local variables: a short literal, or else a description.
+
+    Strings in variables whose names suggest a secret are left out.
+    """
+    is_module = frame.f_locals is frame.f_globals
+    variables = _without_names_of_ipython(frame.f_locals, is_module)
+    named = [
+        (name, value) for name, value in variables.items() if name.isidentifier() and not iskeyword(name)
+    ]
+    return tuple((name, _text_of(name, value)) for name, value in named[:_MAX_VARIABLES])
+
+
+def _text_of(name: str, value: Any) -> str:
+    """Return the text of a variable. It runs no code of the user's classes, which may wait for another rank."""
+    kind = type(value)
+    if _is_literal(value) and len(text := repr(value)) <= _MAX_CHARACTERS:
+        is_secret = kind in (str, bytes) and _SECRET.search(name)
+        return f"<{kind.__name__}, not shown because of its name>" if is_secret else text
+    if kind in _SIZED:
+        return f"<{kind.__name__} of {len(value):,}>"
+    if kind.__module__.partition(".")[0] in _ARRAY_LIBRARIES and hasattr(kind, "shape"):
+        dtype, device = getattr(value, "dtype", ""), getattr(value, "device", "")
+        form = f"{str(dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"<{kind.__name__} {form}{f' on {device}' if device else ''}>"
+    return f"<{kind.__module__}.{kind.__qualname__}>"
+
+
+def _is_literal(value: Any, depth: int = 2) -> bool:
+    """Return whether ``repr`` writes a value as a short literal."""
+    kind = type(value)
+    if kind in (list, tuple, dict):
+        parts = [*value, *value.values()] if kind is dict else value
+        return (
+            depth > 0 and len(value) <= _MAX_ELEMENTS and all(_is_literal(part, depth - 1) for part in parts)
+        )
+    if kind in (str, bytes):
+        return len(value) <= _MAX_CHARACTERS
+    return kind in (bool, float, complex, NoneType) or (kind is int and value.bit_length() <= _MAX_CHARACTERS)
+
+
 def variables_of_main() -> FrameVariables:
     """Describe the variables of ``__main__``, for an idle rank."""
     return FrameVariables(("<module>", 1), "", 0, _all_aspects(vars(sys.modules["__main__"]), is_module=True))
@@ -85,11 +133,20 @@ def variables_of_main() -> FrameVariables:
 def _all_aspects(variables: Mapping[str, Any], is_module: bool) -> dict[str, str]:
     """Describe variables; in a module, leave out IPython's variables and functions."""
     aspects: dict[str, str] = {}
-    for name, value in dict(variables).items():
-        is_own = is_module and (callable(value) or name.startswith("_") or name in ("In", "Out"))
-        if not (name.startswith("__") or is_own):
-            aspects |= _aspects(name, value)
+    for name, value in _without_names_of_ipython(variables, is_module).items():
+        aspects |= _aspects(name, value)
     return aspects
+
+
+def _without_names_of_ipython(variables: Mapping[str, Any], is_module: bool) -> dict[str, Any]:
+    def is_left_out(name: str, value: Any) -> bool:
+        return is_module and (callable(value) or name.startswith("_") or name in ("In", "Out"))
+
+    return {
+        name: value
+        for name, value in dict(variables).items()
+        if not (name.startswith("__") or is_left_out(name, value))
+    }
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:
