@@ -62,8 +62,9 @@ KINDS: tuple[Kind, ...] = (
         "files open for reading",
         fork=Way(
             Treatment.RENEWED,
-            "each worker reads from its own position, which starts at the kernel's, even in files that are deleted or "
-            "also open for writing; so does each process of a `DataLoader`; locks stay with the kernel",
+            "each worker, and each process of a `DataLoader`, reads from its own position, which starts at the "
+            "kernel's. This includes files that have been deleted or are also open for writing. File locks stay with "
+            "the kernel",
         ),
         fresh=Way(Treatment.REJECTED, f"an open file {_NOT_PICKLED}"),
     ),
@@ -82,8 +83,8 @@ KINDS: tuple[Kind, ...] = (
             Treatment.REJECTED,
             "the kernel holds part of an unfinished gzip, bz2, xz, lz4, zip, HDF5, PyTables, netCDF, Parquet, Arrow, "
             "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory: a rank's first write raises an error, and "
-            "only the kernel completes the file. A note names a `zstandard` compressor. Ranks may add to a plain tar "
-            "archive and to SQLite and LMDB databases",
+            "only the kernel completes the file. For an unfinished `zstandard` file, a note names the compressor "
+            "instead. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
             Treatment.REJECTED,
@@ -193,7 +194,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.KEPT,
-            "the same; sets of strings have one order on all ranks, which is not the kernel's",
+            "the same; all ranks order sets of strings in the same way, but not in the kernel's order",
         ),
     ),
     Kind(
@@ -209,7 +210,7 @@ KINDS: tuple[Kind, ...] = (
         "variables of the notebook",
         fork=Way(
             Treatment.NOTED,
-            "each worker has its own copy. Weights of modules come back, other changes do not: a note names containers "
+            "each worker has its own copy. Weights of modules come back; other changes do not. A note names containers "
             "that the function has filled, such as `losses.append(loss)`, averages of weights, parameters outside of "
             "modules, and global variables that it has assigned",
         ),
@@ -226,8 +227,8 @@ KINDS: tuple[Kind, ...] = (
             "attributes that a cell has assigned, such as `config.lr = 0.1`, `Config.width = 8` or "
             "`torch.nn.functional.gelu = my_gelu`; in your modules also dictionaries, lists, sets, settings objects "
             "and global variables that calls from cells may have changed, such as `cfg.merge(...)` or "
-            "`config.set_lr(0.1)`. A note names assigned values that can't be sent. A model in one of your modules is "
-            "created again by each worker: pass it as an argument",
+            "`config.set_lr(0.1)`. A note names assigned values that can't be sent. If a model is a global variable "
+            "of one of your modules, each worker creates it again; pass the model as an argument instead",
         ),
     ),
     Kind(
@@ -238,8 +239,8 @@ KINDS: tuple[Kind, ...] = (
             "calls and decorators of cells that register functions or classes of the notebook, such as "
             "`AutoModel.register(MyConfig, MyModel)` or `@area.register` of `functools.singledispatch`, and items of a "
             "library's dictionary, such as `ACT2FN['mine'] = Mine`, are repeated in each worker once it has imported "
-            "the library; a note names registrations whose arguments can't be sent. Registrations by a function that a "
-            "cell calls are lost: call it inside the launched function, too",
+            "the library; a note names registrations whose arguments can't be sent. Registrations by a function that "
+            "a cell calls are lost: call that function inside the launched function as well",
         ),
     ),
     Kind(
@@ -249,9 +250,9 @@ KINDS: tuple[Kind, ...] = (
             Treatment.KEPT,
             "default dtype and device, precision of matrix products, deterministic algorithms, flags of "
             "`torch.backends`, attention kernels, anomaly, gradient and inference mode, autocast, function and "
-            "dispatch modes, hooks of saved tensors, of all modules and optimizers, threads of backward, print "
-            "options, flushing of denormal numbers, compiler settings. The worker applies them when it has imported "
-            "torch",
+            "dispatch modes, saved-tensor hooks, global hooks of modules and optimizers, multithreaded backward, "
+            "print options, flushing of denormal numbers, compiler settings. The worker applies them when it has "
+            "imported torch",
         ),
     ),
     Kind(
@@ -305,7 +306,7 @@ KINDS: tuple[Kind, ...] = (
         "Optuna studies",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy of a study in memory; a note says that the function's changes to it are lost",
+            "each worker gets a copy of an in-memory study; a note says that the function's changes to it are lost",
         ),
         fresh=Way(Treatment.NOTED, "the same"),
     ),
@@ -319,7 +320,7 @@ KINDS: tuple[Kind, ...] = (
         fresh=Way(Treatment.DROPPED, "the same"),
     ),
     Kind(
-        "profilers of Python",
+        "Python profilers",
         fork=Way(
             Treatment.DROPPED, "`%prun` and `cProfile` measure only the kernel; other profilers continue"
         ),
@@ -373,7 +374,7 @@ KINDS: tuple[Kind, ...] = (
         "locks",
         fork=Way(
             Treatment.NOTED,
-            "each worker gets a copy. The launcher waits a moment for threads that hold a lock; within seconds, "
+            "each worker gets a copy. The launcher briefly waits for threads that hold a lock; within seconds, "
             "a note names a wait for a lock that a thread of the kernel still holds",
         ),
         fresh=Way(Treatment.REJECTED, "a lock can't be pickled, and an error names the variable"),

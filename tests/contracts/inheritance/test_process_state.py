@@ -30,7 +30,7 @@ def test_kernel_exit_handlers_run_only_in_the_kernel(kernel: Kernel, start_metho
     assert "exit handler ran" not in cell.stdout
 
 
-@contract("profilers of Python")
+@contract("Python profilers")
 def test_a_profiler_of_the_kernel_does_not_measure_workers(kernel: Kernel, start_method: str) -> None:
     kernel.run(
         "import cProfile, sys, nblaunch\n"
