@@ -86,7 +86,7 @@ def notebook_launcher(
     nblaunch forks the workers from this process. They inherit the function, its closure and the modules in ``args``
     without pickling; memory is copied only when one side writes to it (copy-on-write). At the end, nblaunch loads the
     trained weights into the modules in ``args``. If a fork is unsafe, for example because the kernel uses CUDA, the
-    workers start through a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
+    workers start from a clean process, and the kernel needs no restart. Inside the function, ``Accelerator()``,
     plain ``torch.distributed.init_process_group()`` and other frameworks detect the ranks.
 
     Example::

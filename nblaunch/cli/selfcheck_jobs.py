@@ -149,7 +149,7 @@ def _gradients(tolerance: float, plugin: FullyShardedDataParallelPlugin | None =
 def check_metrics(setup: Setup) -> str:
     """Check that metrics count every sample once, even if ranks have unequal numbers of samples."""
     setup.expect_no_errors(_metrics)
-    return "gather_for_metrics returns every sample of an uneven set once, in order"
+    return "gather_for_metrics returns every sample once, in order, even if the ranks have unequal numbers of samples"
 
 
 def _metrics() -> list[str]:
@@ -200,7 +200,9 @@ def check_weights_back(setup: Setup) -> str:
     trained = setup.run(_train_passed_model, model).result()[0]
     after = _first_weights(model)
     if after != trained:
-        raise CheckFailed(f"rank 0's trained model begins with {trained}, but the model here with {after}")
+        raise CheckFailed(
+            f"rank 0's trained weights begin with {trained}, but the weights here begin with {after}"
+        )
     if after == before:
         raise CheckFailed(f"training did not change the weights: they still begin with {before}")
     return "the model in args has the trained weights of rank 0"

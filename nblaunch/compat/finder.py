@@ -139,7 +139,7 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
     def reject(*args: Any, **kwargs: Any) -> Any:
         raise ImportError(
             f"{name} comes from Hugging Face Accelerate, which is not installed: pip install accelerate. To train "
-            "a model that does not fit one device, nblaunch has "
+            "a model that does not fit on one device, nblaunch has "
             "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()) and "
             "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))",
             name="accelerate",

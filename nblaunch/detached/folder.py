@@ -158,7 +158,7 @@ class JobFolder(LogFolder):
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """Open the folder within the block; raise the same errors as :meth:`open`."""
+        """Open the folder for the duration of the block; raise the same errors as :meth:`open`."""
         fd = self.open()
         try:
             yield fd

@@ -103,16 +103,14 @@ class _Driver:
         except OSError as error:
             for connection in self._own:
                 connection.close()
-            raise LaunchError(
-                f"the driver of Ray could not be started ({sys.executable}): {error}"
-            ) from error
+            raise LaunchError(f"the Ray driver could not be started ({sys.executable}): {error}") from error
         finally:
             for connection in driver_ends:
                 connection.close()
             os.close(writing)
             os.close(life_reading)
         descriptors.keep_from_children(self._life_fd, reading)
-        self._receiver = EventReceiver(reading, "the driver of Ray")
+        self._receiver = EventReceiver(reading, "the Ray driver")
         self._log_path = Path(task.log_path)
         self.ended: dict[int, str] = {}
 
@@ -136,7 +134,7 @@ class _Driver:
                             raise LaunchError(event.error)
                         return event
                 if is_closed:
-                    raise LaunchError(f"the driver of Ray has ended; its log: {self._log_path}")
+                    raise LaunchError(f"the Ray driver has ended; its log: {self._log_path}")
         except BaseException:
             self.close()
             raise
@@ -156,7 +154,7 @@ class _Driver:
         events, is_closed = self._receiver.receive()
         self.ended |= {event.number: event.why for event in events if isinstance(event, NodeEnded)}
         if number not in self.ended and is_closed:
-            return f"the driver of Ray has ended; its log: {self._log_path}"
+            return f"the Ray driver has ended; its log: {self._log_path}"
         return self.ended.get(number, "")
 
     def close(self) -> None:

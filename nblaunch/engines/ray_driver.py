@@ -1,4 +1,4 @@
-"""The driver of Ray: the process that is connected to the cluster. It moves bytes between pipes and actors.
+"""The Ray driver: the process that is connected to the cluster. It moves bytes between pipes and actors.
 
     launching process ── socket of node n ──> thread ── actor n: send ──>    node program
                       <─ socket of node n ─── thread <─ actor n: poll ───

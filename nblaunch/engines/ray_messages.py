@@ -1,4 +1,4 @@
-"""Messages between the launching process and the driver of Ray."""
+"""Messages between the launching process and the Ray driver."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
         return _Start(spec.start_method, "as requested")
     if hazard is not None:
         reason = f"fork is not possible here: {hazard}"
-        fallback = f"workers start through a {clean_method}: {reason}; the kernel needs no restart"
+        fallback = f"workers start from a {clean_method}: {reason}; the kernel needs no restart"
         return _Start(clean_method, reason, "" if _IS_MACOS else fallback)
     clean_reason = backend.clean_start_reason()
     if clean_reason is not None:

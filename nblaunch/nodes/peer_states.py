@@ -1,4 +1,4 @@
-"""State of the other nodes of a job, derived from their heartbeats, and the agreement with them on a last step.
+"""The state of a job's other nodes, derived from their heartbeats, and the agreement on a step at which all stop.
 
     heartbeats, twice a second ──> update ──> events and readings of their ranks, for the dashboard
     clock                      ──> check  ──> "node 1 (host b, ranks 2-3) has sent no heartbeat for 5 s"
@@ -48,7 +48,7 @@ class PeerStates:
     Args:
         silence_s: seconds without a heartbeat after which a node is reported.
         patience_s: seconds without a heartbeat after which it is lost.
-        restart_count: number of starts of the workers before this world.
+        restart_count: how often the workers were started before this world.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class PeerStates:
         return bool(self._by_id) and not self.failures.has_cause
 
     def merged(self, readings: Sequence[SlotReading]) -> list[SlotReading]:
-        """Return readings of all ranks: ``readings`` for this node, the last received ones for the others."""
+        """Return readings of all ranks: ``readings`` for this node, and the last readings received from the others."""
         others = {rank: reading for peer in self._by_id.values() for rank, reading in peer.readings.items()}
         return [others.get(reading.rank, reading) for reading in readings]
 
@@ -198,7 +198,7 @@ class NodesStopAgreement:
         slots: rank -> slot of this node's ranks.
         state: state of this node, sent in every summary.
         peers: node rank -> last state received from that node.
-        remote: labels of the ranks of other nodes, and the ranks that have returned; the owner updates it.
+        remote: labels of the ranks of other nodes, and the ranks that have returned; :class:`PeerStates` updates it.
     """
 
     slots: Mapping[int, Slot]

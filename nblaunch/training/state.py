@@ -239,7 +239,7 @@ class AcceleratorState(View, ProcessMethods):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The division of the ranks; None: all are replicas."""
+        """How the ranks are divided for parallel training; None: all ranks are replicas."""
         return self._live().parallelism
 
     @property

@@ -63,7 +63,7 @@ def test_every_check_can_fail_and_shows_its_evidence() -> None:
     assert "differs from single-process training" in evidence["sharded"]
     assert "gave the samples [0, 1, " in evidence["metrics"]
     assert "the steps before load_state" in evidence["checkpoint"]
-    assert "rank 0's trained model begins with [" in evidence["weights-back"]
+    assert "rank 0's trained weights begin with [" in evidence["weights-back"]
     assert "ZeroDivisionError, but the job raised None" in evidence["errors"]
     assert "7 failed" in ended.stdout
 

@@ -125,7 +125,7 @@ def test_memory_with_shared_pages_is_not_summed() -> None:
 
 
 def test_a_fallback_is_named_in_the_header() -> None:
-    fallback = "workers start through a forkserver: CUDA is <in use>; nothing has to be restarted"
+    fallback = "workers start from a forkserver: CUDA is <in use>; nothing has to be restarted"
     events = started(2, start_method="forkserver", reason="fork is not possible", fallback=fallback)
     for view in (view_of(events), view_of([*events, *ended(2)])):
         html = render_html(view)
@@ -193,7 +193,7 @@ def golden_views() -> dict[str, JobView]:
     metrics = [Metric(0, START_S, step, {"accuracy": step / 10}) for step in range(9)]
     consequences = [raised(rank, "peer closed", is_consequence=True) for rank in (0, 2, 3)]
     warned = [
-        *started(2, start_method="forkserver", fallback="workers start through a forkserver: CUDA is in use"),
+        *started(2, start_method="forkserver", fallback="workers start from a forkserver: CUDA is in use"),
         Note(-1, START_S, text="memory may run out", kind="warning"),
         Note(-1, START_S, text="no progress for 300 s\nranks 0-1: waiting in all_reduce", kind="hang"),
         StatusLine(1, START_S, text="fold 2:  45%|████▌     | 450/1000 [00:45<00:55, 10.0it/s]"),

@@ -238,7 +238,7 @@ class Lottery:
             "rank": r"rank \d .*SIGKILL",
             "node": r"node \d \(host .*SIGKILL",
             "job process": r"process",
-            "driver": r"driver of Ray",
+            "driver": r"Ray driver",
             "actor": r"node \d \(host |actor",
             "raylet": r"raylet (of \S+ )?has died",
         }[victim]

@@ -286,7 +286,7 @@ def test_host_memory(report: list[str]) -> None:
 
 
 def test_a_backward_in_the_kernel_needs_no_restart(tpu: Kernel, report: list[str]) -> None:
-    """This is the last test: from here on, this kernel's workers start through the forkserver."""
+    """This is the last test: from here on, this kernel's workers start from the forkserver."""
     tpu.run("reference()", timeout_s=120)
     _launch(tpu, report, "after a backward() in the kernel")
     assert tpu.run("last_job().plan.start_method").value == "forkserver"

@@ -79,7 +79,7 @@ def test_workers_share_one_import_and_model(kernel: Kernel) -> None:
         assert "the runtime was shut down" not in cell.stdout, (
             "its barrier at the end would wait for the dead"
         )
-        assert "workers start through" not in cell.stdout
+        assert "workers start from" not in cell.stdout
 
 
 @pytest.mark.thorough

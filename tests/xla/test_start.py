@@ -125,7 +125,7 @@ def train(model):
 
 
 def test_a_backward_in_the_kernel_needs_no_restart(start_xla: StartKernel) -> None:
-    """It breaks the first backward of every forked worker, so workers start through the forkserver."""
+    """It breaks the first backward of every forked worker, so workers start from the forkserver."""
     kernel = start_xla()
     kernel.run(TRAIN)
     cell = kernel.run(
@@ -149,7 +149,7 @@ clean, first[1], hazard, second[1], is_initialised()
 
 
 def test_a_device_in_use_in_the_kernel_is_named(start_xla: StartKernel) -> None:
-    """On the CPU, workers can still start through the forkserver; on a TPU, the chips would be taken."""
+    """On the CPU, workers can still start from the forkserver; on a TPU, the chips would be taken."""
     kernel = start_xla()
     kernel.run(TRAIN)
     kernel.run("import torch_xla\ndevice = torch_xla.device()")

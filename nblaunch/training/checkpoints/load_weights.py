@@ -5,7 +5,7 @@ is on meta        the file's tensor, converted and moved if necessary, replaces 
 is quantised      it is only compared: it is frozen, and its module may be unable to load it
 
 :func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models, and have the names that
-Hugging Face Accelerate gave them. Device maps that split a model need an installed Accelerate.
+Hugging Face Accelerate gave them. Device maps that split a model need Accelerate to be installed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_checkpoint_in_model(
     strict: bool = False,
     **others: Any,
 ) -> None:
-    """Load weights into ``model`` that :meth:`Accelerator.save_model` wrote.
+    """Load weights written by :meth:`Accelerator.save_model` into ``model``.
 
     On the CPU, tensors without memory (``init_empty_weights``) are mapped to the file instead of copied, unless they
     are converted. The system reads the file when they are used. A program that overwrites the file's contents would
@@ -70,13 +70,13 @@ def load_checkpoint_in_model(
     Args:
         model: a module, wrapped or not, filled in place.
         checkpoint: a weight file, an index, or a folder with one of them.
-        device_map: None, or ``{"": device}``, where tensors without memory go. Any other map needs an installed
-            Accelerate, which gets all arguments.
+        device_map: None, or ``{"": device}``, where tensors without memory go. Any other map needs Accelerate to be
+            installed; nblaunch passes all arguments on to it.
         offload_folder: Accelerate's argument for a map with ``"disk"``.
         dtype: the dtype for floating point tensors without memory; None: keep the model's.
         strict: raise an error if names in the files and the model differ.
-        **others: Accelerate's other arguments. They have no effect on a model that is not split, except
-            ``keep_in_fp32_modules``: with it, an installed Accelerate loads the model if a tensor has no memory yet.
+        **others: Accelerate's other arguments. They have no effect on a model that is not split, except for
+            ``keep_in_fp32_modules``: if a tensor has no memory yet, Accelerate loads the model, and must be installed.
 
     Raises:
         CheckpointError: the weights are missing or damaged, or don't fit.
@@ -87,7 +87,8 @@ def load_checkpoint_in_model(
     target = _dtype(dtype)
     is_mixed = bool(others.get("keep_in_fp32_modules"))
     if is_mixed and device_map is None and any(tensor.is_meta for *_, tensor in _tensors(model)):
-        device_map = {"": "cpu"}  # None means the same place, but with None Accelerate converts nothing
+        # The CPU is the default, but Accelerate converts dtypes only if a map is given.
+        device_map = {"": "cpu"}
     _check_arguments("load_checkpoint_in_model", others, (*_SPLIT_ARGUMENTS, *_LOADING_ARGUMENTS))
     if _is_cut(device_map) or (is_mixed and device_map is not None):
         others |= {"offload_folder": offload_folder, "dtype": target, "strict": strict}
@@ -114,7 +115,7 @@ def load_checkpoint_and_dispatch(
         model: a module, filled in place.
         checkpoint: a weight file, an index, or a folder with one of them.
         device_map: None: the model stays where it is; ``{"": device}``: the whole model goes there. Any other map, such
-            as ``"auto"``, splits the model and needs an installed Accelerate.
+            as ``"auto"``, splits the model and needs Accelerate to be installed.
         max_memory: Accelerate's argument for ``device_map="auto"``.
         no_split_module_classes: Accelerate's argument for ``device_map="auto"``.
         dtype: convert floating point weights in the files to this type, such as ``torch.bfloat16`` or ``"bfloat16"``.

@@ -22,7 +22,7 @@ _MAX_TERMS = 64
 
 
 class LossDividedTwice(Check):
-    """The loop divides losses by the number of micro-steps, although ``accelerator.backward`` does so, too."""
+    """The loop divides losses by the number of micro-steps, although ``accelerator.backward`` already does."""
 
     name = "loss_divided_twice"
     is_hint = True
@@ -82,7 +82,8 @@ class TrainModeEvaluation(Check):
             return
         for model in map(bare_module, prepared.models):
             layers = [layer for layer in model.modules() if layer.training and _differs(layer)]
-            # A loop may use only the data, or another model, and statistics may be recomputed for an average.
+            # The loop may not run this model. Or it may run some layers on purpose, to recompute statistics for
+            # averaged weights.
             is_used = all(_version(layer) != self._versions.get(layer) for layer in layers if _version(layer))
             kinds = {type(layer).__name__ for layer in layers}
             if kinds and is_used:
@@ -126,7 +127,8 @@ class EvalModeTraining(Check):
 def _differs(layer: torch.nn.Module) -> bool:
     """Return whether a layer computes something different in evaluation mode.
 
-    Statistics without a momentum are means of all batches, which a loop in training mode computes on purpose.
+    Without a momentum, the running statistics are means over all batches; a loop in training mode computes them on
+    purpose.
     """
     if isinstance(layer, _BatchNorm):
         return layer.momentum is not None
@@ -137,7 +139,7 @@ def _version(layer: torch.nn.Module) -> int:
     """Return a number that grows with each forward pass in training mode; 0 for a layer without running statistics."""
     count = (
         layer.num_batches_tracked if isinstance(layer, _BatchNorm) else None
-    )  # running_mean has no versions
+    )  # torch does not count changes of running_mean
     return 0 if count is None else count._version + 1
 
 
@@ -172,7 +174,7 @@ class UntrainedParameters(Check):
 
 
 class MetricOfOneShare(Check):
-    """The loop shows a metric after an evaluation in which the ranks, which read different data, exchanged nothing."""
+    """The loop shows a metric after an evaluation without a collective, although ranks read different data."""
 
     name = "metric_of_one_share"
     is_hint = True
@@ -182,7 +184,7 @@ class MetricOfOneShare(Check):
         names_rank = _RANK.search(str(shown))
         if metric is not None and names_rank is None and prepared.shared.num_data_ranks > 1:
             self.report(
-                f"{metric[1]!r} is shown after an evaluation without a collective: it covers one share of the samples",
+                f"{metric[1]!r} is shown after an evaluation without a collective: it covers only this rank's samples",
                 "Compute it from accelerator.gather_for_metrics((predictions, labels)) of all batches",
             )
 
@@ -195,7 +197,7 @@ _METRIC = re.compile(
 """The name of a metric and a number, unless the name says that the metric is computed in training."""
 
 _RANK = re.compile(r"\b(?:rank|process|worker|gpu|device|shard)\b\W{0,3}\d", re.IGNORECASE)
-"""Text that names a rank: the rank's own metric is shown on purpose."""
+"""Text that names a rank, so the loop shows that rank's metric on purpose."""
 
 
 class DifferentOrders(Check):
@@ -223,8 +225,8 @@ class NeverStepped(Check):
     name = "no_optimizer_steps"
     is_hint = True
 
-    # The squares of gradients may be of interest by themselves, and a step may combine the gradients of many losses:
-    # a step withdraws the observation.
+    # A loop may only analyse gradients, or combine the gradients of many losses before it steps. A later step therefore
+    # withdraws the observation.
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)
@@ -252,6 +254,7 @@ class NeverStepped(Check):
                 f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
-                judged_by="finally",  # by all ranks: another check reports optimizers that step on some
+                # Shown only if no rank steps; another check reports optimizers that step on some ranks.
+                judged_by="finally",
                 step=0,
             )

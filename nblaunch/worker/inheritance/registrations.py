@@ -1,15 +1,16 @@
-"""Registrations by cells in libraries and modules, for workers that import these modules again.
+"""Registrations that cells make in libraries and modules, repeated in workers that import these modules again.
 
     AutoModel.register(MyConfig, MyModel)     a call with functions or classes of the notebook
     @registry.register("mine")                the same, as a decorator
     ACT2FN["mine"] = MyActivation             an item of a dictionary
     @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
 
-A fresh process imports the library without them. A registry within a function is read, because a later cell may have
-reused the names. Other calls are repeated in the worker, once it has imported the module, under three conditions: the
-name says that the call registers something, it is a statement of a cell's outermost level that no ``if USE_MINE:``
-excludes, and it registers a function or class of the notebook or calls Python's own library.
-``mlflow.register_model("runs:/1")`` would write to a server.
+A fresh process imports the library without them. If the registry is a dictionary within a function, its entries are
+sent, because a later cell may have reused the names in the call. The worker repeats other calls once it has imported
+the module, under three conditions. The function's name says that it registers something. The call is a top-level
+statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken. The call registers a function or
+class of the notebook, or is a call of Python's standard library. The last condition excludes calls such as
+``mlflow.register_model("runs:/1")``, which would write to a server.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ class _Call(NamedTuple):
 
 class _Entry(NamedTuple):
     cell: int
-    """Position of the variable in the function's closure that is the registry; -1 if the object is a dictionary."""
+    """Position of the registry in the function's closure; -1 if the object is a dictionary."""
     key: Any
     value: Any
 
 
 def read(sources: Iterable[str]) -> tuple[list[Registration], list[str]]:
-    """Return the registrations of cells, and as text those that can't be sent to another process.
+    """Return the registrations of cells, and a text for each that can't be sent to another process.
 
     Args:
         sources: the text of the cells.
@@ -157,7 +158,7 @@ def _write(registration: Registration, module: Any) -> None:
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         print(
-            f"{registration.registrar} of the kernel can't be repeated in this worker: {message}",
+            f"the kernel's registration with {registration.registrar} can't be repeated in this worker: {message}",
             file=sys.stderr,
         )
 
@@ -269,7 +270,7 @@ def _registrar_of(value: Any, owner: Any, name: str) -> Registrar | None:
             try:
                 if registrar.find() is value:
                     return registrar
-            except Exception:  # a module that imports its parts when they are used may fail in any way
+            except Exception:  # a module that imports its parts lazily may raise any exception
                 continue
     return None
 

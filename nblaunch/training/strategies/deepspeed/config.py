@@ -141,7 +141,7 @@ def _complete_batches(config: dict[str, Any], prepared: EngineInputs) -> None:
         elif isinstance(total, int):
             batch_size = max(1, total // (prepared.num_steps * prepared.world_size))
         else:
-            batch_size = 1  # without a loader, the engine only counts samples with it
+            batch_size = 1  # without a loader, the engine uses the batch size only to count samples
         put(config, micro, batch_size)
     elif sizes and len(sizes) == len(prepared.batch_sizes) and batch_size not in sizes:
         raise ValueError(
