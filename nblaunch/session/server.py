@@ -1,4 +1,4 @@
-"""The server of a session in each worker: executes commands and reports them with events, as a worker reports its
+"""The session's server in each worker: it executes commands and reports them with events, as a worker reports its
 function. It is the function that the session's job runs."""
 
 from __future__ import annotations
