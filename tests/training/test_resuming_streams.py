@@ -34,13 +34,15 @@ class Plain(IterableDataset[int]):
 class Stateful(IterableDataset[int]):
     """A stream with a position."""
 
+    num_rows = ROWS
+
     def __init__(self) -> None:
         self.read = 0
 
     def __iter__(self) -> Any:
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        while first + self.read * step < ROWS:
+        while first + self.read * step < self.num_rows:
             self.read += 1
             yield first + (self.read - 1) * step
         self.read = 0
@@ -50,6 +52,12 @@ class Stateful(IterableDataset[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.read = state["read"]
+
+
+class Odd(Stateful):
+    """A stream with a position, and with one more row than a whole number of rounds."""
+
+    num_rows = ROWS + 1
 
 
 class Shuffled(Plain):
@@ -65,6 +73,7 @@ class Shuffled(Plain):
 DATA: dict[str, Any] = {
     "plain": Plain,
     "stateful": Stateful,
+    "odd": Odd,
     "shuffled": Shuffled,
     "indexed": lambda: TensorDataset(torch.arange(ROWS)),
 }
@@ -141,6 +150,14 @@ def test_a_lone_process_sees_each_row_once(kind: str, num_workers: int) -> None:
 def test_processes_that_read_for_ranks_are_resumed_too(dispatch: bool, tmp_path: Path) -> None:
     seen, _ = _seen("plain", [2, 2, 2], [2, 1, -1], dispatch, 2, str(tmp_path / "state"))
     assert seen == Counter(range(ROWS))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_same_row_completes_the_last_round_of_a_resumed_stream(num_workers: int, tmp_path: Path) -> None:
+    """The stream continues from its own position, so it does not return its first row again."""
+    for folder in ("", str(tmp_path / "state")):
+        seen, _ = _seen("odd", [2, 2, 2], [2, 1, -1], True, num_workers, folder)
+        assert seen == Counter([*range(ROWS + 1), 0]), folder
 
 
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "indexed"])

@@ -77,6 +77,9 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         self.split_batches = split_batches
         self.slice_fn = slice_fn
+        # The first rows of this epoch, as a list of tensors, and the same from a loaded state.
+        self._first_rows: list[torch.Tensor] = []
+        self._resumed_rows: list[torch.Tensor] = []
 
     reads_on_every_rank = False
 
@@ -169,10 +172,10 @@ class DataLoaderDispatcher(PreparedLoader):
         head = self._join(dropped)
         batches = islice(batches, skipped - len(dropped), None)
         current = self._join(list(islice(batches, self.batches_per_round)))
+        head = self._note_first_rows(current if head is None else head)
         while current is not None:
             self._note_position()
             upcoming = self._join(list(islice(batches, self.batches_per_round)))
-            head = current if head is None else head
             num_rows = nested.count_rows(current)
             missing = -num_rows % self.num_processes
             if missing and upcoming is not None:
@@ -198,6 +201,29 @@ class DataLoaderDispatcher(PreparedLoader):
             # A loader that begins at this position still knows the first round; a torchdata loader would not.
             position = vars(self._position_at(self._loop.step + 1))
             self.epochs.state = {**state, ORDER: {**self._order_state(is_end), "position": position}}
+
+    def _order_state(self, is_end: bool) -> dict[str, Any]:
+        order = super()._order_state(is_end)
+        return {**order, "first_rows": self._first_rows} if self._first_rows and not is_end else order
+
+    def _resume_order_state(self, state: dict[str, Any]) -> None:
+        super()._resume_order_state(state)
+        self._resumed_rows = state.get("first_rows", [])
+
+    def _note_first_rows(self, head: Any) -> Any:
+        """Return the first round of the epoch, of which this loader may have read only ``head``, a later round.
+
+        A stream that continues from its own state does not return its first rows again, so states include them.
+        """
+        resumed, self._resumed_rows, self._first_rows = self._resumed_rows, [], []
+        is_kept = self.use_stateful_dataloader and not (self._needs_first_round or self._drops_last)
+        if head is None or not is_kept or self.num_processes == 1:
+            return head
+        if len(resumed) == len(list(nested.leaves(head))):
+            rows = iter(resumed)
+            head = nested.map_leaves(lambda leaf: next(rows), head)
+        self._first_rows = list(nested.leaves(_first_rows(head, self.num_processes - 1)))
+        return head
 
     @property
     def _needs_first_round(self) -> bool:
