@@ -472,7 +472,7 @@ class _KeptWorkers(KeptFailure):
 def _clear_variables(error: BaseException) -> None:
     """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
 
-    Frames of ranks keep the texts of their variables.
+    Frames of ranks keep the texts of their variables, but refer to the launcher's.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -482,8 +482,7 @@ def _clear_variables(error: BaseException) -> None:
             continue
         seen.add(id(current))
         for frame, _ in traceback.walk_tb(current.__traceback__):
-            if not is_of_rank(frame):
-                _clear_frames(frame)
+            _clear_frames(frame.f_back if is_of_rank(frame) else frame)
         pending += [current.__cause__, current.__context__]
 
 
