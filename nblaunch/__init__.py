@@ -22,7 +22,7 @@ __all__ = sorted(("__version__", *names.PUBLIC))  # for type checkers in __init_
 
 finder.install()
 
-# A launch can fork if GPUs were only counted. If it can't, it names the line of code that initialised CUDA.
+# A launch can fork if GPUs were only counted. If it can't, a note names the line of code that initialised CUDA.
 first_use.watch()
 packages.when_imported("torch.cuda", first_use.watch_torch)
 packages.when_imported("torch.xpu", first_use.watch_torch)

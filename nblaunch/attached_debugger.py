@@ -29,7 +29,7 @@ def is_attached() -> bool:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Stop debuggers from tracing this thread within the block."""
+    """Stop debuggers from tracing this thread while the block runs."""
     tracer = sys.gettrace()
     if not _is_debugger_trace(tracer):
         yield
@@ -44,7 +44,7 @@ def untraced() -> Iterator[None]:
 
 @contextmanager
 def kept_out() -> Iterator[None]:
-    """Start processes within the block as if no debugger were attached."""
+    """While the block runs, start processes as if no debugger were attached."""
     with untraced(), ExitStack() as stack:
         monitoring: Any = getattr(sys, "monitoring", None)
         if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
@@ -118,7 +118,7 @@ def _settrace() -> Callable[[Any], object]:
 
 
 def _free_monitoring(monitoring: Any) -> None:
-    """Take the debugger out of ``sys.monitoring`` (Python 3.12)."""
+    """Remove the debugger from ``sys.monitoring`` (Python 3.12)."""
     tool = monitoring.DEBUGGER_ID
     monitoring.set_events(tool, 0)
     for event in vars(monitoring.events).values():

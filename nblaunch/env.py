@@ -1,6 +1,6 @@
 """Environment variables. No other module uses ``os.environ``.
 
-``TABLE`` lists every variable that nblaunch reads. They are set by a user or a cluster. Parts of nblaunch pass values
+``TABLE`` lists every variable that nblaunch reads. A user or a cluster sets them. Parts of nblaunch pass values
 to each other as arguments or in the payload of a launch.
 """
 
@@ -218,7 +218,7 @@ def apply(changes: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables within the block, then restore them."""
+    """Set variables while the block runs, then restore them."""
     before = {name: os.environ.get(name) for name in changes}
     apply(changes)
     try:

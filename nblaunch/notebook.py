@@ -164,7 +164,7 @@ def notebook_launcher(
             processor time do not. A job hangs if no rank makes progress while one waits in a collective, or has stayed
             on one line since its last step. Other work without progress is reported as a possible hang.
         on_hang: ``"report"`` a hang, or also ``"stop"`` the job.
-        post_mortem: keep the workers where they are when a rank raises; the cell still raises the exception at once.
+        post_mortem: keep the workers where they are when a rank raises an exception; the cell still raises it at once.
             :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
             ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
             ``last_job().release()``, or after 30 minutes.

@@ -46,18 +46,18 @@ def is_user_file(filename: str) -> bool:
 
 
 def is_user_function(value: Any) -> bool:
-    """Return whether an object is a function of the notebook or of a user's module."""
+    """Return whether an object is a function that the notebook or a user's module defines."""
     return issubclass(type(value), FunctionType) and is_user_file(value.__code__.co_filename)
 
 
 def is_user_module(module: object) -> bool:
-    """Return whether a module is a file of the user; False for a notebook, and for None, a missing module."""
+    """Return whether a module is one of the user's files; False for a notebook, and for None, a missing module."""
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and is_user_file(file)
 
 
 def has_user_class(value: Any) -> bool:
-    """Return whether the class of an object is defined in the notebook or script, or in a module of the user."""
+    """Return whether the class of an object is defined in the notebook or script, or in a user's module."""
     module = type(value).__module__
     return module == "__main__" or is_user_module(sys.modules.get(module))
 

@@ -78,7 +78,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
 
     Args:
         name: name of the backend.
-        pickled: the backend, if another process registered it; this process then registers it, too.
+        pickled: the backend, if another process registered it; this process then also registers it.
     """
     if pickled and name not in _registered:
         register(pickle.loads(pickled))

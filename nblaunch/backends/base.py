@@ -90,7 +90,7 @@ class Backend(ABC):
     """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does in backward."""
 
     exchanges_on_host = False
-    """Whether ranks exchange the device's tensors, except gradients, through gloo if the group has gloo, too."""
+    """Whether ranks exchange the device's tensors, except gradients, through gloo if the group also has gloo."""
 
     num_own_collectives = 0
     """Number of collectives that this process has started on its device outside torch's process groups."""

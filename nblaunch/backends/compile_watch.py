@@ -19,7 +19,8 @@ from nblaunch import formatting
 from nblaunch.backends.base import tensors
 
 WARM_UP_STEPS = 2
-"""Number of first steps of a shape that always compile: values that appear in the first are inputs of the second."""
+"""Number of first steps with a shape, which always compile: values created in the first step are inputs of the
+second."""
 
 _READING_STEPS = 3  # in a row, because an occasional read is not worth a report
 _CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs

@@ -8,7 +8,7 @@ hazards, such as threads; ``launcher/plan.py`` decides how workers start.
     watch_torch               records the line that initialises a GPU; called when torch.cuda or torch.xpu is imported
     gpu_hazard                why forked workers could not use CUDA, ROCm, or Intel's Level Zero
     gpu_in_use                which GPUs make forked workers fail even if they compute on the CPU
-    is_xla_initialised        whether the XLA runtime is up
+    is_xla_initialised        whether the XLA runtime is running
     xla_backward_hazard       why forked workers could not run a backward pass on an XLA device
     fork_failure              tries a backward pass in a throw-away fork
 
@@ -208,9 +208,9 @@ def _try_torch(runtime: GpuRuntime) -> None:
 
 
 def is_xla_initialised() -> bool:
-    """Return whether the XLA runtime is up in this process, without starting it."""
+    """Return whether the XLA runtime is running in this process, without starting it."""
     torch_xla: Any = sys.modules.get("torch_xla")
-    # This name is private, but torch_xla's own launcher reads it, too.
+    # This name is private, but torch_xla's own launcher also reads it.
     ask = getattr(getattr(torch_xla, "_XLAC", None), "_xla_runtime_is_initialized", None)
     return bool(ask()) if ask is not None else False
 

@@ -80,7 +80,7 @@ class GpuBackend(Backend):
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         changes = {**super().worker_env(topology), _CHOSEN_BY_LOCAL_RANK: "1"}
         if self.dist_backend == "nccl" and topology.num_nodes == 1:
-            # For the rendezvous of one machine's processes only; their data goes through links of GPUs or shared
+            # Only the rendezvous of one machine's processes uses it; their data goes through GPU links or shared
             # memory.
             changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
         return changes
@@ -94,7 +94,7 @@ class GpuBackend(Backend):
         # Otherwise torch would ask the driver's library for the number of GPUs, which is slow to start and counts whole
         # GPUs if CUDA shows one MIG instance.
         gpu.init()
-        # If there are more workers than GPUs, they share GPUs in turn, for tests on small machines.
+        # If there are more workers than GPUs, they are assigned to GPUs in turn, for tests on small machines.
         device = torch.device(self.device_type, topology.local_rank % max(1, gpu.device_count()))
         gpu.set_device(device)
         return device

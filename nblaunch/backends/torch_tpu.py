@@ -235,8 +235,8 @@ def _mismatch() -> str | None:
 
 
 def is_initialised() -> bool:
-    """Return whether the TPU runtime is up in this process, without starting it."""
-    # This name is private, but torch.tpu.is_initialized() reads it, too.
+    """Return whether the TPU runtime is running in this process, without starting it."""
+    # This name is private, but torch.tpu.is_initialized() also reads it.
     operations = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
     ask = getattr(operations, "_is_initialized", None)
     return bool(ask()) if ask is not None else False

@@ -228,7 +228,7 @@ def _is_executed(cell: Any) -> bool:
 
 
 def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> None:
-    """Run all cells in a fresh kernel and store the outputs in the notebook, even if a cell raises.
+    """Run all cells in a fresh kernel and store the outputs in the notebook, even if a cell raises an exception.
 
     Args:
         notebook: notebook as read by nbformat; changed in place.

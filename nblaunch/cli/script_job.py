@@ -255,7 +255,7 @@ class _TorchPreloader(Dashboard):
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptStarted) and self._thread is not None:
-            self._thread.join()  # a restart looks up types of torch, which must be fully imported
+            self._thread.join()  # a restart looks up torch's types, and torch must be fully imported
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()

@@ -1,11 +1,11 @@
 """Serves the names of :mod:`nblaunch.compat.names`: lookup at first use, and an import hook for modules.
 
 ``nblaunch.utils.operations`` is a module without a file. Its attributes are imported at first use, from the modules
-that define them. Every module has the names that an installed Accelerate serves. An unsupported module or attribute
-raises an error that says what to use instead.
+that define them. Every module has the names that Accelerate serves if it is installed. An unsupported module or
+attribute raises an error that says what to use instead.
 
 On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``.
-Importing a module after another version of nblaunch was installed raises one, too (``nblaunch/installation.py``).
+So does importing a module after another version of nblaunch was installed (``nblaunch/installation.py``).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Loader(Loader):
 
 
 def from_accelerate(name: str) -> Any:
-    """Return the object of an installed Hugging Face Accelerate; without it, a placeholder that raises when used.
+    """Return Hugging Face Accelerate's object, or a placeholder that raises when used if Accelerate is not installed.
 
     nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
     Accelerate exports. Programs that train and split models import such names along with names for training, and

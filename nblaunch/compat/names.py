@@ -232,7 +232,7 @@ _WITHOUT_OWN_NAMES = (
     "utils.bnb",
     "utils.offload",
 )
-"""Modules whose names all come from an installed Accelerate."""
+"""Modules whose names all come from Accelerate, if it is installed."""
 
 
 def _homes(names_of: Mapping[str, str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
 
 
 def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
-    """Return seconds, steps and samples of the training, with the time since the last reading unless it evaluates."""
+    """Return seconds, steps and samples of the training, with the time since the last reading unless evaluating."""
     last = rank.reading
     if (
         is_evaluating
@@ -134,7 +134,7 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the changed fields that describe the length of an epoch."""
     if not reading.epoch:
         return {}
-    # A second training has its own loop. After a loop that reads only one batch, the board returns to the previous
+    # A second training run has its own loop. After a loop that reads only one batch, the board returns to the previous
     # loop.
     is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
@@ -354,7 +354,7 @@ def _epoch_ended(view: JobView, event: events.EpochEnded) -> JobView:
     if not 0 <= event.rank < len(view.ranks):
         return view
     rank = view.ranks[event.rank]
-    # Epoch numbers that do not increase belong to another training of the same function.
+    # Epoch numbers that do not increase belong to another training run of the same function.
     training = rank.training + (event.epoch <= rank.ended_epoch)
     view = _with_rank(view, replace(rank, training=training, ended_epoch=event.epoch))
     epoch = view.epochs.get((training, event.epoch), EpochView())

@@ -56,7 +56,7 @@ def _progress(view: JobView) -> Figure | None:
     last = min(view.ranks, key=lambda rank: (rank.epoch, rank.step), default=None)
     if last is None or not last.has_progress:
         return None
-    # Without losses, only the steps of the last epoch are known for certain.
+    # Without losses, only the steps of the last epoch are certain.
     num_steps = last.reading.losses.num_steps or (last.total if last.epoch == 1 else 0)
     is_empty = last.total == 0 and last.reading.steps_done == 0
     steps = formatting.count(num_steps, "step") if num_steps else "no steps: the loader is empty" * is_empty

@@ -36,7 +36,7 @@ MAX_ALL_IN_ROWS = 16
 """Largest number of ranks that all have their own row."""
 
 MAX_DIFFERING_ROWS = 12
-"""Largest number of rows for ranks that differ; further ranks are collapsed, too."""
+"""Largest number of rows for ranks that differ; further ranks are also collapsed."""
 
 HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""

@@ -84,7 +84,7 @@ class Endpoint:
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
         """Return the reply to a request; empty if no job process replies.
 
-        While too many other requests wait, for example because many processes attach at once, this one waits, too.
+        While too many other requests wait, for example because many processes attach at once, this one also waits.
         """
         until_s = time.monotonic() + timeout_s
         while True:

@@ -231,7 +231,7 @@ def find_cause(times: Times, uses: Uses, machine: Machine) -> Cause | None:
     """
     if not times or any(spent.period_s / spent.num_steps < _MIN_STEP_S for spent in times.values()):
         return None
-    # Causes that slow everything down come first, because they make data and batches look slow, too.
+    # Causes that slow everything down come first, because they also make data and batches look slow.
     for judge in (_threads, _shared_processor, _limits):
         if (cause := judge(uses, machine)) is not None:
             return cause
@@ -275,7 +275,7 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     others = [use.wait_share for rank, use in uses.items() if rank not in slow]
     neighbours = [use.neighbour for use in slow.values() if use.neighbour is not None]
     is_fixed = all(process.is_pinned for process in neighbours)
-    # On a busy machine, other ranks wait, too. A pinned neighbour is still the cause.
+    # On a busy machine, other ranks also wait. A pinned neighbour is still the cause.
     share_of_others = 0.75 if is_fixed else 0.5
     if not slow or not others:
         return None

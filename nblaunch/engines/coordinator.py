@@ -344,7 +344,7 @@ class Coordinator:
                 link.channel.send(message)
 
     def _end_ranks(self) -> None:
-        """Make all nodes end their ranks, after a moment in which other ranks can report their own failures."""
+        """Make all nodes end their ranks, after giving other ranks a moment to report their own failures."""
         if self._ends_since is None:
             self._ends_since = time.monotonic()
             self._send_all(EndRanks())

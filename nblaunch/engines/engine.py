@@ -44,7 +44,7 @@ class NodesWanted:
 
     @property
     def interpreter_variables(self) -> dict[str, str]:
-        """Variables that Python reads when it starts. With one hash seed, all ranks order sets of strings equally."""
+        """Variables that Python reads when it starts. With one hash seed, all ranks order sets of strings alike."""
         return {name: value for name, value in self.environment.items() if name == "PYTHONHASHSEED"}
 
 

@@ -60,7 +60,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """A module of the user, sent as source text.
+    """A user's module, sent as source text.
 
     Args:
         name: dotted name.

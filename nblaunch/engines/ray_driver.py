@@ -37,8 +37,8 @@ _REFUSAL_S = 0.3
 _NOTE_S = 3.0
 _STEP_S = 0.25
 _GROUP_STEP_S = 1
-"""Seconds of one wait for a placement group. Ray drops fractions of a second, and a wait of 0 s learns late that the
-group is ready.
+"""Seconds of one wait for a placement group. Ray drops fractions of a second, and a wait of 0 s would notice too late
+that the group is ready.
 """
 
 _LEAVE_S = 3.0
@@ -304,7 +304,7 @@ class Driver:
 
     def _variables(self) -> dict[str, str | None]:
         """Return environment variables of the node programs; None removes one."""
-        # Ray sets the former from an actor's number of CPUs. Ranks may use the latter to connect to this cluster.
+        # Ray sets OMP_NUM_THREADS from an actor's number of CPUs. Ranks may use RAY_ADDRESS to connect to this cluster.
         variables: dict[str, str | None] = {"OMP_NUM_THREADS": None, **self._task.variables}
         with suppress(Exception):  # Ray Client does not know the address
             variables["RAY_ADDRESS"] = str(self._ray.get_runtime_context().gcs_address)
@@ -405,7 +405,7 @@ class Driver:
         if not self._ray.is_initialized():
             return
         with suppress(Exception):  # the rest ends with the connection
-            # The program of an actor that is killed ends, too, if it runs no ranks.
+            # If a killed actor's program runs no ranks, the program also ends.
             leaving = [actor.leave.remote() for actor in self._actors] if self._have_started else []
             if leaving:
                 self._ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)

@@ -84,7 +84,7 @@ class Descendants:
         return pids if new_pids is None else [pid for pid in pids if pid in new_pids]
 
     def _new_pids(self) -> range | None:
-        """Return the ids of processes and threads since the start; None if they are not known for certain."""
+        """Return the ids of processes and threads since the start; None if they are not certain."""
         newest = _newest_pid()
         if time.monotonic() - self._began_s >= _SHORT_S or newest < self._newest_before:
             return None

@@ -1,8 +1,8 @@
 """Signal handlers of this process, held back while the launcher is between two consistent states.
 
-Python can call a handler between any two lines of the main thread. If a handler raises, such as a SIGALRM handler that
-limits the time of a cell, it would leave the launcher in an inconsistent state: with unwatched workers, a lock that is
-never released, or a half-loaded model.
+Python can call a handler between any two lines of the main thread. If a handler raises an exception, such as a SIGALRM
+handler that limits the time of a cell, it would leave the launcher in an inconsistent state: with unwatched workers, a
+lock that is never released, or a half-loaded model.
 
     with held_back():        arriving signals are only recorded
         run_arrived()        calls their handlers here, where an exception does no harm

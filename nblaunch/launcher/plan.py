@@ -284,8 +284,8 @@ def _start_of(spec: LaunchSpec, backend: Backend) -> _Start:
     clean_method = "spawn" if _IS_MACOS else "forkserver"
     if spec.start_method == "fork" and hazard is not None:
         raise LaunchError(
-            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start "
-            f"through a {clean_method}, without a restart of the kernel."
+            f"start_method='fork' is not possible here: {hazard}. With start_method='auto' the workers start from a "
+            f"{clean_method}, and the kernel needs no restart."
         )
     if spec.start_method != "auto":
         return _Start(spec.start_method, "as requested")

@@ -184,7 +184,7 @@ class JobRequests:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Let the caller answer queries within the block; queries left at its end are rejected."""
+        """Let the caller answer queries while the block runs; queries left at its end are rejected."""
         self._is_answering = True
         try:
             yield
@@ -230,7 +230,7 @@ def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
 
 @contextmanager
 def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
-    """Let SIGINT call ``request()`` within the block instead of raising an exception at a random line.
+    """While the block runs, let SIGINT call ``request()`` instead of raising an exception at a random line.
 
     This works only in the main thread; elsewhere nothing changes. The previous handler is always restored. A SIGINT
     that was blocked before the block counts as a request.

@@ -6,8 +6,8 @@
        └── pipes ── agent 0  <── store: rendezvous, ranks, barrier, heartbeats ──>  agent 1 ──┘
 
 Here, a job waits until all nodes have joined, lets the supervisor run this node's workers, reports how they ended, and
-waits again in case of a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the
-other nodes.
+waits again before a restart. The agent takes part in torch's elastic rendezvous and exchanges heartbeats with the other
+nodes.
 
 nblaunch does not use torchrun's agent, because that agent starts the workers as its own children. Here the launcher
 starts and supervises them, as on one machine: children of an agent could inherit neither the function nor the model of
@@ -21,7 +21,7 @@ whose ranks have returned starts them again if other nodes restart theirs.
 In the launcher:
 
     link.py              the runner of a job, and the connection to the other nodes, with waits and heartbeats
-      peer_states.py     state of the other nodes; agrees with them on a last step
+      peer_states.py     state of the other nodes; agrees with them on a step at which all stop
       agent_client.py    process of this node's agent; messages from and to it
       network.py         addresses and interfaces of this machine
 

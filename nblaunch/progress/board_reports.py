@@ -281,7 +281,7 @@ _MAX_RECENT = 4096
 """Losses between two updates of the board, for a loop with 8,000 steps per second."""
 
 _NUM_NAN = 3
-"""Number of consecutive steps with a NaN loss after which the weights must be NaN, too."""
+"""Number of consecutive steps with a NaN loss after which the weights must also be NaN."""
 
 _LOSS_INTERVAL_S = 0.5
 _MEMORY_INTERVAL_S = 1.0

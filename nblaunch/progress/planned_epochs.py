@@ -89,7 +89,7 @@ def places_around(frame: FrameType | None, *, is_inside: bool = False) -> list[P
         return [_place_in(loop, user_frame) for loop, user_frame in _loops_around(frame, is_inside)]
     except _UnknownError:
         return None
-    except Exception:  # a user's object misbehaves; the display must not end training
+    except Exception:  # a user's object raises an error; the display must not end training
         return None
 
 

@@ -79,8 +79,8 @@ class SessionClient:
     def command(self) -> Iterator[None]:
         """Run a block that sends one command and handles its results.
 
-        Within the block, an interrupt is counted and passed on to busy ranks instead of being raised at a random line
-        of this process. Handlers of other signals are delayed.
+        While the block runs, an interrupt is counted and passed on to busy ranks instead of being raised at a random
+        line of this process. Handlers of other signals are delayed.
 
         Raises:
             RuntimeError: another thread's command is running.

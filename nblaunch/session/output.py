@@ -109,7 +109,7 @@ class SessionOutput:
         dashboards: Sequence[Dashboard],
         open_rows: Callable[[], Sequence[Dashboard]] | None = None,
     ) -> Iterator[None]:
-        """Show events with ``dashboards`` when :meth:`pump` is called within the block, and the rest at its end.
+        """Show events with ``dashboards`` when :meth:`pump` is called in the block, and the rest at its end.
 
         Args:
             dashboards: dashboards used from the start.

@@ -1,4 +1,4 @@
-"""Session: workers that persist between cells, with the variables of the notebook and their own."""
+"""Session: workers that persist between cells, with the notebook's variables and their own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ merged."""
 class Session(RankCommands):
     """Workers, one per device, that persist between cells and execute code and functions.
 
-    They are forked from the kernel, so every rank has the variables of the notebook at that time. Each rank keeps its
+    They are forked from the kernel, so every rank has the notebook's variables at that time. Each rank keeps its
     own variables from cell to cell.
 
     Example::
@@ -202,8 +202,8 @@ class Session(RankCommands):
         """Run ``function(*args)`` on every rank, like ``notebook_launcher``, on running workers.
 
         Args:
-            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks with the variables of
-                the notebook that it names, which replace the ranks' variables of the same names.
+            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks with the notebook's
+                variables that it names, which replace the ranks' variables with the same names.
             args: its positional arguments. Trained weights of modules in them come back.
             return_all: return the list of the values of all ranks.
             sync_weights: load the trained weights into the modules in ``args``.
@@ -417,7 +417,7 @@ class Session(RankCommands):
         with self._output.shown_by([dashboards.lines_printer()]), attached_debugger.untraced():
             if reason := self._runner.plan.fallback:
                 text = (
-                    f"{reason}. Ranks do not have the variables of the notebook: send them with "
+                    f"{reason}. Ranks do not have the notebook's variables: send them with "
                     "session.put(name=value)"
                 )
                 self._output.on_event(Note.of_job(text))

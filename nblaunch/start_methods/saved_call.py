@@ -44,7 +44,7 @@ class SavedCall:
         argv: ``sys.argv``, which a function may parse.
         authkey: key that processes of ``multiprocessing`` share; workers need it to reach the kernel's managers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
-        has_shell: this process is an IPython shell, so ``display`` must work in workers, too.
+        has_shell: this process is an IPython shell, so ``display`` must also work in workers.
         names: names of the notebook's variables, most of which the call does not contain.
     """
 

@@ -298,7 +298,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The division of the ranks; None: all are replicas."""
+        """How the ranks are divided for parallel training; None: all ranks are replicas."""
         return self._preparer.shared.parallelism
 
     @property

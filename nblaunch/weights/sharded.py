@@ -4,8 +4,8 @@
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's full tensor
     rank 2   ── TensorShard ──┘
 
-The shards belong to :class:`torch.distributed.tensor.DTensor` and DeepSpeed. The functions that recognise sharded
-tensors and models live here, too.
+The shards belong to :class:`torch.distributed.tensor.DTensor` and DeepSpeed. This module also has the functions that
+recognise sharded tensors and models.
 """
 
 from __future__ import annotations

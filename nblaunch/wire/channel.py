@@ -59,7 +59,7 @@ class EventSender:
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one whole event. Ignore a missing launcher: its workers are about to end, too.
+        """Write one whole event. Ignore a missing launcher: its workers are also about to end.
 
         Raises:
             OSError: this process has closed the descriptor; its number may now belong to another file.

@@ -6,9 +6,9 @@ Each call has a number within its group and a chain: a digest of everything that
 call and in all earlier ones. If two ranks have equal chains at a number, they have agreed up to that call, so a
 comparison needs nothing else. Chains are computed from integers, whose hashes do not differ between processes.
 
-``backward``, the forward pass of ``DistributedDataParallel`` and optimizer steps are calls, too, with their own counts,
-because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not agree
-on them, so they are not part of a chain.
+``backward``, the forward pass of ``DistributedDataParallel`` and optimizer steps also count as calls, with their own
+counts, because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not
+agree on them, so they are not part of a chain.
 
 All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes less
 than a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten

@@ -98,7 +98,7 @@ def capture(log_path: str) -> None:
     """Redirect descriptors 0, 1 and 2 and replace ``sys.stdin``, ``stdout`` and ``stderr``.
 
     Both outputs append to one file, so that lines keep their order. Processes that the worker starts inherit the
-    descriptors, and C libraries print to them, too.
+    descriptors, and C libraries also print to them.
 
     Raises:
         LaunchError: the log file can't be created.

@@ -201,7 +201,7 @@ def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process within the block when the other end of a pipe closes, because imports in the block take seconds.
+    """End this process if the other end of a pipe closes while the block runs, because its imports take seconds.
 
     The watching thread ends with the block, before ranks are forked.
     """

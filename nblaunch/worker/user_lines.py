@@ -79,7 +79,7 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        own_files: files of the hooks, whose functions have no name of interest.
+        own_files: files of the hooks, whose function names are of no interest.
     """
 
     def __init__(self, own_files: set[str]) -> None:

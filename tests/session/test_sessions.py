@@ -158,7 +158,7 @@ def test_errors_show_the_lines_of_their_commands(shared: Kernel) -> None:
 def test_unforked_ranks_start_without_variables(shared: Kernel) -> None:
     shared.run("session.execute('torch.distributed.barrier()')")
     cell = shared.run("with Session(1) as other: 'base' in other.execute('dir()')[0]")
-    assert "not have the variables of the notebook" in cell.stdout
+    assert "not have the notebook's variables" in cell.stdout
     assert "another job of this process is running" in cell.stdout
 
 
@@ -169,7 +169,7 @@ def test_the_start_method_is_explained_before_the_start(shared: Kernel, tmp_path
     shared.run(f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}")
     cell = shared.submit("with Session(1): del os.environ['PYTHONPATH']")
     try:
-        cell.wait_for_text("not have the variables of the notebook")
+        cell.wait_for_text("not have the notebook's variables")
     finally:
         go = os.open(tmp_path / "go", os.O_RDWR)  # lets new interpreters continue
     cell.wait()

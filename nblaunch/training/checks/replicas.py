@@ -48,7 +48,7 @@ class DifferentReplicas(Check):
             trained = [averaged[place] for place in places]
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             name, share = type(model.module).__name__, hash(tuple(places))
-            # Report weights first: if these differ, gradients do, too.
+            # Report weights first: if these differ, so do gradients.
             self.report(
                 f"the weights of the {name} differ between ranks",
                 "Load or change weights before prepare(), which sends the weights of rank 0 to all ranks, or make "
@@ -66,7 +66,7 @@ class DifferentReplicas(Check):
 
 
 class StepsOnSomeRanks(Check):
-    """Optimizers step on some ranks only, for instance on the main process, and the other ranks never change.
+    """Optimizers step on some ranks only, for example on the main process, and the other ranks' weights never change.
 
     Ranks may count passes differently, if one of them does an additional backward pass, and may accumulate gradients:
     only ranks whose weights changed in most of the first passes are compared with ranks whose weights never changed.

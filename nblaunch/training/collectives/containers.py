@@ -108,7 +108,7 @@ def _rebuilt_fields(data: Any, values: list[Any]) -> Any:
         return data
     made = copy.copy(data)  # its constructor may take other arguments, or none
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # works for frozen classes, too
+        object.__setattr__(made, name, value)  # also works for frozen classes
     return made
 
 
@@ -124,7 +124,7 @@ def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def _rebuilt_mapping(data: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
-    if isinstance(data, MutableMapping):  # dict is one, too
+    if isinstance(data, MutableMapping):  # dict is also one
         return _filled(data, contents)
     if _holds(data, contents):
         return data
@@ -150,7 +150,7 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
 
 
 def _copied(data: Any) -> Any:
-    """Return a copy that shares no contents; if the container wraps another one, copy that, too."""
+    """Return a copy that shares no contents; if the container wraps another one, copy that one as well."""
     made = copy.copy(data)
     if not isinstance(data, (dict, list)) and not hasattr(type(data), "__copy__"):
         for name, value in vars(made).items() if hasattr(made, "__dict__") else ():

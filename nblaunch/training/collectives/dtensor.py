@@ -175,7 +175,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float, device: torch.device) -
 
 
 def summed(gradient: Any) -> Any:
-    """Return the sum of a gradient whose summands are on different ranks; other gradients unchanged."""
+    """Return the sum of a gradient whose summands are on different ranks; return other gradients unchanged."""
     if not (is_sharded(gradient) and any(place.is_partial() for place in gradient.placements)):
         return gradient
     from torch.distributed.tensor import Replicate

@@ -126,7 +126,7 @@ def gather_object(object: Any) -> Any:
 
 
 def check_that_all_have_objects() -> None:
-    """If ranks compare data at all, raise on every rank if only some have objects for metrics."""
+    """Raise on every rank if only some have objects for metrics; do nothing if ranks do not compare data."""
     if _compares_first():
         _check_alike("gather", _OBJECTS)
 

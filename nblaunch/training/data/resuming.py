@@ -5,7 +5,7 @@ drawn. Reading the epoch again and skipping the samples already seen yields exac
 :class:`EpochPosition` records which samples were seen; any number of ranks can continue from it.
 
 A checkpoint does not restore random numbers that a dataset draws from the process's global generators: the loader reads
-one batch ahead of the training loop, so these generators are one batch ahead, too.
+one batch ahead of the training loop, so these generators are also one batch ahead.
 """
 
 from __future__ import annotations

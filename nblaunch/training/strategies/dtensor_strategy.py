@@ -30,7 +30,7 @@ from nblaunch.weights.state_dicts import quantised_entries
 
 _MODEL = "pytorch_model_fsdp_{}"
 _OPTIMIZER = "optimizer_{}"
-_NO_DEADLINE = timedelta(days=365)  # training waits for a slow disk without a deadline, too
+_NO_DEADLINE = timedelta(days=365)  # training also waits for a slow disk without a deadline
 
 
 class DTensorStrategy(Strategy):

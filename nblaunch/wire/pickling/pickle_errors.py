@@ -30,7 +30,7 @@ class _Part(NamedTuple):
     Args:
         name: an expression, as the user's code would refer to the part.
         error: why it can't be pickled.
-        is_of_user: whether the part, or an object that contains it, is of a class or function of the user.
+        is_of_user: whether the part, or an object that contains it, belongs to a class or function of the user.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Unpicklable:
 def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
     """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors.
 
-    Objects of a library are named as a whole, unless they contain an object of the user that can't be pickled.
+    Objects of a library are named as a whole, unless they contain a user's object that can't be pickled.
     """
     return [(part.name, part.error) for part in islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS)]
 
@@ -131,7 +131,7 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Return whether a value is a function of the user or an object of the user's class."""
+    """Return whether a value is a user's function or an instance of a user's class."""
     return is_user_function(value) or has_user_class(value)
 
 

@@ -53,7 +53,7 @@ class _StateOfThread(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
-    """Return what cells have changed, with the present values, and as text what can't be sent to another process.
+    """Return what cells have changed, with the present values, and a text for each change that can't be sent.
 
     Args:
         sources: the text of the cells.
@@ -114,7 +114,7 @@ def _write(attribute: AssignedAttribute, module: Any) -> None:
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         place = ".".join(filter(None, attribute.place))
-        print(f"{place} of the kernel can't be set in this worker: {message}", file=sys.stderr)
+        print(f"the kernel's {place} can't be set in this worker: {message}", file=sys.stderr)
 
 
 def _set_state_of_thread(present: Any, value: Any) -> None:
@@ -126,7 +126,7 @@ def _set_state_of_thread(present: Any, value: Any) -> None:
 
 
 def _load(content: bytes) -> Any:
-    """Unpickle a value; if it sets a name of the notebook that the call has also sent, keep the call's object."""
+    """Unpickle a value; if it sets a notebook variable that the call has also sent, keep the call's object."""
     names = vars(sys.modules["__main__"])
     before = dict(names)
     value = pickle.loads(content)

@@ -19,7 +19,7 @@ _CHANGES = {
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"),
 }
 _SETTERS = {"setattr", "delattr", "vars", "patch", "object", "multiple", "dict"}
-"""Functions, such as ``unittest.mock.patch.object``, that change attributes which strings name."""
+"""Functions, such as ``unittest.mock.patch.object``, that change attributes named by strings."""
 
 _MAGICS = {"run_cell_magic", "run_line_magic"}
 

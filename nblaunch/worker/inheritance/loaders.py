@@ -35,7 +35,7 @@ _watched: set[str] = set()
 def renew_at_use() -> None:
     """Restart inherited loaders on first use, and reject iterators with the kernel's processes.
 
-    A process that this one forks inherits loaders again and must call this function, too.
+    A process that this one forks inherits loaders again and must also call this function.
     """
     if not pools.has_made_processes():
         return

@@ -172,7 +172,7 @@ def _set_logger(setting: LoggerSetting) -> None:
 
 
 _STREAMS = {"<stdout>": "stdout", "<stderr>": "stderr"}
-"""Name of a stream of the kernel or of Python -> its name in ``sys``."""
+"""Name of one of the kernel's or Python's streams -> its name in ``sys``."""
 
 
 @dataclass(frozen=True)

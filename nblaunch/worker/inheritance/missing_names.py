@@ -32,7 +32,7 @@ def is_fresh_process() -> bool:
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """Return a sentence if ``error`` was raised because this process lacks a variable of the notebook."""
+    """Return a sentence if ``error`` was raised because this process lacks one of the notebook's variables."""
     name = _missing_name(error)
     if name not in _names or name in vars(sys.modules["__main__"]):
         return ()

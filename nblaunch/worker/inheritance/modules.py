@@ -87,7 +87,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _place(name: str, module: Any) -> Place | None:
-    """Return the place of a loaded module of the user; None for other modules, and if there is no file."""
+    """Return the place of a user's loaded module; None for other modules, and if there is no file."""
     spec = getattr(module, "__spec__", None)
     if not isinstance(module, ModuleType) or not isinstance(spec, ModuleSpec) or spec.name != name:
         return None

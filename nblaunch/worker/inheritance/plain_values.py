@@ -1,6 +1,6 @@
 """Values of modules that a copy can replace, and how a worker adopts the copies.
 
-Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are plain, too:
+Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are also plain:
 namespaces, data classes, a user's settings. A copy of a model is not: it would differ from the model that the function
 trains.
 """

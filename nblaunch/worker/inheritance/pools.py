@@ -34,7 +34,7 @@ _watched: set[str] = set()
 def renew_at_use() -> None:
     """Recreate every inherited pool on its first use in this process.
 
-    A process that this one forks inherits pools again and must call this function, too.
+    A process that this one forks inherits pools again and must also call this function.
     """
     _replace_lock()
     for name, watch, has_pools in _WATCHES:

@@ -110,7 +110,7 @@ class OpenDescriptors:
         """Return the open descriptors, after looking at each of them once.
 
         Args:
-            ours: nblaunch's own descriptors, which are skipped. Descriptors that no child inherits are skipped, too.
+            ours: nblaunch's own descriptors, which are skipped. Descriptors that no child inherits are also skipped.
         """
         alike: dict[OpenFile, list[int]] = {}
         streams: dict[int, Identity] = {}

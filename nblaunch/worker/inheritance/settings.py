@@ -119,7 +119,7 @@ class KernelSettings:
                 message = f"{type(error).__name__}: {error}"
             else:
                 return
-        print(f"{setting.name} of the kernel can't be set in this worker: {message}", file=sys.stderr)
+        print(f"the kernel's {setting.name} can't be set in this worker: {message}", file=sys.stderr)
 
 
 def _read_modules(

@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
 
 def find(cells: Iterable[cell_text.CellText]) -> tuple[dict[Place, Any], set[Place]]:
-    """Return the values that cells may have changed, and those that a cell has changed for certain.
+    """Return the values that cells may have changed, and those that a cell has certainly changed.
 
     Args:
         cells: the texts of the cells that this process has run.
@@ -268,5 +268,5 @@ def _is_user_function(function: FunctionType) -> bool:
 
 
 def _is_of_user(module: ModuleType) -> bool:
-    """Return whether a module is a file of the user; the notebook itself is not."""
+    """Return whether a module is one of the user's files; the notebook itself is not."""
     return module.__name__ != "__main__" and is_user_module(module)

@@ -259,7 +259,7 @@ def _drop_c_buffers(fds: Collection[int]) -> None:
         output.flush_c_streams()
     finally:
         for fd, copy, inheritable in kept:
-            with suppress(OSError):  # replacing it failed, too: Valgrind reserves descriptors for itself
+            with suppress(OSError):  # replacing it also failed: Valgrind reserves descriptors for itself
                 os.dup2(copy, fd, inheritable=inheritable)
             os.close(copy)
         os.close(null)

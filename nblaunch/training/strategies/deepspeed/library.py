@@ -129,7 +129,7 @@ def _take_over_group() -> None:
 
 @contextmanager
 def _compiling_later() -> Iterator[None]:
-    """Within the block, make ``torch.compile`` wait until the compiled function is called."""
+    """While the block runs, make ``torch.compile`` wait until the compiled function is called."""
     compiler: Any = torch
     compile_now = compiler.compile
 
