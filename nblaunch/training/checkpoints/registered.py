@@ -28,7 +28,7 @@ from nblaunch.errors import CheckpointError
 from nblaunch.training.checkpoints import files
 from nblaunch.training.checkpoints.files import Manifest
 from nblaunch.training.checkpoints.save_round import Coordinator, Participant
-from nblaunch.training.collectives import dtensor, nested
+from nblaunch.training.collectives import containers, dtensor, nested
 from nblaunch.training.strategies.dtensor_strategy import load_by_places
 from nblaunch.training.strategies.replicated import checksum
 from nblaunch.weights.sharded import is_sharded
@@ -329,14 +329,13 @@ def load(obj: Any, state: Any, places: Places, models: Sequence[nn.Module]) -> N
 
 def _counterparts(state: Any, other: Any) -> Iterator[Any]:
     """Yield, for each leaf of ``state``, the leaf at the same place in ``other``; None if there is none."""
-    if isinstance(state, (list, tuple)):
-        others = (
-            other if isinstance(other, (list, tuple)) and len(other) == len(state) else [None] * len(state)
-        )
-        for item, its in zip(state, others, strict=True):
-            yield from _counterparts(item, its)
-    elif isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _counterparts(value, other.get(key) if isinstance(other, Mapping) else None)
-    else:
-        yield None if isinstance(other, (list, tuple, Mapping)) else other
+    parts, its_parts = containers.children(state), containers.children(other)
+    if parts is None:
+        yield other if its_parts is None else None
+        return
+    if isinstance(state, Mapping):
+        its_parts = [other.get(key) for key in state] if isinstance(other, Mapping) else None
+    elif isinstance(other, Mapping) or len(its_parts or ()) != len(parts):
+        its_parts = None
+    for part, its in zip(parts, its_parts or [None] * len(parts), strict=True):
+        yield from _counterparts(part, its)

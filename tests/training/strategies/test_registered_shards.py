@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,14 @@ def _train(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], 
         after(model)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A container that isn't a list, tuple or dict."""
+
+    number: int
+    weight: torch.Tensor
+
+
 class Average:
     """An average of weights, in any form that libraries use."""
 
@@ -52,6 +61,7 @@ class Average:
             self.nested["moments"] = [{"square": one.square()} for one in weights]
         for own, weight in zip(self.shadow, weights, strict=True):
             own.mul_(DECAY).add_(weight, alpha=1 - DECAY)
+        self.nested["held"] = Held(self.num_updates, weights[0].square())
         self.nested["rows"] = tuple(one.sum(dim=-1) for one in self.shadow if one.ndim > 1)
         self.num_updates += 1
 
@@ -72,6 +82,8 @@ def _full(state: Any) -> Any:
             return value.tolist()
         if isinstance(value, dict):
             return {key: listed(item) for key, item in value.items()}
+        if isinstance(value, Held):
+            return {"number": value.number, "weight": listed(value.weight)}
         return [listed(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     return listed(whole)
