@@ -6,8 +6,8 @@
 
 torch imports its compiler for the first optimizer, which takes more than a second. Without this module, each worker of
 each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel performs
-them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see half
-a module, and no import lock is taken when the kernel forks.
+them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see a
+half-imported module, and no import lock is taken when the kernel forks.
 """
 
 from __future__ import annotations

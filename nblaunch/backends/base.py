@@ -87,7 +87,7 @@ class Backend(ABC):
     """Whether every new batch shape costs a compilation, so that the last batch of an epoch is filled up."""
 
     reduces_gradients_at_step = False
-    """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does in backward."""
+    """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does so in backward."""
 
     exchanges_on_host = False
     """Whether ranks exchange the device's tensors, except gradients, through gloo if the group also has gloo."""

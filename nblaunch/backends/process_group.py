@@ -182,7 +182,8 @@ def break_off() -> None:
         with suppress(OSError):
             if _identity_of_socket(fd) == identity:
                 with socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.getpeername()  # fails for a listening socket; without it, gloo would end the process
+                    # This raises for a listening socket: gloo would end the process if that socket were shut down.
+                    connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
     _connections.clear()
     leave()

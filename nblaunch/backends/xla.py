@@ -6,9 +6,9 @@
     a step      forward, backward, reduce_gradients, optimizer, step_boundary: one graph on a TPU
 
 On a TPU, ranks exchange gradients with XLA's all-reduce. Everything else that ranks exchange (gather, broadcast,
-objects, barriers) goes through host memory and gloo, where ranks have the runtime's numbers, so no graph is compiled
-for it. PJRT on the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers above
-this file are the same.
+objects, barriers) goes through host memory and gloo, which numbers the ranks as the runtime does, so no graph is
+compiled for it. PJRT on the CPU has no collectives across processes, so gloo exchanges the gradients there; all layers
+above this file are the same.
 
 Two modes change this scheme. With SPMD, one process drives all devices of a host, and the compiler shards batches, and
 weights on request, over them. With ``downcast_bf16``, the device stores wider numbers as bfloat16, which replaces
@@ -232,7 +232,7 @@ class XlaBackend(Backend):
         elif topology.master_port and not dist.is_initialized():
             # torch_xla's rendezvous gives the runtime its peers (if TORCHELASTIC_RUN_ID is set) and numbers ranks by
             # devices, in the runtime's own order. Its process group, though, takes only XLA tensors and can't be
-            # combined with another one (torch 2.9). Gloo can do both, on the host.
+            # combined with another one (torch 2.9). Gloo takes CPU tensors, and can be combined with other groups.
             xla_runtime.part("distributed.xla_backend")
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
@@ -366,7 +366,7 @@ class XlaBackend(Backend):
 
 
 def _computed_thirds() -> tuple[float, float]:
-    """Return 1/3 as float and as double, computed on the device: SPMD does not convert values that were only sent."""
+    """Return 1/3 as float and as double, computed on the device: SPMD does not convert values that are only moved."""
     import torch
 
     sent = [torch.tensor([1 / 3], dtype=dtype).to("xla") for dtype in (torch.float32, torch.float64)]

@@ -109,7 +109,7 @@ def _one_collection() -> Iterator[None]:
 
 
 def part(name: str) -> Any:
-    """Return a module of torch_xla, such as ``"core.xla_model"``, once the package is imported."""
+    """Return one of torch_xla's modules, such as ``"core.xla_model"``, once the package is imported."""
     return importlib.import_module(f"torch_xla.{name}")
 
 

@@ -1,6 +1,6 @@
 """Base classes of dashboards: listeners that a launcher calls to show a job.
 
-``Dashboard`` is the interface, ``GuardedDashboard`` keeps errors of a dashboard away from the job, ``Pace`` limits the
+``Dashboard`` is the interface, ``GuardedDashboard`` keeps a dashboard's errors away from the job, ``Pace`` limits the
 rate of updates, and ``ViewingDashboard`` keeps the :class:`JobView` that subclasses draw.
 """
 

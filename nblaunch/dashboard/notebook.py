@@ -203,7 +203,7 @@ class NotebookDashboard(ViewingDashboard):
             self._output.show(self._table(view, has_logs=False) if has_two else table, is_final=True)
         if has_two:  # an output can't be removed
             self._lasting.show(log_bundle(view), is_final=True)
-        # Closed after the output was replaced, so that no empty output is visible.
+        # Closed after the output has been replaced, so that no empty output is visible.
         if self._panel is not None:
             # Colab saves widgets in a form that GitHub does not show. It presumably keeps a cell's output up to
             # date without an open page.

@@ -161,7 +161,7 @@ class RequestServer:
         self._thread.start()
 
     def restore(self) -> None:
-        """Create the socket in the folder again, after it was removed."""
+        """Create the socket in the folder again, after it has been removed."""
         with suppress(OSError), files.private_folder(self._endpoint.folder) as fd:
             try:
                 os.stat(_SOCKET_NAME, dir_fd=fd, follow_symlinks=False)

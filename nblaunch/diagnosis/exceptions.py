@@ -5,7 +5,7 @@ compiles functions that raise at these lines, so that pdb, ``traceback`` and IPy
 cell's source.
 
 IPython shows the user's frames and the innermost library frame, but none of nblaunch's. Below a worker's exception, it
-shows the notes. For an exception of the launcher, it shows only the line of the cell that called the launcher.
+shows the notes. If the launcher raised the exception, it shows only the line of the cell that called the launcher.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 class HiddenLauncherFrames:
-    """Context manager that hides frames of nblaunch from exceptions raised in its block.
+    """Context manager that hides nblaunch's frames from exceptions raised in its block.
 
     The launcher's errors keep these frames in their traceback, for bug reports, but IPython shows only the line of the
     cell.
@@ -258,7 +258,7 @@ def _earlier(info: ExceptionInfo) -> list[str]:
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """Return the notes of the user's code. The attribute may hold any object, and access to it may raise."""
+    """Return the notes that the user's code has added. The attribute may hold any object, or raise when it is read."""
     try:
         notes = error.__notes__  # type: ignore[attr-defined]
         return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]

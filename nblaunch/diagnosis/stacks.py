@@ -291,7 +291,7 @@ def parse(text: str) -> list[ThreadStack]:
 
 
 def describe(frames: Sequence[StackFrame]) -> list[str]:
-    """Return frames as lines, ``Cell In[5], line 9 in train: while not ready``, without frames of nblaunch."""
+    """Return frames as lines, ``Cell In[5], line 9 in train: while not ready``, without nblaunch's frames."""
     lines = []
     for frame in frames:
         if is_own_file(frame.filename) or frame.filename.startswith("<frozen"):

@@ -195,7 +195,7 @@ class NodeLink:
 
 
 class LinkWaiter:
-    """Waits for bytes from and to nodes, with one poll object for all waits.
+    """Waits until bytes can be received from or sent to nodes, with one poll object for all waits.
 
     Args:
         fd: descriptor that also ends a wait when it is readable.

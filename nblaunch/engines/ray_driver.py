@@ -44,7 +44,7 @@ that the group is ready.
 _LEAVE_S = 3.0
 _REMOVAL_S = 5.0
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""File in which Ray stores the address of this machine's cluster. It remains after the cluster was killed."""
+"""File in which Ray stores the address of this machine's cluster. It remains after the cluster has been killed."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -222,7 +222,7 @@ class Driver:
         """Return the nodes that have the resources, free or not.
 
         Raises:
-            LaunchError: they are too few, and the cluster is not expected to get more.
+            LaunchError: there are too few, and the cluster is not expected to get more.
         """
         task = self._task
         suitable = [node for node in nodes if _holds(_plain(node["Resources"]), bundle)]

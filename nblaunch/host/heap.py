@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _FROZEN_BY_PYTHON = 2000
-"""More frozen objects mean a frozen heap: Python 3.12 itself freezes a few hundred; a heap with torch has 200,000."""
+"""If more objects are frozen, the heap is frozen: Python 3.12 itself freezes a few hundred; torch has 200,000."""
 
 
 @contextmanager

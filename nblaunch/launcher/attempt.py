@@ -215,7 +215,7 @@ def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
 
 
 def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttempt:
-    """Acquire everything and start the workers; ``stack`` releases it all, in the reverse order."""
+    """Acquire everything and start the workers; ``stack`` releases everything in reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     stack.enter_context(child_statuses.kept())
     descendants = Descendants()
@@ -233,7 +233,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
         call = (attempt.spec.function, attempt.spec.args)
         group = starter(call, assignments, board, attempt.saved)
     left_running: list[str] = []
-    # Runs after the group was closed, when no worker can start another process.
+    # Runs after the group has been closed, when no worker can start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
     stack.callback(group.close)
     devices = DeviceSampler(attempt.plan.backend, attempt.ranks.start, len(attempt.ranks))

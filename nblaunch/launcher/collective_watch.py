@@ -35,7 +35,7 @@ _NUM_CALLS = 16
 """Number of calls per rank that a check compares."""
 
 _NUM_FULL = 10
-"""One in this many checks compares all calls, because ranks may be far apart."""
+"""One check out of this many compares all calls, because ranks may be far apart."""
 
 _MAX_SHARE = 0.01
 """Largest share of the launcher's time that checks may take."""

@@ -37,7 +37,7 @@ from nblaunch.wire import schema
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
-"""One in this many jobs prunes before it starts. Others prune once their workers run, but short jobs end first."""
+"""One job out of this many prunes logs before it starts. Others prune once their workers run, unless they end first."""
 
 _STAMP_NAME = ".nblaunch_job.json"
 

@@ -41,7 +41,7 @@ class LaunchPlan:
         fallback: why workers are not forked although the user chose no other start method, as a sentence; empty
             otherwise.
         starts_later: whether workers may start after the launching call has returned: restarts in the background, and
-            starts that wait for other machines or happen there.
+            starts that wait for other machines or happen on them.
         warnings: possible problems, one sentence each.
     """
 

@@ -305,7 +305,7 @@ class JobRunner(Job):
         self.plan = replan_start_method(self.plan, self.spec)
 
     def _record_failure(self, report: AttemptReport) -> str:
-        """Record the failure of this attempt as a line, which errors of later attempts repeat; return the line."""
+        """Record the failure of this attempt as a line, which later attempts' errors repeat; return the line."""
         failure = failure_of(report, self.pids, self.log, self.attempt)
         self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]

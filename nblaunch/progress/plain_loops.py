@@ -44,7 +44,7 @@ _LOOK_PAUSE = 20
 """Minimum time until the next inspection, as a multiple of the processor time of the last one."""
 
 _MAX_HELD = 256  # losses of one optimizer step
-_BATCHES_PER_SIZE = 8  # measure one batch in this many
+_BATCHES_PER_SIZE = 8  # measure one batch out of this many
 _DATA = SpanKind.DATA  # looking up an enum member is slow
 _DATA_HERE = start_of(SpanKind.DATA)  # of a loader without worker processes
 _LOSS = "_nblaunch_loss"

@@ -6,9 +6,9 @@
                 for batch in loader:             # read here, at the beginning of each epoch
 
 Python does not expose the iterator of a running loop. The loops are therefore found in the source of the user's
-frames, and their iterables are evaluated from the variables there: numbers, names, attributes, ``range``, ``len``,
-and bars such as tqdm around them. None of the user's code runs. A loop that can't be read with certainty makes the
-number unknown: ``while``, an iterator, a counter that the body changes, or another training loop that follows.
+frames, and their iterables are evaluated from the variables in these frames: numbers, names, attributes, ``range``,
+``len``, and bars such as tqdm around them. None of the user's code runs. A loop that can't be read with certainty makes
+the number unknown: ``while``, an iterator, a counter that the body changes, or another training loop that follows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Reports:
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def report_epoch(self, loop: Loop) -> None:
-        """Report the end of a loop over a training loader, after its losses were flushed."""
+        """Report the end of a loop over a training loader, after its losses have been flushed."""
         here = context.current()
         duration_s = time.monotonic() - loop.began_s
         mean = self.losses.take_mean()

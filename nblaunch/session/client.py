@@ -1,4 +1,5 @@
-"""The client of a session: sends commands and variables to the ranks, waits for their ends, and handles failures."""
+"""The client of a session: sends commands and variables to the ranks, waits until all ranks have finished them, and
+handles failures."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class SessionClient:
     def request(
         self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
     ) -> CommandReport:
-        """Send the command of a :meth:`command` block to ranks, and wait until all have ended it.
+        """Send the command of a :meth:`command` block to ranks, and wait until all have finished it.
 
         Args:
             files: descriptors of files that each rank receives.
@@ -159,7 +160,7 @@ class SessionClient:
     def interrupt(self) -> None:
         """Interrupt busy ranks; a second call kills all ranks. Does nothing while no command runs.
 
-        If all ranks have ended the command, the interrupt is only counted. Safe in signal handlers and any thread.
+        If all ranks have finished the command, the interrupt is only counted. Safe in signal handlers and any thread.
         """
         if not self._lock.locked():
             return

@@ -218,7 +218,8 @@ class Session(RankCommands):
                 returned, by rank. A second interrupt kills the workers: weights in transit are then lost, but not
                 the value.
             JobCancelled: a second interrupt killed ranks that had not returned; it has the same ``partial``.
-            BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception of the function.
+            BaseException: as in :func:`nblaunch.notebook_launcher`. The session survives an exception that the function
+                raises.
         """
         __tracebackhide__ = True
         with HiddenLauncherFrames():

@@ -601,7 +601,7 @@ class Accelerator(AcceleratorProperties):
                 ``ProjectConfiguration``.
             safe_serialization: write weights in safetensors' format; False: torch's.
             asynchronous: copy the state to CPU memory, return, and write in a thread. The next ``save_state`` or
-                ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises errors of the thread. The memory
+                ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises the thread's errors. The memory
                 is reused until ``end_training``. With an ``fsdp_plugin``, every rank does this with its shards; a
                 strategy that does not support this writes its shards before the call returns. A worker exits only after
                 the thread has finished.
@@ -646,7 +646,7 @@ class Accelerator(AcceleratorProperties):
                 execute code. Even by default, states of registered objects may contain objects of the notebook's
                 classes.
             **model_options: ``strict=False`` accepts weights whose names differ from the model's; ``map_location``,
-                ``"cpu"`` (default) or ``"on_device"``, is the device that weights and optimizers are read to.
+                ``"cpu"`` (default) or ``"on_device"``, is the device on which weights and optimizers are loaded.
 
         Raises:
             ValueError: the folder does not exist.

@@ -143,7 +143,7 @@ class ParallelismConfig:
         )
 
     def check(self) -> None:
-        """Raise the errors of the constructor for fields that were assigned later."""
+        """Raise the constructor's errors for fields that were assigned later."""
         for name, size in self._sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}_size must be at least 1, but got {size!r}")

@@ -4,7 +4,8 @@
     rank 1   step  step  (zeros)(zeros)  <── gets the same state
 
 torch's ``Join`` contributes zero gradients for a rank without data, and sends it the final weights. It does not step
-the optimizer there, so momentum, learning rates and scales would differ between ranks. :func:`_catch_up` copies them.
+the optimizer on that rank, so momentum, learning rates and scales would differ between ranks. :func:`_catch_up` copies
+them.
 """
 
 from __future__ import annotations

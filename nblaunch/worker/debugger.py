@@ -274,7 +274,8 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         self._is_stepping = True
         super().set_trace(frame, **options)
-        if sys.version_info >= (3, 14):  # Pdb keeps the frame there, and with it all that it references
+        if sys.version_info >= (3, 14):
+            # Pdb keeps the frame in this attribute, and with it everything that the frame references.
             _OwnPdb._last_pdb_instance = None
 
     def set_continue(self) -> None:

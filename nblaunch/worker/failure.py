@@ -1,4 +1,4 @@
-"""The ``Failed`` event for an exception of the user's function.
+"""The ``Failed`` event for an exception that the user's function raised.
 
 The event contains the exception's text and frames, and the exception itself if ``wire/exceptions.py`` can pickle it.
 ``is_consequence`` says whether it looks like the loss of another rank; ``diagnosis/root_cause.py`` uses this.

@@ -226,7 +226,7 @@ def ending_with(fd: int) -> Iterator[None]:
 
 
 def prefer_for_oom_kill() -> None:
-    """Have the system kill a worker when memory runs out, not the kernel with all the user's data.
+    """Have the system kill a worker when memory runs out, rather than the kernel with all the user's data.
 
     A process may raise its own score without privileges. Source: proc_pid_oom_score_adj(5).
     """

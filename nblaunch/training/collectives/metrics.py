@@ -36,7 +36,7 @@ def gather_for_metrics(
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
-        data: as in ``Accelerator.gather_for_metrics``, like ``use_gather_object``.
+        data: as in ``Accelerator.gather_for_metrics``. The same applies to ``use_gather_object``.
         accumulation: knows the current loader.
         num_data_ranks: number of ranks with different data; several ranks may share data. None: all ranks.
 
@@ -142,7 +142,7 @@ def _is_record(data: Any) -> bool:
 
 
 def _without_tensors(data: Any, tensors: list[torch.Tensor], use_gather_object: bool) -> Any:
-    """Return ``data`` with a :class:`_Slot` for each tensor, which is appended to ``tensors``, and with columns."""
+    """Append the tensors in ``data`` to ``tensors``; return ``data`` with slots for tensors, and with columns."""
     if isinstance(data, torch.Tensor):
         if use_gather_object:
             return _Column(data) if data.ndim else data
@@ -212,7 +212,7 @@ def _joined(arrays: Sequence[Any]) -> Any:
         return np.concatenate(arrays)
     except ValueError as error:
         raise DistributedOperationException(
-            f"gather_for_metrics can't join the arrays of the ranks, of shapes {[array.shape for array in arrays]}: "
+            f"gather_for_metrics can't join the ranks' arrays, whose shapes are {[array.shape for array in arrays]}: "
             f"{error}. Pass lists if their rows differ in shape"
         ) from error
 

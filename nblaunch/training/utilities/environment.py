@@ -230,7 +230,7 @@ def check_os_kernel() -> None:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or the tests of a class and its subclasses, to leave ``ACCELERATE_*`` variables as before.
+    """Decorate a function, or tests of a class and its subclasses, to restore ``ACCELERATE_*`` variables afterwards.
 
     Args:
         func_or_cls: a function, or a class whose methods named ``test...`` are decorated.

@@ -216,7 +216,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.NOTED,
-            "the same. Only variables that the function's code names are sent; an error explains a missing one",
+            "the same. Only variables that the function's code names are sent; an error explains why one is missing",
         ),
     ),
     Kind(

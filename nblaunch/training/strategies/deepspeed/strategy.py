@@ -212,8 +212,8 @@ class DeepSpeedStrategy(Strategy):
             )
         if self._is_step_due:
             raise ValueError(
-                "backward was called twice without optimizer.step() in between, which DeepSpeed's engine would "
-                "compute wrongly. Add the losses and call backward once; to accumulate gradients, use "
+                "backward was called twice without optimizer.step() in between, so DeepSpeed's engine would compute "
+                "wrong gradients. Add the losses and call backward once; to accumulate gradients, use "
                 "accelerator.accumulate(model), or accelerator.no_sync(model) around all but the last"
             )
         deepspeed_library.quieten()
