@@ -427,7 +427,7 @@ def _is_same(first: Displayed, second: Displayed) -> bool:
     return first.update and first.transient.get("display_id") == second.transient.get("display_id")
 
 
-# --- lines of a cell that are folded because they are many ---------------------------------------------------------
+# --- lines of a cell that are folded because there are many ---------------------------------------------------------
 
 
 class FoldedLines:
@@ -448,7 +448,7 @@ class FoldedLines:
         return first
 
     def rest(self, log_dir: str) -> tuple[Bundle | None, list[str]]:
-        """Return an output that unfolds lines (None if they are few), and the last lines, to be printed below it."""
+        """Return an output that unfolds lines (None if there are few), and the last lines, to be printed below it."""
         others = list(self._others)
         num_last = MAX_IN_CELL - _FIRST_IN_CELL - 2
         if self._num_others <= num_last:

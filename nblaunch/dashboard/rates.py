@@ -43,7 +43,7 @@ class RatePoint(NamedTuple):
 def with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
     """Return ``points`` with a new last point; points are spaced out and dropped when older than the window.
 
-    If steps take seconds, enough of them are kept to compare a rate with another rank's.
+    If steps take seconds, enough points are kept to compare a rate with another rank's.
     """
     if reading.step_time_s <= 0 or (points and reading.step_time_s <= points[-1].time_s):
         return points

@@ -90,7 +90,7 @@ def rows_of(
 
     Returns:
         The names of the columns between state and detail; the rows (the whole job, unless it has a single rank, then
-        ranks that differ, or all ranks if they are few); and the other ranks in words, empty if all have a row.
+        ranks that differ, or all ranks if there are few); and the other ranks in words, empty if all have a row.
     """
     if view.is_over:
         view = replace(view, ranks=tuple(map(_with_mean_rates, view.ranks)))
@@ -371,7 +371,7 @@ class Table:
 
     Args:
         columns: names of the columns between state and detail.
-        rows: the whole job, unless it has a single rank; then ranks that differ, or all if they are few.
+        rows: the whole job, unless it has a single rank; then ranks that differ, or all if there are few.
         collapsed: ranks in lockstep, in words; empty if all ranks have a row.
         name: name of the function that runs.
         headline: state of the job: ``running for 12 s``.

@@ -375,7 +375,9 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
-        with suppress(ResultError):  # from a class that is missing here; the error of the whole value says so
+        with suppress(
+            ResultError
+        ):  # from a class that is missing here; the error for the whole value says so
             error.partial = _load_values(folder).get(end.partial_rank)
     elif (
         error is not None and folder.modified(RESULT) is not None

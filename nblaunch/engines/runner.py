@@ -311,7 +311,7 @@ class _Gathering:
         Raises:
             _NodeEnded: a node has ended, and too few are left.
             LaunchError: a node can't run the call, or is not ready in time.
-            Exception: an exception of ``check``, or an error of a node's plan.
+            Exception: ``check`` raised it, or a node's plan failed.
         """
         note_s = time.monotonic() + _NOTE_S
         while missing := [link for link in self._links if not link.has_clock]:

@@ -172,7 +172,7 @@ def holder_problem(is_ours: bool, where: str = "") -> str | None:
 
     Args:
         is_ours: whether this process is known to use them.
-        where: names the cell that took them, after a space.
+        where: text that names the cell that took them, beginning with a space.
     """
     holder = lock_holder()
     if is_ours or holder == os.getpid():
@@ -267,7 +267,7 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 def ask_metadata_server(key: str) -> str | None:
     """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
-    # Use no proxy: the server has a link-local address.
+    # Don't use a proxy: the server has a link-local address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as reply:

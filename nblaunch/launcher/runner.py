@@ -137,7 +137,7 @@ class JobRunner(Job):
         An interrupt during the start ends the job; this method then returns after its end.
 
         Raises:
-            BaseException: the exception of a signal handler; the job has ended.
+            BaseException: an exception that a signal handler raised; the job has ended.
         """
         with signal_handlers.held_back():
             with interrupts_as_requests(self.requests.interrupt):
@@ -389,7 +389,7 @@ class JobRunner(Job):
     def _advance_generators(self) -> None:
         """Advance this process's generators, once, after workers were started with their states.
 
-        A launch that blocks the cell calls this at its end, because starting workers need the processors.
+        A launch that blocks the cell calls this at its end, because workers that are starting need the processors.
         """
         if self._must_advance:
             self._must_advance = False
@@ -472,7 +472,8 @@ class _KeptWorkers(KeptFailure):
 def _clear_variables(error: BaseException) -> None:
     """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
 
-    Frames of ranks keep the texts of their variables, but refer to the launcher's.
+    Frames of ranks hold their variables only as text and are not cleared, but the launcher's frames that called them
+    are.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -148,7 +148,7 @@ class _Hooks:
         return record_and_call
 
     def watch_waits(self, spans: SpanWriter, c10d: Any) -> None:
-        """Record how long Python code waits for collectives. Waits of torch in C++ have no spans."""
+        """Record how long Python code waits for collectives. Waits inside torch's C++ code have no spans."""
         wait, recorder = c10d.Work.wait, self._recorder
 
         @packages.replacement_of(wait)

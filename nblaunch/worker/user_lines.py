@@ -129,7 +129,7 @@ class UserLines:
         Args:
             site_of: makes a site.
             skipped: number of frames to leave out.
-            compared: index of the frame that differs if another function of the user's is in between: 0 for the hook's
+            compared: index of the frame that differs if another of the user's functions is in between: 0 for the hook's
                 caller, -1 for the function that the user calls.
         """
         ways: list[_Way] = []

@@ -97,7 +97,7 @@ class StrategyPlugin(ABC):
     """Name of the strategy. Checkpoints record it."""
 
     is_kept: ClassVar[bool] = False
-    """Whether later Accelerators of the process also use this plugin, if the user passes them none."""
+    """Whether later Accelerators of the process also use this plugin, if the user passes no other."""
 
     @classmethod
     def from_argument(cls, argument: str, value: Any) -> StrategyPlugin:

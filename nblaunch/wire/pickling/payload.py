@@ -119,7 +119,7 @@ def _is_on_device(obj: Any) -> bool:
 
 
 def _moved_to_cpu(tensor: Any) -> Any:
-    """Return a copy on the CPU that keeps the tensor's attributes, and a leaf's need for gradients."""
+    """Return a copy on the CPU that keeps the tensor's attributes; a leaf keeps its ``requires_grad``."""
     with sys.modules["torch"].no_grad():
         moved = tensor.to("cpu")
     if tensor.is_leaf and tensor.requires_grad:
@@ -157,7 +157,7 @@ def _names_of_main() -> dict[str, Any]:
 
 
 def _set_state_in_main(obj: Any, state: tuple[Callable[[Any, Any], Any], Any]) -> None:
-    """Complete a function or class like cloudpickle, and make it a member of ``__main__``."""
+    """Complete a function or class as cloudpickle does, and make it a member of ``__main__``."""
     set_state, attributes = state
     set_state(obj, attributes)
     setattr(sys.modules["__main__"], obj.__name__, obj)
