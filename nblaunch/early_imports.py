@@ -44,7 +44,7 @@ _kernel_pid = os.getpid()
 def plan(*modules: str) -> None:
     """Import modules while this kernel is idle, in this order; outside of a kernel, at the next :func:`finish`."""
     _planned.extend(modules)
-    # A worker has the kernel's shell, whose event loop is not its own.
+    # A forked worker inherits the kernel's shell, whose event loop belongs to the kernel.
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None and os.getpid() == _kernel_pid:
         loop.add_callback(_wait_for_reply, loop)
@@ -108,7 +108,7 @@ def _import_next(loop: Any) -> None:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt only after the block, because it would leave a half-imported module."""
+    """Deliver an interrupt only after the block: within it, an interrupt would leave a half-imported module."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

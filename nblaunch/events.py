@@ -243,8 +243,8 @@ class Observation(Event):
             this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
             ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if
             several ranks have this value, except its last part. The first part is the path of a written file, the last
-            a checksum of its contents, by which equal writes are left out. ``"finally"``: if all ranks have sent it
-            when the job ends, and none has withdrawn it.
+            a checksum of its contents; equal writes are not reported. ``"finally"``: if all ranks have sent it when the
+            job ends, and none has withdrawn it.
         filename: file of the user's line.
         lineno: number of the user's line.
         is_hint: whether it may be intended.

@@ -40,7 +40,7 @@ def is_installed(package: str) -> bool:
 
 def version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed, or not by pip."""
-    import importlib.metadata  # 10 ms that a fresh interpreter does not need
+    import importlib.metadata  # imported here, because it takes 10 ms
 
     try:
         return importlib.metadata.version(package)

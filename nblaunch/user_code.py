@@ -101,7 +101,7 @@ def ipython_shell() -> Any:
 
 
 def user_frame_behind(frame: FrameType | None, packages: Collection[str]) -> FrameType | None:
-    """Return the user's frame for which ``packages`` run ``frame``; None if another library calls them."""
+    """Return the user's frame that called ``frame`` through ``packages`` only; else None."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in packages:
             return None

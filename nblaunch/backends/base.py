@@ -207,7 +207,7 @@ class Backend(ABC):
     # --- worker's half -------------------------------------------------------------------------------------------
 
     def prepare_worker(self, topology: Topology) -> None:
-        """Prepare a worker: after its environment is set, before its threads are limited and its function is loaded."""
+        """Prepare a worker whose environment is set, before its threads are limited and its function is loaded."""
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:

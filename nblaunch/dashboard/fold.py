@@ -178,7 +178,7 @@ def _state(rank: RankView, read: WorkerState) -> WorkerState:
 
 _NUM_NOTES = 20
 _NUM_CURVES = 12  # logged metrics with charts
-_STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals of the launcher: SIGINT, SIGKILL, SIGTERM
+_STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals from the launcher: SIGINT, SIGKILL, SIGTERM
 
 
 def fold(view: JobView, *arrived: Event) -> JobView:

@@ -133,8 +133,8 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
 
-        # Don't use a thread, because a fork would lose it, and don't replace streams: workers' output is written around
-        # the table.
+        # Don't use a thread, because a forked process would not have it, and don't replace streams: workers' output is
+        # written around the table.
         self._live = Live(
             console=Console(
                 file=self._to,

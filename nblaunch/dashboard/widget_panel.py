@@ -323,8 +323,8 @@ class Panel:
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
         if lasting is not None:
-            # The widget must be as old as the panel: a reloaded page can't create a new one, because it would have to
-            # know its layout already, and would then show nothing at all (ipywidgets 7).
+            # The widget must be one of the panel's own: a reloaded page (ipywidgets 7) can't create a newer widget,
+            # because it does not know that widget's layout, and would show nothing at all.
             self._title.value = lasting + self._hiding
             self.root.children = [self._title]
             kept = list(_with_parts(self.root))

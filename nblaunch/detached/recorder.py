@@ -251,7 +251,8 @@ class Recorder:
         assert outcome is not None, "the job has ended"
         folder, values, weights = self._folder, dict(outcome.values), dict(outcome.unloaded_weights)
         saving = _Saving()
-        # Write the result first and separately, so that a problem with the weights, which may be large, can't lose it.
+        # Write the result first and separately, so that it is kept even if the weights, which may be large, can't be
+        # written.
         parts: dict[str, _Part] = {}
         if outcome.status == "done" or values:
             parts[RESULT] = _Part("the result", values, lambda: folder.write_payload(RESULT, values))

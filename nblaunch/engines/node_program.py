@@ -86,7 +86,7 @@ class NodeProgram:
         """Load the call, then run attempts until the coordinator ends the job, or closes the channel.
 
         Returns:
-            Whether the coordinator has ended the job, and the channel stays open for another one.
+            Whether the coordinator has ended the job but keeps the channel open for another one.
         """
         log_folder = log_root() / "nodes"
         log_folder.mkdir(mode=0o700, exist_ok=True)

@@ -80,7 +80,7 @@ class Descendants:
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         except OSError:  # no such folder on this system
             return []
-        new_pids = self._new_pids()  # after the list, because a listed process could be newer otherwise
+        new_pids = self._new_pids()  # read after the list, so that no listed process is newer
         return pids if new_pids is None else [pid for pid in pids if pid in new_pids]
 
     def _new_pids(self) -> range | None:

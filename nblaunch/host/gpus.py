@@ -240,7 +240,7 @@ class NvmlMeter(DeviceMeter):
         try:
             return int(self._pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
         except self._pynvml.NVMLError:
-            return None  # it is lost, or a MIG instance, which has no such counter
+            return None  # the GPU is lost, or it is a MIG instance, which has no such counter
 
     def close(self) -> None:
         self._pynvml.nvmlShutdown()

@@ -31,7 +31,7 @@ _ITERATORS = (
     *(kind for kind in vars(itertools).values() if isinstance(kind, type) and hasattr(kind, "__next__")),
 )
 _COUNTERS = (itertools.count, itertools.repeat)
-"""Iterators with which objects number things, or fill them with one value; not reported."""
+"""Iterators that only count or repeat one value; they are not reported."""
 
 _SAME_VALUES = (
     "{name}: each rank has a copy of this {kind}, which continues from the kernel's position, so all ranks get "

@@ -11,9 +11,9 @@ orderly way:
             ──> ``accelerator.should_stop`` turns true, at the same step on every rank
             ──> when the grace period is over, or soon if no rank handles SIGTERM: an interrupt, which escalates
 
-A first interrupt must not lose a value or weights (:class:`SendingRanks`). A rank is therefore not signalled between
-the end of its function and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such as
-``state_dict`` or ``__getstate__``:
+No value and no weights may be lost at a first interrupt (:class:`SendingRanks`). A rank is therefore not signalled
+between the end of its function and its last :class:`nblaunch.events.StateSent`, whatever its code does in between, such
+as ``state_dict`` or ``__getstate__``:
 
     every rank has returned     the launcher waits without a limit; a second interrupt ends the wait
     some ranks have not         a sending rank may wait for them in a collective, so it must keep writing

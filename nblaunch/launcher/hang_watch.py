@@ -122,7 +122,7 @@ class LocalStacks:
 
 
 _Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
-"""Handles stacks, given the checks of ranks and the ranks that are done."""
+"""Handles the requested stacks; the arguments are rank -> check, and the ranks that have finished."""
 
 
 class HangWatch:

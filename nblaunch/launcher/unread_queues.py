@@ -246,7 +246,7 @@ def _taken_over(message: bytearray) -> bytes | bytearray:
     body = message[_INT.size + (_LONG.size if _INT.unpack_from(message)[0] == -1 else 0) :]
     try:
         data = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))
-    except Exception:  # the user's code raised; the kernel gets the error when it reads the message
+    except Exception:  # the user's code raised an error; the kernel gets the error when it reads the message
         return message
     if len(data) > 0x7FFFFFFF:
         return _INT.pack(-1) + _LONG.pack(len(data)) + data

@@ -186,7 +186,7 @@ class AgentClient:
     def is_cut_off(self) -> bool:
         """Return whether the agent has waited for the store too long to recover.
 
-        Linux reports a dead TCP connection to a process only after about a quarter of an hour.
+        Linux takes about a quarter of an hour to report that a TCP connection is dead.
         """
         return time.monotonic() - self._last_heartbeats_s > self.patience_s + self.silence_s
 

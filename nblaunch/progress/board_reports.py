@@ -64,7 +64,7 @@ def length_of(iterable: Any) -> int:
     """Return the number of items; -1 if unknown."""
     try:
         return len(iterable)
-    except Exception:  # TypeError, or any error of a user's sampler without a length
+    except Exception:  # TypeError, or any error that a user's sampler raises if it has no length
         return -1
 
 

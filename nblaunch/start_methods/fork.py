@@ -63,7 +63,7 @@ def fork_workers(call: FunctionCall, assignments: Sequence[Assignment], board: B
                 _run_worker(assignment, assignments, load_call, board, originals, files)
 
             with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
-                # A thread that has work takes the interpreter, and this thread waits until it is free.
+                # A thread that has work takes the interpreter's lock, and this thread waits until the lock is free.
                 time.sleep(_PAUSE_S)
                 files.flush()  # the thread may have written meanwhile
                 return _fork_all(assignments, run)
@@ -105,7 +105,7 @@ longer than the forks take, even on a busy machine. A thread that computes forev
 """
 
 _PAUSE_S = 1e-4
-"""How long this thread sleeps, so that a thread with work can take the interpreter."""
+"""How long this thread sleeps, so that a thread with work can take the interpreter's lock."""
 
 
 @contextmanager

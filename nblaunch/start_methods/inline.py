@@ -66,4 +66,4 @@ def run_inline(
             context.install(before)
             if not was_in_group:
                 process_group.leave()
-            backend.empty_cache()  # torch would keep the memory that the function has freed, and this process continues
+            backend.empty_cache()  # torch would otherwise keep memory that the function has freed

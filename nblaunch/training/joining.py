@@ -1,7 +1,7 @@
 """Make this process part of its job: :func:`join` chooses its device, and the backend joins the process group.
 
 Backends call ``init_process_group``, mostly through ``backends/process_group.py``. If the user's
-``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls it. In workers of nblaunch, it
+``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls it. In nblaunch's workers, it
 returns when all ranks have joined. This module also has barriers, :func:`one_at_a_time`, and the board's state for
 waiting ranks. torch's ``Join``, for uneven inputs, is not related: see ``uneven_inputs.py``.
 
@@ -35,7 +35,7 @@ class JoinedProcess:
     """The rank and the device of this process, after it has joined its job's process group. Both stay the same.
 
     All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process, and a process
-    that ``multiprocessing`` started in a rank, has one too, but no process group.
+    that ``multiprocessing`` started in a rank, also has one, but no process group.
     """
 
     topology: Topology

@@ -327,7 +327,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The number of the shard of a replica that this process holds."""
+        """The number of this process's shard within its replica of the model."""
         return self._coordinate("dp_shard")
 
     @property

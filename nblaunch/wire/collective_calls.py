@@ -10,9 +10,9 @@ comparison needs nothing else. Chains are computed from integers, whose hashes d
 counts, because collectives that torch starts from C++ leave no other trace here. They are only evidence: ranks need not
 agree on them, so they are not part of a chain.
 
-All memory has a fixed size. When the region of texts is full, texts and calls start again. Recording a call takes less
-than a microsecond and no system call. The launcher may read while a rank writes; it omits entries that were overwritten
-in the meantime.
+All memory has a fixed size. When the region of texts is full, texts and calls are dropped, and recording starts over.
+Recording a call takes less than a microsecond and no system call. The launcher may read while a rank writes; it omits
+entries that were overwritten in the meantime.
 """
 
 from __future__ import annotations

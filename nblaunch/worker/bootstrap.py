@@ -176,7 +176,7 @@ class _Worker:
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code == 0:
-            # At once, so that an interrupt does not lose the value.
+            # At once, so that the value is not lost at an interrupt.
             self.slot.set_state(WorkerState.FINISHING)
         process_group.drop_destroyed_groups()
         if exit_code != 0:
@@ -280,7 +280,7 @@ class _Worker:
             self._stop_at_breakpoint if self.assignment.has_breakpoints else self._pass_breakpoint
         )
         if self.assignment.post_mortem:
-            self._debugger = self._start_debugger()  # then even ranks that wait in a collective answer
+            self._debugger = self._start_debugger()  # it answers even while the rank waits in a collective
 
     def _start_debugger(self) -> Debugger:
         from nblaunch.worker.debugger import Debugger

@@ -155,7 +155,7 @@ class CollectiveRecorder:
     ) -> tuple[Callable[[Key], WrittenSite], Callable[[WrittenSite, float], None]]:
         """Return functions that record calls of a kind without tensors, which happen at every step.
 
-        The first returns the site of a call for the group's handle, -1 without a group, and a detail. The second
+        The first takes the group's handle (-1 = no group) and a detail, and returns the site of a call. The second
         records the call, with its value.
 
         Args:

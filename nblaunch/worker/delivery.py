@@ -3,8 +3,8 @@
     value ──> Returned ──> state of one module ──> StateSent ──> state of the next ...
     (if the user interrupted the function: ──> Interrupted ──> the states in the same way)
 
-Once every rank has sent ``Returned``, the job has its result. A failure to send the weights, such as lack of memory
-or a ``state_dict()`` that raises, can't lose this result.
+Once every rank has sent ``Returned``, the job has its result. A failure to send the weights, such as a lack of memory
+or an error in ``state_dict()``, does not affect this result.
 """
 
 from __future__ import annotations

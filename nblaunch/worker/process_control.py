@@ -39,8 +39,8 @@ _BEGIN_S = 0.05
 class FunctionBounds:
     """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
-    An exception after the function has returned would lose its value. An interrupt outside the function is therefore
-    held and sent again a moment later, when the function has begun or its block is over.
+    If an exception were raised after the function has returned, its value would be lost. An interrupt outside the
+    function is therefore held and sent again a moment later, when the function has begun or its block is over.
 
     Args:
         caller: code that calls the function.
@@ -93,7 +93,7 @@ class Interrupts:
 
     Args:
         slot: slot of the worker.
-        bounds: bounds of the user's function, whose value an interrupt must not lose.
+        bounds: bounds of the user's function, whose value must not be lost at an interrupt.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:

@@ -185,7 +185,7 @@ class _Sum(pickle.Pickler):
     """
 
     def __init__(self, is_by_value: bool) -> None:
-        super().__init__(self, protocol=4)  # this object serves as the file: the pickler calls only write
+        super().__init__(self, protocol=4)  # this object serves as the file: the pickler only calls write()
         self.fast = is_by_value
         self._value = 0
         self._shards: set[int] = set()

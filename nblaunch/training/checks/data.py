@@ -26,7 +26,7 @@ def _unprepared_iterator(prepared: Prepared) -> Any:
 
 
 def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of single samples; None without torch's ``BatchSampler``."""
+    """Return the sampler of single samples; None if the loader has no ``BatchSampler`` of torch."""
     batches = getattr(iterator, "_index_sampler", None)
     return batches.sampler if type(batches) is BatchSampler else None
 

@@ -105,7 +105,7 @@ class Changes:
         self._last: list[float] | None = None
 
     def add(self, weights: list[float]) -> None:
-        """Count a backward pass, with a few of the weights before it."""
+        """Count a backward pass; ``weights`` are the values that a few weights had before it."""
         self.num_changes += self._last is not None and weights != self._last
         self.num_passes += 1
         self._last = weights

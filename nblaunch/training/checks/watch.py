@@ -125,7 +125,7 @@ class Watch:
             self._evaluated_alone = (num_collectives, self._slot.num_updates) if is_alone else None
 
     def before_show(self, shown: Any) -> None:
-        """Run checks before ``shown`` is printed or logged, if ranks have not met since the last evaluation began."""
+        """Run checks before ``shown`` is printed or logged, unless a collective has run since the evaluation."""
         if self._evaluated_alone is None:
             return
         if self._evaluated_alone == (self.num_collectives(), self._slot.num_updates):

@@ -1,4 +1,4 @@
-"""Sharded tensors (:class:`torch.distributed.tensor.DTensor`): full tensors to shards, and shards to full tensors.
+"""Converts full tensors to sharded ones (:class:`torch.distributed.tensor.DTensor`), and sharded ones to full tensors.
 
 Every function also accepts plain tensors and returns them unchanged, so callers need no branch. The strategy decides
 what is sharded, and how.

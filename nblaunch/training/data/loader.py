@@ -585,7 +585,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def _count_none(batch: Any) -> int:
-    """Count no rows: another rank reads the same batch and counts its rows."""
+    """Return 0, because another rank reads the same batch and counts its rows."""
     return 0
 
 

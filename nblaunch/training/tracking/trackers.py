@@ -32,7 +32,8 @@ class GeneralTracker:
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
     returns the library's run object. If you pass an object to ``log_with``, its constructor may also set these before
-    it calls this constructor. A constructor must not touch the job: put such code into :meth:`start`.
+    it calls this constructor. The constructor may run before the process joins its job: put code that needs the job,
+    such as its rank, into :meth:`start`.
 
     Args:
         _blank: create a tracker that does nothing, as ``get_tracker`` returns on other ranks.

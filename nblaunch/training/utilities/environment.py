@@ -128,7 +128,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is installed.
 
     Args:
-        check_is_tpu: also check whether this process computes on it, as on a TPU.
+        check_is_tpu: also check whether this process computes on an XLA device, such as a TPU.
         check_is_gpu: False, because GPUs are not used through torch_xla here.
     """
     if check_is_gpu or not is_installed("torch_xla"):

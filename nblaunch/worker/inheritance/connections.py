@@ -7,8 +7,8 @@ HTTP clients and log handlers keep connections open for later requests. Each ran
 program is at the other end. If a rank used an encrypted connection of the kernel, the kernel's next request would fail.
 
 The first rank of this machine keeps the kernel's other connections, such as those to databases. For the other ranks,
-these connections look as if the other side had closed them. Clients with connection pools then reconnect; others raise,
-and the error names the connection.
+these connections look as if the other side had closed them. Clients with connection pools then reconnect; others raise
+an error, which names the connection.
 
 Connections to the kernel itself and to programs that it has started stay shared, because these include services that
 expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the

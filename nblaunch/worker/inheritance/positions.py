@@ -21,13 +21,13 @@ from nblaunch.host import descriptors
 _FOLDER = "/proc/self/fd"
 _FIRST = 3  # standard input and output are replaced elsewhere
 _MAX_TRIED = 1024
-"""Numbers to try if the system does not list the descriptors of a process."""
+"""Descriptors below this number are tried if the system does not list those of a process."""
 
 _PATH_ONLY = getattr(os, "O_PATH", 0)
 _ONLY_AT_FIRST = (
     os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_DIRECTORY | getattr(os, "O_TMPFILE", 0)
 )
-"""Flags that only affect opening. Linux later reports some of them, and rejects the same file with them."""
+"""Flags that only affect opening. Linux later reports some of them, but can't reopen the file with them."""
 
 
 Identity = tuple[int, int]

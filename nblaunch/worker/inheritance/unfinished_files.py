@@ -1,9 +1,9 @@
 """Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, Excel, videos.
 
 The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
-that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file. In
-a worker, writing to such a file or adding a member therefore raises an error. Closing the file there, explicitly or
-by garbage collection, writes nothing; only the kernel completes it.
+that part. A worker's writes never reach the kernel's part, so they would be lost, or would damage the file, when it is
+closed. In a worker, writing to such a file or adding a member therefore raises an error. Closing the file there,
+explicitly or by garbage collection, writes nothing; only the kernel completes it.
 
 A worker started with forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
 """
