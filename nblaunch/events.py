@@ -340,7 +340,7 @@ class StateSent(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The function of a rank raised.
+    """The function of a rank raised an exception.
 
     Args:
         info: the exception as text.

@@ -195,7 +195,7 @@ def _reached(values: Iterable[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         yield value
-        # isinstance() would ask a proxy for its class, and vars() a metaclass for its members; both may raise.
+        # isinstance() would ask a proxy for its class, and vars() a metaclass for its members; both may raise an error.
         kind = type(value)
         if issubclass(kind, FunctionType):
             if is_user_function(value):

@@ -193,7 +193,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do what a worker does first, in a probe process. Raises if torch rejects it."""
+    """Do what a worker does first, in a probe process. Raises an error if torch rejects it."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
@@ -266,7 +266,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why a forked copy's first backward pass fails because one ran here before; None if it does not fail.
+    """Return why a forked copy's first backward pass fails after one in this process; None if it does not fail.
 
     torch_xla must have been imported.
     """
@@ -278,7 +278,7 @@ def xla_backward_hazard() -> str | None:
 
 
 def _xla_backward() -> None:
-    """Run the first backward pass on an XLA device in a probe process; the device is the CPU on every host."""
+    """Run the first backward pass on an XLA device in a probe process; on every host, the device is its CPU."""
     env.apply({"PJRT_DEVICE": "CPU"})
     import torch
 

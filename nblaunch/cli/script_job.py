@@ -2,8 +2,8 @@
 
     SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
-    exit code          0; 1 if the script raised; the code of the rank that ended on its own; 128 + N after signal
-                       N; 2 if nothing was started
+    exit code          0; 1 if the script raised an exception; the code of the rank that ended on its own;
+                       128 + N after signal N; 2 if nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.
 """

@@ -343,7 +343,7 @@ def _state(row: Row, markup: Markup) -> str:
     glyph = _glyph(*look, markup)
     text = escape(row.state_text)
     shown = f"{glyph} <b>{text}</b>" if differs else f"{glyph} {text}"
-    # A text that is too long gets two lines, so the columns next to it keep their places.
+    # Text that is too long gets two lines, so the columns next to it keep their places.
     return f"<div{markup.of('wrapped')}>{shown}</div>"
 
 

@@ -258,7 +258,7 @@ def _earlier(info: ExceptionInfo) -> list[str]:
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """Return the notes that the user's code has added. The attribute may hold any object, or raise when it is read."""
+    """Return the notes that the user's code has added. The attribute may hold any object, or be unreadable."""
     try:
         notes = error.__notes__  # type: ignore[attr-defined]
         return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]

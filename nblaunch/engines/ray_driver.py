@@ -128,7 +128,7 @@ class Driver:
         return bool(poller.poll(1000 * timeout_s))
 
     def _check(self) -> None:
-        """Raise if the launching process no longer needs this process."""
+        """Raise an error if the launching process no longer needs this process."""
         if self._is_over(0):
             raise _NotNeeded
 
@@ -214,7 +214,7 @@ class Driver:
         return [node for node in alive if node["NodeID"] not in self._dead]
 
     def _check_nodes(self, ids: Iterable[str]) -> None:
-        """Raise if one of these nodes has died."""
+        """Raise an error if one of these nodes has died."""
         if set(ids) - {node["NodeID"] for node in self._alive_nodes()}:
             raise _NodeDied
 
@@ -364,7 +364,7 @@ class Driver:
     def _report_early_end(
         self, places: Mapping[int, tuple[str, str]], number: int, exit_code: int | None, last_output: bytes
     ) -> None:
-        """Raise if a program has ended before others have started, and its node is needed."""
+        """Raise an error if a program has ended before others have started, and its node is needed."""
         if len(self._actors) == self._task.min_nodes:
             raise LaunchError(
                 f"the program of node {number} (host {places[number][0]}) ended before the ranks started: "

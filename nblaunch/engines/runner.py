@@ -184,7 +184,7 @@ class EngineRunner(JobRunner):
         return path if path.exists() else self.log.new_file(name)
 
     def _check_requests(self) -> None:
-        """Raise if the job was interrupted or cancelled while the nodes were starting."""
+        """Raise an error if the job was interrupted or cancelled while the nodes were starting."""
         signal_handlers.run_arrived()
         self.emit_readings(())  # makes listeners publish, which shows notes
         self.requests.acknowledge()

@@ -231,7 +231,7 @@ class NvmlMeter(DeviceMeter):
         try:
             return self._pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except self._pynvml.NVMLError:
-            return None  # it is lost
+            return None  # the GPU is lost
 
     def read(self) -> list[float | None]:
         return [None if handle is None else self._utilisation(handle) for handle in self._handles]

@@ -139,7 +139,7 @@ class DebugClient:
     def send_line(self, rank: int, text: str) -> None:
         """Send a line to a rank's pdb. If the rank continues, ranks at the same breakpoint also continue.
 
-        Do nothing if the rank no longer waits, because it ended or a line of another thread continued it.
+        Do nothing if the rank no longer waits, because it ended, or because a line from another thread continued it.
         """
         prompt = self.prompts.pop(rank, None)
         if prompt is None:

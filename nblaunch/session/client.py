@@ -319,7 +319,7 @@ class FailedCommand(KeptFailure):
         self._ranks = ranks
 
     def find_debugger(self, rank: int | None = None) -> tuple[DebugClient, int]:
-        """Return the client and the rank to debug; pdb opens only on ranks that raised."""
+        """Return the client and the rank to debug; pdb opens only on ranks that raised an exception."""
         debugger = super().find_debugger(rank)
         if debugger[1] not in self._ranks:
             raise ValueError(

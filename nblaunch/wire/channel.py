@@ -163,7 +163,7 @@ _MAX_TEXT = 10_000
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in one of Python's own types, even if the code of its class raises.
+    """Return ``value`` in one of Python's own types, even if the code of its class raises an error.
 
     Numbers and strings of derived classes become values of the base class; enum members become their values. Tensors
     and arrays without dimensions become numbers. Mappings, sequences and sets of derived classes become dicts and

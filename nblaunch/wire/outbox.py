@@ -107,7 +107,7 @@ class Outbox:
 
 
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
-    """Read what an :class:`Outbox` wrote. Do not raise if the code of a part raises while it is rebuilt.
+    """Read what an :class:`Outbox` wrote. Don't raise an error that the code of a part raises while it is rebuilt.
 
     Unfinished data of a dead worker is freed first: memory may have run out, and the kernel must not be killed next.
     """

@@ -138,7 +138,7 @@ class Debugger:
     def _debug(self, terminal: _Terminal) -> None:
         """Run pdb at the failure or at the function's current line. Pdb can't step, because neither frame continues.
 
-        If a command of pdb raises, pdb ends, and the cell in which the command was typed shows the error.
+        If a command of pdb raises an exception, pdb ends, and the cell in which the command was typed shows the error.
         """
         try:
             traceback = self._traceback

@@ -203,7 +203,7 @@ def _save_shards(
 
 @contextmanager
 def _cancelled_by_errors(shards: ShardWriter | None) -> Iterator[None]:
-    """Keep the other ranks from writing shards if the block raises."""
+    """Keep the other ranks from writing shards if the block raises an error."""
     try:
         yield
     except Exception as error:

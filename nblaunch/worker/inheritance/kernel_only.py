@@ -130,7 +130,7 @@ def _leave_interactive_mode() -> None:
 
 
 def _reject_input() -> None:
-    """Make ``input()`` raise, because several workers run at once and a front end can't ask for all of them."""
+    """Make ``input()`` raise an error, because a front end can't ask for several workers at once."""
 
     def reject(prompt: object = "", *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(

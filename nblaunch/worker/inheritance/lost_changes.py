@@ -97,7 +97,7 @@ class Changes:
 def _has_changed(variable: _Variable) -> bool:
     try:
         return variable.has_changed(variable.get())
-    except Exception:  # a user's container may raise after it was changed
+    except Exception:  # a user's container may raise an error after it was changed
         return False
 
 

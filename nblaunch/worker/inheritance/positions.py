@@ -21,7 +21,7 @@ from nblaunch.host import descriptors
 _FOLDER = "/proc/self/fd"
 _FIRST = 3  # standard input and output are replaced elsewhere
 _MAX_TRIED = 1024
-"""Descriptors below this number are tried if the system does not list those of a process."""
+"""Descriptors below this number are tried if the system does not list a process's descriptors."""
 
 _PATH_ONLY = getattr(os, "O_PATH", 0)
 _ONLY_AT_FIRST = (

@@ -125,7 +125,7 @@ class KernelSettings:
 def _read_modules(
     read: Callable[[list[str]], tuple[list[Any], list[str]]], texts: list[str], what: str
 ) -> tuple[list[Any], list[str]]:
-    """Return what ``read`` finds in the user's modules; if an unusual object raises, name ``what`` as left behind."""
+    """Return what ``read`` finds in the user's modules; if it raises an error, list ``what`` as left behind."""
     try:
         return read(texts)
     except Exception as error:

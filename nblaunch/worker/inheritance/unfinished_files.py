@@ -93,7 +93,7 @@ _abandoned: list[Any] = []
 
 
 def reject_writes(fds: Collection[int]) -> None:
-    """Make writes to the kernel's unfinished files raise in this forked worker.
+    """Make writes to the kernel's unfinished files raise an error in this forked worker.
 
     Args:
         fds: descriptors of files that the kernel has open for writing.
@@ -107,7 +107,7 @@ def reject_writes(fds: Collection[int]) -> None:
 
 
 def reject_writes_to_copies() -> None:
-    """Make writes raise for unfinished files that this worker received by pickle."""
+    """Make writes to unfinished files that this worker received by pickle raise an error."""
     for writer in _WRITERS:
         if writer.is_pickled:
             packages.when_imported(writer.module, functools.partial(_change_in, writer))
@@ -118,7 +118,7 @@ def _change_in(writer: _Writer, module: Any) -> None:
 
 
 def hold_back_text(files: Collection[Any]) -> None:
-    """Make a worker's text writes to the kernel's compressed files raise at once instead of after a full block.
+    """Make text writes to the kernel's compressed files raise an error at once, not only after a full block.
 
     Args:
         files: text files of the kernel, among others.
@@ -196,7 +196,7 @@ def _path(fd: int) -> str:
 def _rejecting(
     is_kernels: Callable[[Any], bool], what: str, name_of: Callable[[Any], str]
 ) -> Callable[[Any], None]:
-    """Return a function that raises if an object writes to a file of the kernel."""
+    """Return a function that raises an error if an object writes to a file of the kernel."""
 
     def reject_if_kernels(obj: Any) -> None:
         if is_kernels(obj):
@@ -230,7 +230,7 @@ def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
 
 
 def _reject_hdf5(h5py: Any) -> None:
-    """Make changes raise for all HDF5 files that HDF5 has open in this process."""
+    """Make changes to all HDF5 files that are open in this process raise an error."""
     files, objects = h5py.h5f, h5py.h5o
     numbers = frozenset(
         objects.get_info(file).fileno

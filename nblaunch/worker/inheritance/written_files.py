@@ -8,7 +8,7 @@
 Ranks that write to one file share its position, so no rank overwrites another's output. But if one rank writes in
 pieces, another may write in between. In a file that is also open for reading, each rank has its own position
 (``positions.py``), so ranks do overwrite each other. A warning names the file once a second rank writes to it. Writes
-to files that the kernel keeps partly in memory raise (``unfinished_files.py``).
+to files that the kernel keeps partly in memory raise an error (``unfinished_files.py``).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class WrittenFiles:
         _drop_c_buffers([*(fd for fd in fds if self._files[fd].is_open), *self._channels])
 
     def watch(self, rank: int, locks: WorkerLocks, report: Report) -> None:
-        """Detect a worker's writes; raise if the kernel holds a part of the file in memory."""
+        """Detect a worker's writes; raise an error if the kernel holds a part of the file in memory."""
         self._report = report
         unfinished_files.reject_writes(self._plain)
         for of_file in self._objects.values():
