@@ -32,7 +32,7 @@ _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 
 
 class NblaunchError(Exception):
-    """Base of all exceptions defined here.
+    """Base class of all exceptions defined here.
 
     Each can be constructed from its message alone, so that Python can pickle it with its attributes.
     """

@@ -136,7 +136,7 @@ class ExceptionInfo:
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events.
+    """Base class of all events.
 
     Args:
         rank: the rank that it is about; -1 = the job as a whole.

@@ -25,7 +25,7 @@ RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 
 
 class Word(str, enum.Enum):
-    """Base of enumerations whose members are strings, and print as strings."""
+    """Base class of enumerations whose members are strings, and print as strings."""
 
     def __str__(self) -> str:
         return self.value
@@ -58,7 +58,7 @@ class RNGType(Word):
 
 @dataclass
 class KwargsHandler:
-    """Base of the classes for ``Accelerator(kwargs_handlers=[...])``."""
+    """Base class of handlers for ``Accelerator(kwargs_handlers=[...])``."""
 
     def __post_init__(self) -> None:
         self.check()

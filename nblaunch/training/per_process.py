@@ -54,7 +54,7 @@ def part() -> Any:
 
 
 class PerProcessParts(ABC):
-    """Base of the ``Accelerator``: keeps its parts per process, and rebuilds them on first use in a worker."""
+    """Base class of the ``Accelerator``: keeps its parts per process, and rebuilds them on first use in a worker."""
 
     _home: ProcessContext | None
     _own_parts: dict[str, Any]

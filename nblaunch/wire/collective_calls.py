@@ -72,7 +72,7 @@ POINT_TO_POINT = ("send", "recv")
 _CHAINED = frozenset(COLLECTIVES)
 BACKWARD, FORWARD, STEP = "backward", "forward", "step"
 UNEVEN = "uneven"
-"""The detail of optimizer steps after a join of uneven inputs, where ranks step unequally."""
+"""The detail of optimizer steps after a join of uneven inputs, where ranks take different numbers of steps."""
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class CallReader:
         return digests if words[_VERSION] == version else {}
 
     def read(self) -> RankCalls:
-        """Read the last calls; return no calls if the rank restarts its texts during every attempt."""
+        """Read the last calls; return no calls if the rank starts over during every attempt."""
         words = self._words
         for _ in range(_MAX_READS):
             version, head, first = words[_VERSION], words[_HEAD], words[_FIRST]
@@ -455,7 +455,7 @@ class CallReader:
                 return _group_of(line)
             group = self._sites[values[1]] if values[1] >= 0 else None
             return Site(values[0], group if isinstance(group, Group) else None, *values[2:])
-        except (ValueError, IndexError, TypeError):  # the texts have started again
+        except (ValueError, IndexError, TypeError):  # the rank has dropped its texts and started over
             return Site("")
 
     def _calls(self, data: bytes, serials: range) -> tuple[Call, ...]:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class Leaf:
-    """Base of classes whose instances are leaves although they are dataclasses or sequences."""
+    """Base class for objects that are leaves although they are dataclasses or sequences."""
 
     __slots__ = ()
 

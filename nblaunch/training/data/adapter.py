@@ -1,4 +1,4 @@
-"""The base of prepared loaders: a wrapper around the loader that reads, its options, and the state of its epochs.
+"""The base class of prepared loaders: a wrapper around the loader that reads, its options, and the state of its epochs.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 

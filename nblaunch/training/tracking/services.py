@@ -12,7 +12,7 @@ from nblaunch.training.tracking.trackers import GeneralTracker, plain
 
 
 class _RunTracker(GeneralTracker):
-    """Shared base of these trackers: a run that logs and finishes.
+    """Base class of these trackers: a run that logs and finishes.
 
     Args:
         run_name: the project's name.

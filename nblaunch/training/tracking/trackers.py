@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GeneralTracker:
-    """Base of trackers.
+    """Base class of trackers.
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
     returns the library's run object. If you pass an object to ``log_with``, its constructor may also set these before

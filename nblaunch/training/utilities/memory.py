@@ -111,12 +111,12 @@ def find_executable_batch_size(
 
     Args:
         function: takes the batch size as its first argument, which callers omit.
-        starting_batch_size: first size of the first call; later calls start with the size that fitted.
+        starting_batch_size: the first size that the first call tries; later calls start with the size that fitted.
         reduce_batch_size_fn: returns the next size to try; None: 90 % of the last one.
 
     Raises:
-        TypeError: in a call, the caller passes the batch size, or the function takes none.
-        RuntimeError: in a call, not even one sample fits.
+        TypeError: raised by a call if the caller passes the batch size, or if the function takes none.
+        RuntimeError: raised by a call if not even one sample fits.
     """
     if function is None:
         return functools.partial(

@@ -84,7 +84,7 @@ def _drop_exit_handlers() -> None:
         handlers: list[Any] = _empty_buffering_handlers(logging._handlerList)
         _abandoned.extend((logging._handlerList, logging.shutdown.__defaults__))
         logging._handlerList = handlers
-        logging.shutdown.__defaults__ = (handlers,)  # applies also to calls from the user's code
+        logging.shutdown.__defaults__ = (handlers,)  # also applies to calls from the user's code
         atexit.register(logging.shutdown)
 
 
