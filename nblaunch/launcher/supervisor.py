@@ -110,6 +110,7 @@ class Supervisor:
         self._interrupts_seen, self._killed_s = 0, dict[int, float]()
         self._lingering_since: float | None = None
         self._watched_ends, self._started = set[int](), set[int]()
+        self._has_end = False
         self._memory_sampler = MemorySampler()
         self._collectives = collectives = CollectiveWatch(BoardCalls(running), attempt, emit)
         self._hangs = HangWatch(attempt, running.board.read, requests, emit, read_calls=collectives.calls)
@@ -201,10 +202,12 @@ class Supervisor:
             for key, _ in self._selector.select(self._timeout()):
                 key.data()
             signal_handlers.run_arrived()  # an exception in the user's handler ends the job here
-            self._reap()
+            is_tick = time.monotonic() >= self._next_tick
+            if self._has_end or is_tick or not self._watched_ends:
+                self._reap()  # a system call for each rank
             self._handle_requests()
             self._check_peers()
-            if time.monotonic() >= self._next_tick:
+            if is_tick:
                 self._tick()
             self._escalate()
             self._abandon_unkillable()
@@ -249,8 +252,11 @@ class Supervisor:
         for fd in self._watched_ends - wanted:
             self._selector.unregister(fd)
         for fd in wanted - self._watched_ends:
-            self._selector.register(fd, selectors.EVENT_READ, _nothing)
+            self._selector.register(fd, selectors.EVENT_READ, self._note_end)
         self._watched_ends = wanted
+
+    def _note_end(self) -> None:
+        self._has_end = True
 
     def _timeout(self) -> float:
         until = self._next_tick
@@ -309,6 +315,7 @@ class Supervisor:
         store.start()
 
     def _reap(self) -> None:
+        self._has_end = False
         ended = self._group.poll()
         if ended:
             self._watch_ends()
@@ -435,8 +442,8 @@ class Supervisor:
     def _abandon_unkillable(self) -> None:
         """Abandon processes that SIGKILL does not end: a driver or a file system may hold them forever."""
         now = time.monotonic()
-        for rank in sorted(self._alive):
-            if now - self._killed_s.get(rank, now) >= KILL_PATIENCE_S:
+        for rank in sorted(self._killed_s.keys() & self._alive):
+            if now - self._killed_s[rank] >= KILL_PATIENCE_S:
                 self._abandon(rank)
 
     def _abandon(self, rank: int) -> None:
