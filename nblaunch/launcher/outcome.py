@@ -5,7 +5,6 @@ conclude_job   the report of the last attempt, and the results of ranks -> JobOu
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -23,11 +22,9 @@ from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.weights import listed
 from nblaunch.user_code import from_first_user_frame
 from nblaunch.weights.sharded import TensorShard
-from nblaunch.wire.argument_paths import ArgPath, is_scheduler, optimizers_in, path_name
+from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult
-
-_MAX_NAMED = 3
 
 _KEEP_ADVICE = (
     "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
@@ -148,7 +145,6 @@ def conclude_job(
     unfit, notes = _load_weights(attempt, report, rank_results)
     notes += _load_optimizers(attempt, report, rank_results)
     notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
-    notes += [Note.of_job(text) for text in _describe_optimizers_left(attempt, report)]
     if early := early_leavers(report):
         notes.append(Note.of_job(early, "warning"))
     values = {rank: result.value for rank, result in rank_results.items()}
@@ -183,31 +179,6 @@ def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
         return []
     text = weights.describe_uncollected_modules(attempt.spec.function, attempt.spec.function_name)
     return [text] if text else []
-
-
-def _describe_optimizers_left(attempt: Attempt, report: AttemptReport) -> list[str]:
-    """Name, once each, the notebook's optimizers whose trained states are lost when the workers end.
-
-    The weights are copied back. Another launch would therefore continue with trained weights but untrained moments.
-    """
-    plan, has_stepped = attempt.plan, any(reading.num_updates for reading in report.last_readings)
-    if not plan.modules or plan.optimizers or not has_stepped:
-        return []
-    left = {
-        path: value for path, value in optimizers_in(attempt.spec.args).items() if value not in _described
-    }
-    _described.update(left.values())
-    names = [f"{path} ({type(value).__name__})" for path, value in left.items()]
-    if not names:
-        return []
-    return [
-        f"{formatting.first(names, _MAX_NAMED)} kept the state from before the launch, unlike the weights. To launch "
-        "again with it, pass sync_optimizers=True, which also copies back moments, learning rates and schedulers"
-    ]
-
-
-_described: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers and schedulers of the notebook that a note has named."""
 
 
 # --- trained weights -------------------------------------------------------------------------------------------------

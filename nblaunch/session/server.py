@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from nblaunch import context
 from nblaunch.backends import process_group
-from nblaunch.events import CommandEvent, Event, Exited, ExitStatus, Returned, Started, WorkerState
+from nblaunch.events import CommandEvent, Event, Exited, ExitStatus, Note, Returned, Started, WorkerState
 from nblaunch.host import descriptors
 from nblaunch.user_code import ipython_shell
 from nblaunch.wire.assignment import restore_sources
@@ -37,6 +37,7 @@ from nblaunch.worker import output
 from nblaunch.worker.debugger import Debugger
 from nblaunch.worker.delivery import Delivery
 from nblaunch.worker.failure import describe_failure
+from nblaunch.worker.inheritance import lost_changes
 from nblaunch.worker.optimizer_steps import steps
 from nblaunch.worker.process_control import ChildHandler, FunctionBounds
 
@@ -169,6 +170,7 @@ class _Server:
         function, args = payload.load_mapped(call_fd)
         returns_value = command.returns_all or self._rank == 0
         delivery = Delivery(self._topology, outbox_fd, returns_value, args, None, command.wanted_modules)
+        changes = lost_changes.Changes(None, args, is_forked=False, advice=lost_changes.IN_A_SESSION)
         steps.is_cut = False
         try:
             value, has_exited = self._call_function(function, args)
@@ -177,6 +179,9 @@ class _Server:
                 for event in delivery.interrupted_states():
                     self._emit(event)
             raise
+        if self._rank == 0:
+            for text in changes.describe(value):
+                self._emit(Note.of_job(text))
         self._deliver(delivery, value, left_by_exit=has_exited)
 
     def _deliver(self, delivery: Delivery, value: Any, *, left_by_exit: bool) -> None:

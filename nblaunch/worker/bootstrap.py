@@ -165,7 +165,12 @@ class _Worker:
         )
         if assignment.post_mortem:
             process_group.extend_collective_timeout()
-        changes = lost_changes.Changes(function, args, is_forked=not missing_names.is_fresh_process())
+        changes = lost_changes.Changes(
+            function,
+            args,
+            is_forked=not missing_names.is_fresh_process(),
+            advice="" if assignment.wanted_optimizers else lost_changes.IN_A_LAUNCH,
+        )
         try:
             with self.interrupts, self.child_handler:
                 value, exit_code = _call(function, args)
@@ -183,8 +188,7 @@ class _Worker:
             return value, exit_code
         output.show_pending_figures()
         context.current().flush_losses()
-        lost = changes.describe(value)
-        if lost is not None:
+        for lost in changes.describe(value):
             self._note(lost)
         for sent in delivery.results(value, left_by_exit=value is _EXITED):
             self.sender.send(sent)

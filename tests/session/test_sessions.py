@@ -959,3 +959,33 @@ if __name__ == "__main__":
 
 def test_closed_sessions_leave_no_descriptors(tmp_path: Path) -> None:
     assert _output_of(OPENS_AND_CLOSES, tmp_path).split()[-1] == "0"
+
+
+LOSSES = """
+import torch
+from nblaunch import Accelerator
+kept = []
+
+def train(model, optimizer, losses):
+    model, optimizer = Accelerator().prepare(model, optimizer)
+    loss = model(torch.ones(2, 4)).pow(2).sum()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    kept.append(loss.item())
+
+model = torch.nn.Linear(4, 1)
+optimizer, losses = torch.optim.AdamW(model.parameters()), []
+"""
+
+
+def test_changed_arguments_of_a_call_are_named(kernel: Kernel) -> None:
+    kernel.run(f"import nblaunch\n{LOSSES}\nsession = nblaunch.Session(num_processes=2)")
+    cell = kernel.run("session.run(train, (model, optimizer, losses))")
+    (changed,) = [line for line in cell.shown.splitlines() if "the function changes" in line]
+    assert "args[2]" in changed
+    assert "kept" not in changed.partition(" in its worker")[0], "the ranks keep their variables"
+    assert "args[1] (AdamW)" in cell.shown
+    assert "sync_optimizers" not in cell.shown
+    assert kernel.run("losses, len(optimizer.state)").value == ([], 0)
+    kernel.run("session.close()")

@@ -15,6 +15,7 @@ are reported:
     parameters, and tensors of objects      for example, of an average of weights; modules in args come back
     attributes that became floats           for example, the best loss
     assignments to global variables
+    states of optimizers in the arguments
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, used_by
+from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
 _MAX_FUNCTIONS = 200
@@ -45,6 +48,14 @@ _NO_VALUE = object()
 _LOST = (
     "the function changes {names} in its worker only, and the notebook's variables keep their values: return the new "
     "values from the function"
+)
+_STEPPED = (
+    "the function steps {names} in its worker only, and the notebook's optimizers keep their states, without the new "
+    "moments and learning rates. {advice}"
+)
+IN_A_LAUNCH = "To continue training with another launch, pass sync_optimizers=True"
+IN_A_SESSION = (
+    "To continue training, build the optimizer in a command of the session, whose ranks then keep it"
 )
 
 
@@ -66,32 +77,35 @@ class Changes:
     """Watches the notebook's variables from the start of a function to its end.
 
     Args:
-        function: the function.
+        function: the function; None if its variables belong to the worker, as in a session.
         args: its arguments.
         is_forked: whether this worker may share memory with the kernel.
+        advice: how to keep the states of optimizers; empty if the kernel gets them.
     """
 
-    def __init__(self, function: Any, args: tuple[Any, ...], is_forked: bool) -> None:
-        functions = list(_functions(function))
-        values = [
-            *used_by(function),
-            *(each for reached in functions for each in captured_variables(reached)),
-        ]
-        values += [(f"args[{position}]", value) for position, value in enumerate(args)]
+    def __init__(self, function: Any, args: tuple[Any, ...], *, is_forked: bool, advice: str) -> None:
+        self._advice = advice
+        self._optimizers = list(_optimizers(args)) if advice else []
+        values = [(f"args[{position}]", value) for position, value in enumerate(args)]
+        functions = [] if function is None else list(_functions(function))
+        values += [] if function is None else list(used_by(function))
+        values += [each for reached in functions for each in captured_variables(reached)]
         finder = _Finder(is_forked)
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
         names = {name for reached in functions for name in _assigned(reached.__code__)}
         self._variables += [_global(name) for name in sorted(names)]
 
-    def describe(self, returned: Any) -> str | None:
-        """Return a sentence about the changes that the kernel does not get; None if there are none.
+    def describe(self, returned: Any) -> list[str]:
+        """Return sentences about the changes that the kernel does not get.
 
         Args:
             returned: the function's value, which the kernel gets.
         """
         kept = {id(value) for value in _parts(returned)}
         names = [each.name for each in self._variables if id(each.get()) not in kept and _has_changed(each)]
-        return _LOST.format(names=", ".join(dict.fromkeys(names))) if names else None
+        stepped = [each.name for each in self._optimizers if _has_changed(each)]
+        texts = [_LOST.format(names=", ".join(dict.fromkeys(names)))] if names else []
+        return texts + ([_STEPPED.format(names=", ".join(stepped), advice=self._advice)] if stepped else [])
 
 
 def _has_changed(variable: _Variable) -> bool:
@@ -230,6 +244,29 @@ def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
         lambda: attributes.get(attribute),
         lambda value: isinstance(value, float) and value != before,
     )
+
+
+def _optimizers(args: tuple[Any, ...]) -> Iterator[_Variable]:
+    for path, value in optimizers_in(args).items():
+        if not is_scheduler(value):
+            with suppress(Exception):  # an optimizer of another library may have no state
+                yield _Variable(f"{path} ({type(value).__name__})", lambda: None, _watched_optimizer(value))
+
+
+def _watched_optimizer(optimizer: Any) -> Callable[[Any], bool]:
+    """Return a function that checks whether the state or the learning rates of an optimizer have changed."""
+
+    def state() -> list[Any]:
+        tensors = [
+            part
+            for of_one in optimizer.state.values()
+            for part in _parts(of_one)
+            if hasattr(part, "_version")
+        ]
+        return [*map(_version, tensors), *(group.get("lr") for group in optimizer.param_groups)]
+
+    before = state()
+    return lambda _: state() != before
 
 
 def _watched_container(value: Any) -> Callable[[Any], bool]:
