@@ -74,7 +74,7 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
             output, and this function must be called from the thread of the cell.
 
     Returns:
-        Dashboards that never raise into the launcher; none for ``"none"``.
+        Dashboards whose errors never reach the launcher; none for ``"none"``.
 
     Raises:
         ValueError: unknown ``kind``.

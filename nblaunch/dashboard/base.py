@@ -147,7 +147,7 @@ class Pace:
         return self._clock() - self._started_s
 
     def restart(self, ago_s: float = 0.0) -> None:
-        """Set the start to the start of the job, ``ago_s`` seconds ago."""
+        """Set the start time to the start of the job, ``ago_s`` seconds ago."""
         self._started_s = self._clock() - ago_s
         self._next_s = self._started_s + self._first_s
 

@@ -107,7 +107,8 @@ def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], f
 
 
 class AllCalls:
-    """The calls of the ranks on all nodes, in the coordinator. Implements ``launcher.collective_watch.CallSource``.
+    """The coordinator's copy of the calls of the ranks on all nodes. Implements
+    ``launcher.collective_watch.CallSource``.
 
     Args:
         ask: asks all nodes for the calls of their ranks.

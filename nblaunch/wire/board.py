@@ -190,11 +190,11 @@ class StepBoundaries:
         return number, ints[BOUNDARY_PROPOSAL]
 
     def begin_anew(self) -> None:
-        """Count from 0 again, in the worker, because ranks of a session need not have run the same code before."""
+        """Restart the worker's count at 0, because ranks of a session need not have run the same code before."""
         self.num_checks = self.stop_reply = 0
 
     def clear_proposal(self) -> None:
-        """Forget the last proposal, in the launcher."""
+        """Forget the last proposal; called by the launcher."""
         self.stop_proposal = self.stop_decision = 0
 
 
@@ -249,7 +249,7 @@ class Slot:
         self._write_to(memory)
 
     def record_spans(self) -> None:
-        """Record how the calling thread spends its time, in the worker; do nothing if no process reads it."""
+        """Record how the calling thread of the worker spends its time; do nothing if no process reads that."""
         if self.span_memory is not None:
             self.spans = SpanWriter(self.span_memory)
 
