@@ -261,4 +261,4 @@ def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
 
 
 def _nothing() -> None:
-    """Do nothing: the function of the planned launch."""
+    """Do nothing. Stands in for the function of the planned launch."""

@@ -237,7 +237,7 @@ def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> No
         kernel_name: name of the kernel; empty = the kernel named in the notebook.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell raised.
+        nbclient.exceptions.CellExecutionError: a cell raised an exception.
         NotebookStopped: a signal stopped the notebook.
     """
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:

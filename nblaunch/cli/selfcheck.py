@@ -118,4 +118,4 @@ def _verdict(failed: list[str]) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing: the function of the planned launch."""
+    """Do nothing. Stands in for the function of the planned launch."""

@@ -33,7 +33,7 @@ class RemoteFailures:
 
     Args:
         labels: rank -> label of its node, for all ranks of other nodes.
-        failed: ranks whose function raised.
+        failed: ranks whose function raised an exception.
         exits: ranks whose process ended without an exception, and when.
         returned: ranks whose function returned.
         lost: rank -> why its node was lost, as a sentence; one rank for each lost node.

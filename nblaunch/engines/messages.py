@@ -310,7 +310,7 @@ class CallMarks:
 
     Args:
         digests: group and number -> digest; equal on all nodes.
-        differ: whether ranks of this node already differ.
+        differ: whether the collectives of this node's ranks already differ.
     """
 
     digests: Mapping[tuple[int, int], float]

@@ -61,7 +61,7 @@ class Escalation:
     Args:
         began_s: ``time.monotonic()`` when it began.
         steps: for ranks whose Python code noticed SIGINT.
-        unresponsive_steps: for ranks that did not.
+        unresponsive_steps: for all other ranks.
     """
 
     began_s: float

@@ -311,7 +311,7 @@ class FailedCommand(KeptFailure):
 
     Args:
         failed_rank: rank with the root cause.
-        ranks: ranks that raised.
+        ranks: ranks that raised an exception.
     """
 
     def __init__(self, debugger: DebugClient, failed_rank: int, ranks: Sequence[int]) -> None:

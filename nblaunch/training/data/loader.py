@@ -150,7 +150,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @contextmanager
     def _epoch(self) -> Iterator[tuple[SharedState, Loop]]:
-        """Begin an epoch or the rest of one, and end it with the block, which may leave it early."""
+        """Begin an epoch, or the rest of one; end it with the block, even if batches are left."""
         self.epochs.saved_position = None
         shared = get_shared_state()
         outer = self._loop, self.epochs.start, self.end_of_dataloader, self.remainder

@@ -304,7 +304,8 @@ def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
 def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
     """Set all gradients in the block, or none, and restore them afterwards.
 
-    If torch finds neither gradients nor a state, it creates a state for every parameter by a step with zero gradients.
+    If torch finds neither gradients nor a state, it creates a state for every parameter by taking a step with zero
+    gradients.
     """
     trained = [
         candidate

@@ -134,7 +134,7 @@ class TrackerHub:
             self._trackers.append(tracker)
 
     def log(self, values: Mapping[str, Any], step: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """Pass ``values`` to the trackers, and their plain part to the launcher."""
+        """Pass ``values`` to the trackers, and the numbers and strings among them to the launcher."""
         named = {str(name): value for name, value in values.items()}
         for tracker in self.trackers:
             tracker.log(dict(named), step=step, **options.get(tracker.name, {}))  # type: ignore[attr-defined]
