@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tqdm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -70,10 +72,19 @@ class Shuffled(Plain):
         return iter(torch.randperm(ROWS, generator=self.generator).tolist())
 
 
+def _buffered() -> Any:
+    """Return a stream that shuffles in a buffer, whose rows are not in its state."""
+    import datasets  # imported here because it takes seconds
+
+    whole = datasets.Dataset.from_dict({"row": list(range(ROWS))}).to_iterable_dataset(num_shards=4)
+    return whole.shuffle(seed=3, buffer_size=7).with_format("torch")
+
+
 DATA: dict[str, Any] = {
     "plain": Plain,
     "stateful": Stateful,
     "odd": Odd,
+    "buffered": _buffered,
     "shuffled": Shuffled,
     "indexed": lambda: TensorDataset(torch.arange(ROWS)),
 }
@@ -88,6 +99,7 @@ def _part(
     config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
     accelerator = Accelerator(dataloader_config=config)
     torch.manual_seed(3)
+    warnings.filterwarnings("ignore", "the stream shuffles in a buffer")
     given = DataLoader(DATA[kind](), batch_size=2, num_workers=num_workers, shuffle=kind == "indexed" or None)
     loader = accelerator.prepare(given)
     if folder and is_resumed:
@@ -96,7 +108,9 @@ def _part(
         loader.load_state_dict(state)
     rows: list[int] = []
     for number, batch in enumerate(loader, 1):
-        rows += (batch[0] if isinstance(batch, list) else batch).tolist()
+        rows += (
+            batch[0] if isinstance(batch, list) else batch["row"] if isinstance(batch, dict) else batch
+        ).tolist()
         if number == steps:
             if folder:
                 accelerator.save_state(folder)
@@ -150,6 +164,26 @@ def test_a_lone_process_sees_each_row_once(kind: str, num_workers: int) -> None:
 def test_processes_that_read_for_ranks_are_resumed_too(dispatch: bool, tmp_path: Path) -> None:
     seen, _ = _seen("plain", [2, 2, 2], [2, 1, -1], dispatch, 2, str(tmp_path / "state"))
     assert seen == Counter(range(ROWS))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_rows_in_the_buffer_of_a_stream_are_not_lost(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # `datasets` would start a permanent thread
+    for folder in ("", str(tmp_path / "state")):
+        seen, _ = _seen("buffered", [2, 2, 2], [2, 1, -1], True, num_workers, folder)
+        assert seen == Counter(range(ROWS)), folder
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loaders = [accelerator.prepare(DataLoader(_buffered(), batch_size=2)) for _ in range(2)]
+    read = iter(loaders[0])
+    first = [next(read)["row"].tolist() for _ in range(3)]
+    with pytest.warns(
+        UserWarning, match="a buffer of 7 rows, which its state does not include, so the loader reads"
+    ):
+        loaders[1].load_state_dict(loaders[0].state_dict())
+    rest = [batch["row"].tolist() for batch in loaders[1]]
+    assert first + rest == first + [batch["row"].tolist() for batch in read]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

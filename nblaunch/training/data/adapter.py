@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from nblaunch.errors import warn
 from nblaunch.packages import is_installed
 from nblaunch.training.data.sharding import EpochPosition
+from nblaunch.training.joining import current_topology
 from nblaunch.training.shared_state import get_shared_state
 
 FINISHED = "_iterator_finished"  # torchdata sets it in every state: whether the epoch was read to its end
@@ -179,7 +181,8 @@ class DataLoaderAdapter(Base):
         if not is_fresh:
             self.skip_batches = 0  # the loaded state already counts them as read
         self.epochs.batches_behind = progress.batches
-        if progress.knows_stream or not isinstance(base.dataset, IterableDataset):
+        knows_stream = progress.knows_stream and not _loses_rows(base.dataset, progress.batches)
+        if knows_stream or not isinstance(base.dataset, IterableDataset):
             base.load_state_dict(
                 {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
             )
@@ -253,6 +256,28 @@ class _Progress:
             for reader in readers
         )
         return cls(batches, knows_stream)
+
+
+def _loses_rows(dataset: Any, num_batches: int) -> bool:
+    """Return whether a stream of ``datasets`` shuffles in a buffer, whose rows its state does not include.
+
+    Warn that ``num_batches`` are read again for this reason.
+    """
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        attributes = getattr(parts.pop(), "__dict__", {})
+        if "buffer_size" in attributes:
+            if num_batches and current_topology().rank == 0:
+                warn(
+                    f"the stream shuffles in a buffer of {attributes['buffer_size']} rows, which its state does not "
+                    f"include, so the loader reads the first {num_batches} batches of the epoch again and drops them. "
+                    "Resuming from the stream's state would lose the rows in the buffer. To resume without reading, "
+                    "shuffle the data before storing it, and leave shuffle() out"
+                )
+            return True
+        parts += [attributes["ex_iterable"]] if "ex_iterable" in attributes else []
+        parts += attributes.get("ex_iterables", [])
+    return False
 
 
 def _rebuild(cls: type[DataLoaderAdapter], state: dict[str, Any]) -> DataLoaderAdapter:
