@@ -20,7 +20,7 @@ _NUM_SAMPLED = 3  # parameters whose gradients are examined
 _NUM_ELEMENTS = 8  # of each of these gradients
 _NUM_UNCLEARED = 2  # steps in a row
 _NUM_EMPTY = 3  # steps in a row
-_NUM_OVERFLOWS = 10  # in a row: a scaler that starts too high needs a few
+_NUM_OVERFLOWS = 10  # consecutive steps; a scaler that starts too high needs a few
 _MAX_NAMED = 4
 
 

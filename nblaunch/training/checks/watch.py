@@ -208,7 +208,8 @@ _ended: list[Callable[[], None]] = []
 
 
 def _add_hooks(watch: Watch) -> Callable[[], None]:
-    """Make torch call a watch before steps of optimizers and before it clips; return a function that ends this."""
+    """Make torch call a watch before optimizer steps and before gradients are clipped; return a function to end
+    this."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)

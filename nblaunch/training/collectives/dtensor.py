@@ -38,7 +38,7 @@ def local(value: T) -> T:
 
 
 def slice_for(shard: Any, full: torch.Tensor) -> torch.Tensor:
-    """Return a view of the part of ``full`` that corresponds to this rank's ``shard``; no copy."""
+    """Return a view, not a copy, of the part of ``full`` that corresponds to this rank's ``shard``."""
     offset, shape = extent(shard)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         full = full.narrow(dim, start, length)

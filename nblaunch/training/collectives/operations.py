@@ -126,7 +126,7 @@ def gather_object(object: Any) -> Any:
 
 
 def check_that_all_have_objects() -> None:
-    """Raise on every rank if only some have objects for metrics; do nothing if ranks do not compare data."""
+    """Raise an error on every rank if only some have objects for metrics; do nothing if ranks do not compare data."""
     if _compares_first():
         _check_alike("gather", _OBJECTS)
 
@@ -179,7 +179,7 @@ def _compares_first() -> bool:
 
 
 def _check_alike(operation: str, described: str) -> None:
-    """Raise on every rank if ``described`` differs between ranks."""
+    """Raise an error on every rank if ``described`` differs between ranks."""
     mine = hashlib.blake2b(described.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = _all_gather_bytes(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     if bytes(digests.cpu().numpy()) == mine * world_size():

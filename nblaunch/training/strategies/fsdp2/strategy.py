@@ -65,7 +65,7 @@ class Fsdp2Strategy(DTensorStrategy):
         self._settings = settings
         self._dtype = dtype
         self._parallelism = parallelism
-        settings.precision_policy(dtype)  # raises on unknown values before any model is built
+        settings.precision_policy(dtype)  # raises an error for unknown values before any model is built
         # Units cast their weights and inputs. autocast would also compute losses and layer norms in fp32, which takes
         # more memory and differs from Accelerate.
         self.holds_shards = self.casts_models = process.topology.world_size > 1
