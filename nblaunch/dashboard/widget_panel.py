@@ -147,7 +147,7 @@ ROWS_S = 0.3
 """Seconds between updates of the rows, if the throttle's budget allows."""
 
 _CHART_S_PER_RANK = 0.003  # seconds between charts for each rank: drawing charts of 512 ranks takes 60 ms
-_CHARTS_PX = LIVE_HEIGHT + 46  # height of a chart with its texts
+_CHARTS_PX = LIVE_HEIGHT + 46  # height of a chart, including its text
 
 
 class ChartRow:

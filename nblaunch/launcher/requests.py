@@ -170,9 +170,8 @@ class JobRequests:
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        if (
-            not self._is_answering
-        ):  # after the append, because the end of answering rejects only earlier queries
+        # Check this after the append: when answering ends, only the queries so far are rejected.
+        if not self._is_answering:
             self._reject_queries()
         self._wake()
         return query

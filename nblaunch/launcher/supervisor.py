@@ -305,9 +305,7 @@ class Supervisor:
                 self._read_pipe(rank)
 
     def _receive_from_debugger(self, rank: int) -> None:
-        assert self._debugger is not None, (
-            "the loop waits for connections of the debugger only if there is one"
-        )
+        assert self._debugger is not None, "the loop waits only for connections of a debugger"
         self._debugger.receive_available()
         if rank in self._debugger.gone:
             self._selector.unregister(self._running.connections.commands[rank])  # the client may be closed

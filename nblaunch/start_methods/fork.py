@@ -91,7 +91,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
         try:
             pid = _fork()
         except OSError as error:
-            kill_and_reap(pids.values())  # the workers started before this one failed to start
+            kill_and_reap(pids.values())  # those that were started before
             raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
         if pid == 0:
             run(assignment)

@@ -152,7 +152,7 @@ class ChildHandler:
     def __exit__(self, *error: object) -> None:
         try:
             self.take_out()
-        except BaseException:  # raised by the handler, which Python may call here before the change
+        except BaseException:  # raised by the handler: Python may call it before it is taken out
             self.take_out()
             raise
 

@@ -68,7 +68,7 @@ def load_state(
 
 
 def _on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Return ``work()``; if it fails on any rank, raise on every rank."""
+    """Return ``work()``; if it fails on any rank, raise an error on every rank."""
     error: Exception | None = None
     value = None
     try:

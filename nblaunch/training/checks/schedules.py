@@ -10,7 +10,7 @@ import torch
 
 from nblaunch.training.checks.check import Check, Prepared, Streaks
 
-_NUM_ZERO = 5  # steps in a row: a warm-up from 0 has one
+_NUM_ZERO = 5  # consecutive steps; a warm-up from 0 has one
 _NUM_WINDOWS = 2
 
 

@@ -208,8 +208,7 @@ _ended: list[Callable[[], None]] = []
 
 
 def _add_hooks(watch: Watch) -> Callable[[], None]:
-    """Make torch call a watch before optimizer steps and before gradients are clipped; return a function to end
-    this."""
+    """Make torch call a watch before optimizer steps and before clipping; return a function that ends this."""
     while _ended:
         _ended.pop()()
     reference = weakref.ref(watch)

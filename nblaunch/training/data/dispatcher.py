@@ -42,7 +42,7 @@ class DataLoaderDispatcher(PreparedLoader):
         num_processes: number of ranks that get a part; None: all ranks of the job.
         **options: as for :class:`PreparedLoader`.
 
-    Iterating raises an error on all ranks:
+    Iterating raises, on all ranks:
 
     - RuntimeError if the batches of a round can't be joined or divided evenly;
     - TypeError on rank 0, and RuntimeError on the others, if a leaf is not a tensor and there is no ``slice_fn``.
