@@ -77,7 +77,7 @@ class SessionOutput:
             command.add(event)
         elif isinstance(event, JobEnded):
             self._job_end = event
-        if isinstance(event, (Exited, JobEnded)):
+        if isinstance(event, JobEnded) or (isinstance(event, Exited) and not command.busy):
             self.wake()
         is_output = isinstance(event, (LogLines, Displayed, Note))
         if isinstance(event, Note) and event.kind == "hang":
@@ -97,7 +97,7 @@ class SessionOutput:
         self._wakes.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a rank has ended the command or waits for input to pdb, for at most ``timeout_s``."""
+        """Wait until all ranks have ended the command or one waits for input to pdb, for at most ``timeout_s``."""
         with suppress(Empty):
             self._wakes.get(timeout=timeout_s)
             while True:
