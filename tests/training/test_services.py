@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 from pathlib import Path
@@ -19,27 +20,34 @@ from nblaunch.training.tracking import hub
 from nblaunch.training.utilities.environment import purge_accelerate_environment
 
 
+class DType(enum.Enum):
+    FLOAT = "float"
+
+
 @pytest.mark.parametrize("name", ["trackio", "swanlab", "comet_ml"])
 def test_a_service_gets_settings_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library: Any = mock.MagicMock(spec=ModuleType)
     library.init = library.start = mock.MagicMock()
-    library.config = mock.MagicMock()
+    library.config, library.Text = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setitem(__import__("sys").modules, name, library)
     monkeypatch.setattr(hub, "is_installed", lambda _: True)
     accelerator = Accelerator(log_with=name)
-    accelerator.init_trackers("project", config={"rate": 0.5}, init_kwargs={name: {"mode": "offline"}})
+    accelerator.init_trackers(
+        "project", config={"rate": 0.5, "layer": DType.FLOAT}, init_kwargs={name: {"mode": "offline"}}
+    )
     run = accelerator.get_tracker(name, unwrap=True)
-    accelerator.log({"loss": torch.tensor(2.0)}, step=3)
+    accelerator.log({"loss": torch.tensor(2.0), "note": "good"}, step=3)
     accelerator.end_training()
     project = "project_name" if name == "comet_ml" else "project"
     library.init.assert_called_once_with(**{project: "project", "mode": "offline"})
     if name == "comet_ml":
-        run.log_parameters.assert_called_once_with({"rate": 0.5})
+        run.log_parameters.assert_called_once_with({"rate": 0.5, "layer": DType.FLOAT})
         run.log_metric.assert_called_once_with("loss", 2.0, step=3)
         run.end.assert_called_once_with()
     else:
-        library.config.update.assert_called_once_with({"rate": 0.5}, allow_val_change=True)
-        run.log.assert_called_once_with({"loss": 2.0}, step=3)
+        library.config.update.assert_called_once_with({"rate": 0.5, "layer": "DType.FLOAT"})
+        text = library.Text.return_value if name == "swanlab" else "good"
+        run.log.assert_called_once_with({"loss": 2.0, "note": text}, step=3)
         run.finish.assert_called_once_with()
 
 

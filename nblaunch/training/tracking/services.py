@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from nblaunch.training.tracking.trackers import GeneralTracker, plain
+from nblaunch.training.tracking.trackers import GeneralTracker, json_settings, plain
 
 
 class _RunTracker(GeneralTracker):
@@ -58,7 +58,7 @@ class TrackioTracker(_RunTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         import trackio
 
-        trackio.config.update(values, allow_val_change=True)
+        trackio.config.update(json_settings(values))  # trackio stores other objects as {}
 
 
 class SwanLabTracker(_RunTracker):
@@ -75,7 +75,16 @@ class SwanLabTracker(_RunTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         import swanlab
 
-        swanlab.config.update(values, allow_val_change=True)
+        swanlab.config.update(json_settings(values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and media; texts become ``swanlab.Text``, because SwanLab rejects plain ones."""
+        import swanlab
+
+        shown = {
+            name: swanlab.Text(value) if isinstance(value, str) else value for name, value in values.items()
+        }
+        super().log(shown, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log lists of images; each is an argument of ``swanlab.Image``."""

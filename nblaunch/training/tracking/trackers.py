@@ -175,7 +175,7 @@ class JsonlTracker(GeneralTracker):
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json.dumps(_strict(settings_of(values)), indent=2, default=str)
+        text = json.dumps(json_settings(values), indent=2)
         (self.folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -187,6 +187,11 @@ class JsonlTracker(GeneralTracker):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def json_settings(config: Any) -> Any:
+    """Return the settings of a run with JSON's types only; other objects become text."""
+    return json.loads(json.dumps(_strict(settings_of(config)), default=str))
 
 
 def _strict(value: Any) -> Any:
@@ -361,7 +366,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
         # JSON is YAML, so this needs no library.
         (self.folder / "hparams.yml").write_text(
-            json.dumps(_strict(values), indent=2, default=str) + "\n", encoding="utf-8"
+            json.dumps(json_settings(values), indent=2) + "\n", encoding="utf-8"
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
