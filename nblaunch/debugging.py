@@ -28,7 +28,7 @@ from nblaunch.launcher.debug_client import DebugClient, latest_kept_failure
 from nblaunch.launcher.job import jobs_at_breakpoints, last_job
 from nblaunch.launcher.requests import interrupts_as_requests
 from nblaunch.user_code import cell_name
-from nblaunch.wire.worker_commands import CONSOLE_PROMPT, Prompted
+from nblaunch.wire.worker_commands import Prompted
 
 if TYPE_CHECKING:
     from nblaunch.launcher.runner import JobRunner
@@ -139,7 +139,7 @@ def _announce(runner: JobRunner, debugger: DebugClient, rank: int) -> None:
 
 
 def _ask(rank: int, prompt: Prompted) -> str:
-    """Show pdb's output, and return the user's line; the end of the input leaves pdb or its ``interact``."""
+    """Show pdb's output, and return the user's line; the end of the input leaves pdb."""
     with live_hidden():
         if prompt.stop is not None:
             filename, line, _ = prompt.stop
@@ -148,7 +148,7 @@ def _ask(rank: int, prompt: Prompted) -> str:
         try:
             return input(f"[{rank}] {prompt.prompt}")
         except EOFError:
-            return "exit()" if prompt.prompt.endswith(CONSOLE_PROMPT) else "q"
+            return "q"
 
 
 def _print(text: str) -> None:

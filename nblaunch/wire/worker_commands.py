@@ -259,10 +259,7 @@ class Release(DebugCommand):
 
 
 PDB_PROMPT = "(Pdb) "
-"""Pdb's main prompt. At its other prompts (rest of a statement, ``interact``, ``debug``), ``c`` does not continue."""
-
-CONSOLE_PROMPT = ">>> "
-"""The prompt of pdb's ``interact``."""
+"""Pdb's main prompt. At its other prompts (rest of a statement, ``debug``), ``c`` does not continue."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +270,7 @@ class Prompted:
         text: its output since the last line, without the prompt.
         stop: identifies a ``breakpoint()`` by file, line and count; None after that, and in post-mortem pdb. Ranks that
             run the same code have equal stops.
-        prompt: pdb's prompt; it differs for the rest of a statement, for the commands of a breakpoint, and in
-            ``interact``.
+        prompt: pdb's prompt; it differs for the rest of a statement, and for the commands of a breakpoint.
     """
 
     text: str

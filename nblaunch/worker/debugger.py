@@ -10,7 +10,6 @@ A rank that waits in a collective answers as well, because the collective releas
 
 from __future__ import annotations
 
-import code
 import os
 import pdb  # noqa: T100 the debugger is what this module is about
 import queue
@@ -18,16 +17,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import replace
-from traceback import format_exception, format_exception_only, walk_tb
-from types import CodeType, FrameType, TracebackType
+from traceback import format_exception, walk_tb
+from types import FrameType, TracebackType
 from typing import Any
 
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.worker_commands import (
-    CONSOLE_PROMPT,
     Close,
     CommandConnection,
     Debug,
@@ -291,11 +289,9 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
     def do_interact(self, arg: str) -> None:
         """interact
 
-        Start an interpreter with copies of the frame's global and local names. exit() or quit() returns to pdb.
+        Not available in a rank, which has no terminal.
         """
-        # Before Python 3.13, the frame's own mapping would lose what pdb assigned to its variables.
-        variables = self.curframe_locals if sys.version_info < (3, 14) else self.curframe.f_locals
-        _Console(self._terminal, {**self.curframe.f_globals, **variables}, self.displayhook).run()
+        self.error("a rank has no terminal: type statements at this prompt, with ! before names of commands")
 
     def _cmdloop(self) -> None:
         """Let an interrupt end the command of the session; pdb would continue with its next line."""
@@ -326,67 +322,3 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
                 if sys.version_info < (3, 14):  # newer releases read it from the frame and warn if it is set
                     self.curframe_locals = candidate.f_locals
                 self.lineno = None
-
-
-_LEAVING = ("exit()", "quit()", "exit", "quit")
-"""Lines that leave the console. In a fork, the functions with these names would end the kernel."""
-
-
-class _Console(code.InteractiveConsole):
-    """The interpreter of pdb's ``interact``, typed into the terminal of pdb.
-
-    Args:
-        terminal: terminal of pdb.
-        names: variables of the interpreter.
-        show: prints the value of an expression.
-    """
-
-    def __init__(self, terminal: _Terminal, names: dict[str, Any], show: Callable[[Any], None]) -> None:
-        super().__init__(names)
-        self._terminal = terminal
-        self._show = show
-
-    def run(self) -> None:
-        """Run statements until the user leaves.
-
-        Raises:
-            KeyboardInterrupt: the command of the session ends. Python's own loop would continue.
-        """
-        self.write("*interactive*: with copies of the variables; exit() or quit() returns to pdb\n")
-        prompt = CONSOLE_PROMPT
-        with suppress(SystemExit):
-            while (line := self._ask(prompt)).strip() not in _LEAVING or prompt != CONSOLE_PROMPT:
-                prompt = "... " if self.push(line) else CONSOLE_PROMPT
-
-    def runcode(self, code: CodeType) -> None:
-        """Run a statement and print its output to the terminal."""
-        shown = sys.displayhook
-        try:
-            sys.displayhook = self._show
-            with redirect_stdout(self._terminal):
-                exec(code, self.locals)
-        except (SystemExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            # The base method would keep the frames and call sys.excepthook.
-            self.write(_without_first_frame(error))
-        finally:
-            sys.displayhook = shown
-
-    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
-        """Show the current error: the typed line is not valid Python."""
-        self.write("".join(format_exception_only(*sys.exc_info()[:2])))
-
-    def write(self, data: str) -> None:
-        """Print to the terminal."""
-        self._terminal.write(data)
-
-    def _ask(self, prompt: str) -> str:
-        self.write(prompt)
-        return self._terminal.readline().removesuffix("\n")
-
-
-def _without_first_frame(error: BaseException) -> str:
-    """Return an error's traceback as text, without the caller's frame: a variable there would keep all frames."""
-    following = error.__traceback__ and error.__traceback__.tb_next
-    return "".join(format_exception(type(error), error, following))

@@ -192,74 +192,26 @@ def trains():
     assert places[-1] == walked[0], "up ends at the function"
 
 
-def test_interact_uses_copies_and_returns_to_pdb(shared: Kernel) -> None:
+def test_interact_says_that_a_rank_has_no_terminal(shared: Kernel) -> None:
     cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
-    lines = (
-        "for n in range(2):",
-        "    print('n is', n)",
-        "",
-        "n + step + 40",
-        "total = 'changed'; total",
-        "nope",
-    )
-    for line in ("total = 100", "interact", *lines, "", "exit()", "p total", "c"):
-        cell.type(line)
-    cell.wait()
-    assert cell.result == "102", cell.describe()
-    for text in ("n is 0\nn is 1\n", "\n42\n", "'changed'", "NameError", "\n100\n"):
-        assert text in cell.stdout, cell.describe()
-
-
-@pytest.mark.parametrize("leaving", ["quit", "raise SystemExit(3)"])
-def test_leaving_interact_returns_to_pdb(shared: Kernel, leaving: str) -> None:
-    cell = shared.submit("notebook_launcher(loop, num_processes=1, dashboard='text')", is_typed_into=True)
-    for line in ("interact", leaving, "p 'in', 'pdb'", "c"):
+    for line in ("interact", "!c = 40", "p c + 2", "c"):
         cell.type(line)
     assert cell.wait().result == "3", cell.describe()
-    assert "('in', 'pdb')" in cell.stdout
+    assert "no terminal" in cell.stdout
+    assert "\n42\n" in cell.stdout
 
 
-def test_interact_line_like_a_pdb_command_resumes_no_rank(shared: Kernel) -> None:
-    launch = (
-        "job = notebook_launcher(loop, num_processes=2, background=True, post_mortem=True, dashboard='text')"
-    )
-    cell = shared.run(launch, is_typed_into=True)
-    shared.run("while len(job.debugger.prompts) < 2: pass")
-    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
-    for line in ("interact", "c = 7", "n = c"):
-        cell.type(line)
-    cell.wait_for_input()
-    shared.interrupt()
-    cell.wait()
-    assert shared.run("sorted(job.debugger.prompts)").value == [0, 1]
-    cell = shared.submit("nblaunch.debug(0, job=job)", is_typed_into=True)
-    for line in ("n", "exit()", "c"):
-        cell.type(line)
-    assert cell.wait().stdout.startswith("7\n"), cell.describe()
-    assert shared.run("job.result()").value == 3
-
-
-def test_an_interrupt_in_interact_ends_the_job(shared: Kernel) -> None:
-    cell = shared.submit("notebook_launcher(loop, num_processes=2, dashboard='text')", is_typed_into=True)
-    cell.type("interact")
-    cell.wait_for_input()
-    shared.interrupt()
-    assert cell.wait().raised.name == "KeyboardInterrupt"
-    shared.wait_for_no_processes()
-
-
-@pytest.mark.parametrize(("prompt", "line"), [("(Pdb) ", "q"), (">>> ", "exit()")])
-def test_end_of_input_leaves_pdb_or_interact(monkeypatch: pytest.MonkeyPatch, prompt: str, line: str) -> None:
+def test_the_end_of_input_leaves_pdb(monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(prompt: str) -> str:
         raise EOFError
 
     client = DebugClient({})
-    client.prompts[0] = Prompted("", prompt=prompt)
+    client.prompts[0] = Prompted("")
     sent: list[tuple[int, str]] = []
     monkeypatch.setattr(builtins, "input", ended)
     monkeypatch.setattr(client, "send_line", lambda *line: sent.append(line))
     answer_prompt(client, interrupt=lambda: None)
-    assert sent == [(0, line)]
+    assert sent == [(0, "q")]
 
 
 class Terminal(io.StringIO):

@@ -98,22 +98,19 @@ def test_the_next_command_closes_an_open_pdb(failed: Kernel) -> None:
     failed.run(f"while set({threads}.values()) != {{0}}: pass")
 
 
-def test_interact_opens_at_the_failure_and_keeps_no_references(failed: Kernel) -> None:
+def test_pdb_keeps_no_references_to_the_frame(failed: Kernel) -> None:
     cell = failed.submit("nblaunch.debug()", is_typed_into=True)
     for line in (
-        "interact",
         "import weakref, os",
         "os.seen = weakref.ref(batch)",
-        "tuple(batch.shape)",
-        "batch",
+        "p tuple(batch.shape)",
         "1 / 0",
         "1 +* 0",
+        "q",
     ):
         cell.type(line)
-    for line in ("quit()", "p number", "q"):
-        cell.type(line)
     assert cell.wait().status == "ok", cell.describe()
-    for text in ("\n(7, 16)\n", "ZeroDivisionError", "SyntaxError", "\n2\n"):
+    for text in ("(7, 16)\n", "ZeroDivisionError", "SyntaxError"):
         assert text in cell.stdout, cell.describe()
     assert failed.run("session.ranks(1).execute('os.seen() is None')[1]").value is True
 
