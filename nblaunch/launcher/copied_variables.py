@@ -68,9 +68,16 @@ def _variables(spec: LaunchSpec) -> Iterator[tuple[str, Any]]:
         if has_user_class(value):
             yield from (
                 (f"{name}.{attribute}", part)
-                for attribute, part in list(getattr(value, "__dict__", {}).items())
-                if not isinstance(part, _COUNTERS)
+                for attribute, part in list(_attributes(value).items())
+                if not issubclass(type(part), _COUNTERS)
             )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    try:
+        return dict(getattr(value, "__dict__", {}))
+    except Exception:  # raised by a property of the user's class
+        return {}
 
 
 def _warning(name: str, value: Any, start_method: str) -> str | None:
@@ -83,24 +90,25 @@ def _warning(name: str, value: Any, start_method: str) -> str | None:
             if _is_writable_map(value)
             else None
         )
-    is_compressed = _compresses(value.buffer if isinstance(value, io.TextIOWrapper) else value)
+    is_compressed = _compresses(value.buffer if issubclass(type(value), io.TextIOWrapper) else value)
     return _LOST.format(name=name) if is_compressed else None
 
 
 def _kind_of_iterator(value: Any) -> str | None:
-    if isinstance(value, GeneratorType):
+    # isinstance() would ask a proxy for its class, which raises an error if the proxy's object is missing.
+    if issubclass(type(value), GeneratorType):
         return None if value.gi_frame is None else "generator"  # exhausted
-    if isinstance(value, (AsyncGeneratorType, *_ITERATORS)):
+    if issubclass(type(value), (AsyncGeneratorType, *_ITERATORS)):
         return "iterator"
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_SingleProcessDataLoaderIter", None)
-    return "iterator of a DataLoader" if kind is not None and isinstance(value, kind) else None
+    return "iterator of a DataLoader" if kind is not None and issubclass(type(value), kind) else None
 
 
 def _is_writable_map(value: Any) -> bool:
     kind = getattr(sys.modules.get("numpy"), "memmap", None)
-    return kind is not None and isinstance(value, kind) and value.mode in ("r+", "w+")
+    return kind is not None and issubclass(type(value), kind) and value.mode in ("r+", "w+")
 
 
 def _compresses(value: Any) -> bool:
     kind = getattr(sys.modules.get("zstandard"), "ZstdCompressionWriter", None)
-    return kind is not None and isinstance(value, kind) and not value.closed
+    return kind is not None and issubclass(type(value), kind) and not value.closed

@@ -68,11 +68,18 @@ def _objects_in(args: Sequence[Any], kind: type | tuple[type, ...]) -> dict[ArgP
     objects: dict[ArgPath, Any] = {}
     seen: set[int] = set()
     for position, arg in enumerate(args):
-        if isinstance(arg, kind):
+        if _is_a(arg, kind):
             objects[position] = arg
         else:
             objects.update(_inside(arg, f"args[{position}]", kind, _MAX_DEPTH, seen))
     return objects
+
+
+def _is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+    try:
+        return isinstance(value, kind)
+    except Exception:  # raised by the __class__ of a proxy, for example, if its object no longer exists
+        return False
 
 
 def modules_at(args: Sequence[Any], paths: Sequence[ArgPath]) -> dict[ArgPath, Any]:
@@ -140,7 +147,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     """Return the instance attributes of an object of a user's or library's class, without calling a proxy's code."""
     try:
         held = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception:  # no attributes, or a property that raises an error
         return {}
     return dict(held) if type(held) is dict and len(held) <= _MAX_ITEMS else {}
 

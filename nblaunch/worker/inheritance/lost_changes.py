@@ -25,10 +25,12 @@ import functools
 import math
 import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, used_by
@@ -38,11 +40,16 @@ from nblaunch.worker.inheritance.plain_values import has_own_class
 _MAX_FUNCTIONS = 200
 _MAX_ELEMENTS = 1 << 16
 _MAX_TENSORS = 2000
+_MAX_SUMMED = 1 << 20
+"""How many elements of tensors are summed in all, which may take 0.2 s on a slow machine."""
+_MAX_RETURNED = 20_000
 _MAX_DEPTH = 2
 """How many attributes a name may have, as in ``trainer.average.weights``."""
 _CONTAINERS = (list, dict, set, deque)
 _FOR_ITSELF = re.compile(r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger)$", re.IGNORECASE)
 """Names of variables that a function keeps for itself, so the kernel needs no value."""
+_CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
+"""Names of attributes that hold a time of the clock."""
 
 _NO_VALUE = object()
 _LOST = (
@@ -101,7 +108,7 @@ class Changes:
         Args:
             returned: the function's value, which the kernel gets.
         """
-        kept = {id(value) for value in _parts(returned)}
+        kept = _kept_in(returned)
         names = [each.name for each in self._variables if id(each.get()) not in kept and _has_changed(each)]
         stepped = [each.name for each in self._optimizers if _has_changed(each)]
         texts = [_LOST.format(names=", ".join(dict.fromkeys(names)))] if names else []
@@ -127,8 +134,15 @@ def _global(name: str) -> _Variable:
     return _Variable(
         name,
         lambda: _notebook().get(name, _NO_VALUE),
-        lambda value: value is not before and type(value) in _PLAIN,
+        lambda value: (
+            value is not before and type(value) is not bool and issubclass(type(value), _plain_types())
+        ),
     )
+
+
+def _plain_types() -> tuple[type, ...]:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (*_PLAIN, *([torch.Tensor] if torch else []), *([numpy.ndarray, numpy.number] if numpy else []))
 
 
 def _functions(function: Any) -> Iterator[FunctionType]:
@@ -162,10 +176,15 @@ class _Finder:
     def __init__(self, is_forked: bool) -> None:
         self._is_forked = is_forked
         self._seen: set[int] = set()
+        self._to_sum = _MAX_SUMMED
         self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
         """Yield a variable that a function may fill, or the attributes of the variable that it may fill."""
+        with suppress(Exception):  # for example, a proxy whose object is missing, or a property that raises
+            yield from self._variables(name, value, depth)
+
+    def _variables(self, name: str, value: Any, depth: int) -> Iterator[_Variable]:
         if _FOR_ITSELF.match(name.rpartition(".")[2]) or not has_own_class(value) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -174,13 +193,16 @@ class _Finder:
             yield _Variable(name, lambda: value, has_changed)
         elif depth < _MAX_DEPTH and (attributes := self._attributes(value)):
             is_users = type(value).__module__ == "__main__"
+            is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
             for attribute, part in list(attributes.items()):
                 where = f"{name}.{attribute}"
                 if not is_users:  # the names of a library's attributes say nothing about their purpose
                     yield from self._tensors(where, part)
-                elif part is None or (isinstance(part, (int, float)) and part in (0, math.inf, -math.inf)):
-                    yield _number(where, attributes, attribute)
-                else:
+                elif _is_unset(part):
+                    if not _CLOCK.search(attribute):
+                        yield _number(where, attributes, attribute)
+                # A dataset keeps the samples that it has loaded.
+                elif not (is_dataset and type(part) is dict):
                     yield from self.variables(where, part, depth + 1)
 
     def _attributes(self, value: Any) -> dict[str, Any] | None:
@@ -192,9 +214,11 @@ class _Finder:
         return attributes if isinstance(attributes, dict) and not isinstance(value, left_out) else None
 
     def _tensors(self, name: str, value: Any) -> Iterator[_Variable]:
-        has_changed = None if _FOR_ITSELF.match(name.rpartition(".")[2]) else self._watched_tensors(value)
-        if has_changed is not None:
-            yield _Variable(name, lambda: value, has_changed)
+        with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
+            is_own = _FOR_ITSELF.match(name.rpartition(".")[2])
+            has_changed = None if is_own else self._watched_tensors(value)
+            if has_changed is not None:
+                yield _Variable(name, lambda: value, has_changed)
 
     def _watched(self, value: Any, *, is_attribute: bool) -> Callable[[Any], bool] | None:
         """Return a function that checks whether a value has changed; None if it can't keep values."""
@@ -226,14 +250,29 @@ class _Finder:
         return self._torch is not None and isinstance(first, self._torch.nn.Parameter)
 
     def _watched_tensors(self, value: Any) -> Callable[[Any], bool] | None:
-        """Return a function that checks whether a tensor, or a container of tensors, was changed in place."""
-        tensors = [value] if not isinstance(value, _ITERATED) else list(_parts(value, with_itself=False))
+        """Return a function that checks whether a tensor, or a container of tensors, has changed."""
+        is_container = isinstance(value, _ITERATED)
+        tensors = list(_parts(value, with_itself=False)) if is_container else [value]
         if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
             return None
         if not all(isinstance(each, self._torch.Tensor) and not each.is_shared() for each in tensors):
             return None
-        before = list(map(_version, tensors))
-        return lambda _: list(map(_version, tensors)) != before
+        before = [_Tensor(each, is_summed=self._may_sum(each)) for each in tensors]
+
+        def has_changed(value: Any) -> bool:
+            present = list(_parts(value, with_itself=False)) if is_container else [value]
+            return len(present) > len(before) or any(map(_Tensor.has_changed, before, present))
+
+        return has_changed
+
+    def _may_sum(self, tensor: Any) -> bool:
+        is_summed = (
+            tensor.device.type == "cpu"
+            and tensor.numel() <= min(_MAX_ELEMENTS, self._to_sum)
+            and tensor.dtype.is_floating_point
+        )
+        self._to_sum -= tensor.numel() if is_summed else 0
+        return is_summed
 
 
 def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
@@ -263,7 +302,7 @@ def _watched_optimizer(optimizer: Any) -> Callable[[Any], bool]:
             for part in _parts(of_one)
             if hasattr(part, "_version")
         ]
-        return [*map(_version, tensors), *(group.get("lr") for group in optimizer.param_groups)]
+        return [*(each._version for each in tensors), *(group.get("lr") for group in optimizer.param_groups)]
 
     before = state()
     return lambda _: state() != before
@@ -283,10 +322,16 @@ def _num_kept(value: Any) -> int:
 
 def _is_empty(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(
-            isinstance(part, (*_CONTAINERS, int, float, NoneType)) and not part for part in value.values()
-        )
+        return all(_is_unset(part) or (isinstance(part, _CONTAINERS) and not part) for part in value.values())
+    # Also a list of zeros, one for each epoch.
+    if type(value) is list and len(value) <= _MAX_ELEMENTS:
+        return all(type(part) in (int, float) and _is_unset(part) for part in value)
     return not value
+
+
+def _is_unset(value: Any) -> bool:
+    """Return whether a value is None, or a number with which a sum or a search for the best value begins."""
+    return value is None or (type(value) in (bool, int, float) and value in (0, math.inf, -math.inf))
 
 
 def _is_filled(array: Any) -> bool:
@@ -300,12 +345,28 @@ def _owns_memory(array: Any) -> bool:
     return bool(array.flags.owndata)
 
 
-def _version(tensor: Any) -> tuple[int, float]:
-    """Return numbers that a change in place alters: torch's counter, and a sum, since ``tensor.data`` bypasses that."""
-    is_summed = (
-        tensor.device.type == "cpu" and tensor.numel() <= _MAX_ELEMENTS and tensor.dtype.is_floating_point
-    )
-    return tensor._version, float(tensor.detach().double().abs().sum()) if is_summed else 0.0
+class _Tensor:
+    """A tensor at the start of the function: torch's count of changes, and a sum, since ``tensor.data`` bypasses that.
+
+    Args:
+        tensor: the tensor, which this object doesn't keep alive.
+        is_summed: whether to compute the sum.
+    """
+
+    def __init__(self, tensor: Any, *, is_summed: bool) -> None:
+        self._tensor, self._is_summed = weakref.ref(tensor), is_summed
+        self._form = tensor.shape, tensor.device
+        self._version = self._version_of(tensor)
+
+    def has_changed(self, present: Any) -> bool:
+        """Return whether a tensor is the changed tensor, or a new tensor in its place, as in an average of weights."""
+        if present is self._tensor():
+            return self._version_of(present) != self._version
+        return (getattr(present, "shape", None), getattr(present, "device", None)) == self._form
+
+    def _version_of(self, tensor: Any) -> tuple[int, float]:
+        total = float(tensor.detach().double().abs().sum()) if self._is_summed else 0.0
+        return tensor._version, 0.0 if math.isnan(total) else total  # NaN differs from itself
 
 
 _ITERATED = (list, tuple, dict)
@@ -319,6 +380,24 @@ def _parts(value: Any, *, with_itself: bool = True) -> Iterator[Any]:
         yield from value
     elif type(value) is dict:
         yield from value.values()
+
+
+def _kept_in(returned: Any) -> set[int]:
+    """Return the identities of the objects in a function's value, which the kernel gets."""
+    pending, kept = deque([returned]), set[int]()
+    while pending and len(kept) < _MAX_RETURNED:
+        value = pending.popleft()
+        if id(value) in kept:
+            continue
+        kept.add(id(value))
+        kind = type(value)
+        with suppress(Exception):  # raised by the user's classes
+            if issubclass(kind, (list, tuple, dict)):
+                parts = dict.values(value) if issubclass(kind, dict) else iter(value)
+                pending.extend(islice(parts, _MAX_RETURNED))
+            if not issubclass(kind, (type, ModuleType, FunctionType)):
+                pending.extend(object.__getattribute__(value, "__dict__").values())
+    return kept
 
 
 def _assigned(code: CodeType) -> Iterator[str]:

@@ -108,7 +108,7 @@ def test_writable_maps_are_shared_only_with_forks(shared: Kernel, tmp_path: Path
 
 
 COLLECTORS = """
-import collections, torch, types, numpy
+import collections, dataclasses, math, torch, types, numpy
 losses, history, counts, best, total = [], {"loss": []}, collections.Counter(), 0.0, torch.zeros(4)
 table, cache, of_rank, returned, untouched, options = numpy.zeros(4), {}, 0, [], [], {"lr": 0.1}
 
@@ -123,11 +123,32 @@ class Average:
 class Trainer:
     def __init__(self): self.average, self.epochs, self.noise = Average(2.0), [1, 2], torch.ones(2)
 
+class Shadow:
+    def __init__(self): self.weights = {"weight": torch.ones(2)}
+    def update(self): self.weights["weight"] = self.weights["weight"] * 0.5
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self): self.loaded = {}
+    def __getitem__(self, i): return self.loaded.setdefault(i, torch.ones(1))
+
+class Timer:
+    def __init__(self): self.start_time, self.total = None, 0.0
+    def stop(self): self.start_time, self.total = 12.5, 1.5
+
+@dataclasses.dataclass
+class Result: tracker: Tracker; inner: dict
+
 tracker, trainer, weight, data = Tracker(), Trainer(), torch.nn.Parameter(torch.ones(2)), torch.ones(2)
-others = types.SimpleNamespace(shadow=[torch.ones(2)], unused=torch.ones(2))
+others = types.SimpleNamespace(shadow=[torch.ones(2)], unused=torch.full((2,), math.nan))
+shadow, samples, timer, its_tracker = Shadow(), Samples(), Timer(), Tracker()
+inner, state, cell = [], {"best": math.inf}, [0.0]
+best_state = best_row = None
 
 def record(value):
-    global best
+    global best, best_state, best_row
+    best_state, best_row = torch.nn.Linear(1, 1).state_dict(), torch.ones(2)
+    shadow.update(); samples[0]; timer.stop(); its_tracker.add(value * 2); inner.append(value * 3)
+    state["best"] = cell[0] = value
     losses.append(value); history["loss"].append(value); counts["steps"] += 1; tracker.add(value)
     total[0] = table[0] = best = value
     trainer.average.update(); trainer.epochs.append(3); others.shadow[0].data.mul_(2); data.div_(2)
@@ -137,7 +158,7 @@ def function(out):
     global _step
     _step = 1
     record(0.5); out.append(1); cache["key"] = 1; returned.append(1); options["lr"] = 0.2
-    return {"returned": returned}
+    return {"returned": returned, "result": Result(its_tracker, {"inner": [inner]})}
 """
 
 
@@ -164,6 +185,12 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
         "table",
         "args[0]",
         "best",
+        "best_state",
+        "best_row",
+        "shadow.weights",
+        "timer.total",
+        "state",
+        "cell",
     }
     assert shared.run("losses").value == []
     cell = shared.run(
@@ -183,18 +210,32 @@ class Unread(dict):
 
 class Holder: pass
 
+class Gone:
+    @property
+    def __class__(self): raise RuntimeError("no object")
+
+class Unlisted:
+    def __reduce__(self): return Unlisted, ()
+    @property
+    def __dict__(self): raise RuntimeError("no attributes")
+
 warnings.simplefilter("ignore")
 graph, rows = torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse_csr()
 broken, unread, holder = Broken(), Unread(a=1), Holder()
-holder.graph = graph
+holder.graph, unlisted = graph, Unlisted()
+with torch.inference_mode():
+    samples = torch.utils.data.TensorDataset(torch.zeros(3), torch.eye(3).to_sparse())
 
 def function(given):
-    return len([graph, rows, broken, unread, holder, given])
+    return len([graph, rows, broken, unread, holder, given, unlisted, samples])
 """
 
 
 @contract("variables of the notebook")
 def test_variables_that_can_not_be_examined_are_harmless(shared: Kernel, start_method: str) -> None:
     shared.run(UNUSUAL)
-    launch = f"nblaunch.notebook_launcher(function, (graph,), num_processes=2, start_method={start_method!r})"
-    assert shared.run(f"result = {launch}\nresult").value == 6
+    if start_method == "fork":  # no other start method can send such a proxy
+        shared.run("holder.gone = Gone()")
+    for given in ("graph", "unlisted"):
+        launch = f"nblaunch.notebook_launcher(function, ({given},), num_processes=2, start_method={start_method!r})"
+        assert shared.run(f"result = {launch}\nresult").value == 8
