@@ -30,6 +30,7 @@ _PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
 
 _MAX_VISITED = 500
 _CLASS_MEMBERS = type.__dict__["__dict__"].__get__
+_MODULE_OF = type.__dict__["__module__"].__get__
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})  # they refer to nothing
 
 
@@ -56,9 +57,15 @@ def is_user_module(module: object) -> bool:
     return isinstance(file, str) and is_user_file(file)
 
 
+def module_of(kind: type) -> str:
+    """Return the name of a class's module; empty if it has no name. A metaclass may have code that runs when asked."""
+    module = _MODULE_OF(kind)
+    return module if type(module) is str else ""
+
+
 def has_user_class(value: Any) -> bool:
     """Return whether the class of an object is defined in the notebook or script, or in a user's module."""
-    module = type(value).__module__
+    module = module_of(type(value))
     return module == "__main__" or is_user_module(sys.modules.get(module))
 
 

@@ -21,6 +21,9 @@ class RankVariable:
     def __repr__(self) -> str:
         return self._text
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankVariable, (self._text,)
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{name!r} of {self._text}: the traceback has only a description of this variable. To use the variable "

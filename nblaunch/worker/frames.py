@@ -5,22 +5,31 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from keyword import iskeyword
 from traceback import walk_stack, walk_tb
 from types import FrameType, NoneType, TracebackType
 from typing import Any
 
-from nblaunch.user_code import is_user_file
+from nblaunch.user_code import is_user_file, module_of
 from nblaunch.wire.worker_commands import FrameVariables
 
 _MAX_CHARACTERS = 200
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_VARIABLES = 50
 _MAX_ELEMENTS = 20
+_QUALIFIED_NAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _ARRAY_LIBRARIES = ("torch", "numpy", "pandas", "jax", "jaxlib", "tensorflow")
-_SECRET = re.compile("passw|secret|token|credential|api_?key|auth", re.IGNORECASE)
+_SECRET = re.compile(
+    r"passw|passphrase|pwd|secret|token(?!s|iz|_id)|credential|bearer|cookie|auth"
+    r"|(api|access|account|private|service|wandb)_?key|(^|_)pass$",
+    re.IGNORECASE,
+)
+"""Names of variables and keys of dictionaries whose strings may be secret."""
+_SECRET_TEXT = re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|xox[a-z]-)\w|://[^/\s]*:[^/\s]*@")
+"""Strings that are secret under any name: keys of well-known services, and addresses with a password."""
 
 
 def frames_of_main_thread() -> list[FrameType]:
@@ -87,7 +96,7 @@ def variables_of(frame: FrameType, line: int, stack: Sequence[FrameType]) -> Fra
 def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
     """Return the names and texts of a frame's local variables: a short literal, or else a description.
 
-    Strings in variables whose names suggest a secret are left out.
+    Values with strings that may be secret are left out.
     """
     is_module = frame.f_locals is frame.f_globals
     variables = _without_names_of_ipython(frame.f_locals, is_module)
@@ -101,15 +110,34 @@ def _text_of(name: str, value: Any) -> str:
     """Return the text of a variable. It runs no code of the user's classes, which may wait for another rank."""
     kind = type(value)
     if _is_literal(value) and len(text := repr(value)) <= _MAX_CHARACTERS:
-        is_secret = kind in (str, bytes) and _SECRET.search(name)
-        return f"<{kind.__name__}, not shown because of its name>" if is_secret else text
+        return f"<{kind.__name__}, not shown because it may be secret>" if _is_secret(name, value) else text
     if kind in _SIZED:
         return f"<{kind.__name__} of {len(value):,}>"
-    if kind.__module__.partition(".")[0] in _ARRAY_LIBRARIES and hasattr(kind, "shape"):
-        dtype, device = getattr(value, "dtype", ""), getattr(value, "device", "")
-        form = f"{str(dtype).removeprefix('torch.')}{list(value.shape)}"
-        return f"<{kind.__name__} {form}{f' on {device}' if device else ''}>"
-    return f"<{kind.__module__}.{kind.__qualname__}>"
+    module = module_of(kind)
+    if module.partition(".")[0] in _ARRAY_LIBRARIES and hasattr(kind, "shape"):
+        with suppress(Exception):  # for example, a parameter that is not initialized has no shape
+            return _text_of_array(value)
+    return f"<{module}.{_QUALIFIED_NAME(kind)}>".replace("<.", "<")
+
+
+def _text_of_array(value: Any) -> str:
+    dtype, device = getattr(value, "dtype", ""), getattr(value, "device", "")
+    form = f"{str(dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"<{type(value).__name__} {form}{f' on {device}' if device else ''}>"
+
+
+def _is_secret(name: Any, value: Any) -> bool:
+    """Return whether a literal may contain a secret string, by its name or its text."""
+    kind = type(value)
+    if kind in (str, bytes):
+        text = value if kind is str else value.decode(errors="replace")
+        return bool((type(name) is str and _SECRET.search(name)) or _SECRET_TEXT.search(text))
+    if kind is dict:
+        return any(
+            _is_secret(key, part) or _is_secret(name, part) or _is_secret("", key)
+            for key, part in value.items()
+        )
+    return kind in (list, tuple) and any(_is_secret(name, part) for part in value)
 
 
 def _is_literal(value: Any, depth: int = 2) -> bool:
@@ -144,9 +172,17 @@ def _without_names_of_ipython(variables: Mapping[str, Any], is_module: bool) -> 
 
     return {
         name: value
-        for name, value in dict(variables).items()
-        if not (name.startswith("__") or is_left_out(name, value))
+        for name, value in _items(variables)
+        if type(name) is str and not (name.startswith("__") or is_left_out(name, value))
     }
+
+
+def _items(variables: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a frame's variables. The body of a class may have keys of any type, or a user's mapping."""
+    kind = type(variables)
+    if issubclass(kind, dict):
+        return list(dict.items(variables))
+    return list(variables.items()) if kind.__module__ == "builtins" else []
 
 
 def _aspects(name: str, value: Any) -> Mapping[str, str]:

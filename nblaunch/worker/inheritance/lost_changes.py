@@ -33,7 +33,7 @@ from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from nblaunch.user_code import captured_variables, used_by
+from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
@@ -156,7 +156,8 @@ def _functions(function: Any) -> Iterator[FunctionType]:
         while isinstance(value, (MethodType, functools.partial)):
             value = value.__func__ if isinstance(value, MethodType) else value.func
         definition = value if isinstance(value, (type, FunctionType)) else type(value)
-        if id(definition) in seen or definition.__module__ != "__main__":
+        module = module_of(definition) if isinstance(definition, type) else definition.__module__
+        if id(definition) in seen or module != "__main__":
             continue
         seen.add(id(definition))
         if isinstance(definition, FunctionType):
@@ -192,7 +193,7 @@ class _Finder:
         if has_changed is not None:
             yield _Variable(name, lambda: value, has_changed)
         elif depth < _MAX_DEPTH and (attributes := self._attributes(value)):
-            is_users = type(value).__module__ == "__main__"
+            is_users = module_of(type(value)) == "__main__"
             is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
             for attribute, part in list(attributes.items()):
                 where = f"{name}.{attribute}"
@@ -234,10 +235,10 @@ class _Finder:
             return None
 
     def _is_array(self, value: Any) -> bool:
-        if type(value).__module__ == "numpy":
+        if module_of(type(value)) == "numpy":
             is_own = type(value).__name__ == "ndarray" and (not self._is_forked or _owns_memory(value))
             return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc"
-        if type(value).__module__ == "torch":
+        if module_of(type(value)) == "torch":
             is_own = (
                 type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
             )
