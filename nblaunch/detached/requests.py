@@ -29,7 +29,7 @@ from nblaunch.host import descriptors, exhaustion, files, proc
 from nblaunch.launcher.requests import JobRequests
 
 TAKEN = "ok"
-"""The reply to a request to end the job. Like these requests, it is the same in all versions of nblaunch."""
+"""The reply to a request that ends the job. The reply and such requests are the same in all versions of nblaunch."""
 
 _SOCKET_NAME = "socket"
 _CREDENTIALS = struct.Struct("3i")
@@ -78,7 +78,7 @@ class Endpoint:
         except BlockingIOError:  # the system's queue is full: the process is only busy or stopped
             return True
         except OSError as error:
-            # If this process has no descriptors left, the state of the other is unknown.
+            # If this process has no descriptors left, the state of the job process is unknown.
             return exhaustion.is_exhausted(error)
 
     def ask(self, request: str, timeout_s: float = _PATIENCE_S) -> str:
@@ -239,7 +239,7 @@ def _reply_with(connection: socket.socket, reply: Future[str]) -> None:
 
 
 class RemoteRequests:
-    """Requests to a job of another process. They have no effect once it has ended.
+    """Requests to a job in another process. They have no effect once it has ended.
 
     A warning is shown if the process is running but does not reply.
     """
@@ -265,8 +265,8 @@ class RemoteRequests:
         if self._endpoint.ask(request) != TAKEN and self._endpoint.is_served():
             warn(
                 f"the process of {self._endpoint.folder.name} did not reply to the request ({request}) within "
-                f"{_PATIENCE_S:g} s, because it is busy or stopped. It may carry it out later; `nblaunch jobs` shows "
-                "its status"
+                f"{_PATIENCE_S:g} s, because it is busy or stopped. The process may carry out the request later; "
+                "`nblaunch jobs` shows its status"
             )
 
     def ask_stacks(self) -> Future[str]:
@@ -288,7 +288,7 @@ def _is_own_user(connection: socket.socket) -> bool:
 
 @contextmanager
 def address_in(folder: Path) -> Iterator[str]:
-    """Yield the address of the socket, by descriptor, because an address can have only about 100 bytes."""
+    """Yield a short address for the socket, through a descriptor: an address can have only about 100 bytes."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{_SOCKET_NAME}"

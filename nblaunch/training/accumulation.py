@@ -1,9 +1,9 @@
 """Gradient accumulation: :class:`AccumulationState` decides when gradients are synchronised and optimizers step.
 
-Every Accelerator has its own. It counts micro-steps, and looks up the loader that is being read in the process's stack
-of loaders (:class:`LoaderStack`). It neither touches gradients nor communicates. ``gradients.py`` and prepared
-optimizers apply its decisions (the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as divisor of
-losses).
+Every Accelerator has its own. It counts micro-steps, and asks the process's stack of loaders (:class:`LoaderStack`)
+which loader is being read. It neither touches gradients nor communicates. ``gradients.py`` and prepared
+optimizers apply its decisions (the strategy's ``no_sync`` at the start of a micro-step, ``num_steps`` as the divisor
+of losses).
 
     micro-step        1   2   3   4   5   6 (last batch of the loader)
     num_steps = 4     .   .   .   S   .   S      S = sync_gradients: gradients are reduced, the optimizer steps
@@ -94,7 +94,7 @@ class LoaderStack:
     def ending(self) -> Any:
         """Return a loader whose last batch is in use: the active one, or one that is read alternately with it.
 
-        None if there is no such loader. A loop around the loop over the active loader does not count.
+        None if there is no such loader. The loader of an enclosing loop does not count.
         """
         active = self.innermost
         if active is None or active.end_of_dataloader:
@@ -124,7 +124,7 @@ class Window:
     Args:
         modules: the user's modules; empty: the window does not belong to particular models.
 
-    ``step`` counts from the last end of a loader, ``size`` from the last synchronisation. ``is_short``: the window ends
+    ``step`` counts since a loader last ended, ``size`` since the last synchronisation. ``is_short``: the window ends
     with fewer micro-steps than usual, for example at the end of a loader. ``passed``: weak references to the models, or
     to their wrappers, that the user passed last.
     """
@@ -163,11 +163,11 @@ class Window:
 class AccumulationState:
     """The accumulation windows of an Accelerator, and the prepared loaders being read.
 
-    These include loaders whose loops began before the Accelerator was created, but not loaders that an earlier cell, or
-    command of a session, left in the middle of an epoch.
+    The loaders include those whose loops began before the Accelerator was created, but not those that an earlier cell
+    or session command left in the middle of an epoch.
 
     ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
-    the last end of a loader. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
+    a loader last ended. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
     averaged gradients over ranks, and the next step skips that. ``plugin`` has the settings, and can be assigned.
     ``entered`` is the window of the innermost open micro-step.
 
@@ -193,7 +193,7 @@ class AccumulationState:
 
     @property
     def step(self) -> int:
-        """Micro-steps of the current window since the last end of a loader. Setting it applies to all windows."""
+        """Micro-steps of the current window since a loader last ended. Setting it applies to all windows."""
         return self.current.step
 
     @step.setter

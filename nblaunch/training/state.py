@@ -25,7 +25,7 @@ from nblaunch.training.strategies.fsdp2.settings import ShardingSettings
 class DistributedType(str, enum.Enum):
     """A one-word description of a job.
 
-    The types from ``MULTI_NPU`` onwards exist only for scripts that compare with them; no job of nblaunch has one.
+    The types from ``MULTI_NPU`` onwards exist only for scripts that compare with them; no nblaunch job has one.
     """
 
     NO = "NO"
@@ -87,7 +87,7 @@ class View:
         return True
 
     def _join(self) -> SharedState:
-        """Join this worker's job, because the view is the worker's first use of it."""
+        """Return the shared state; join this worker's job first if it has not joined yet."""
         return get_shared_state()
 
     def _live(self) -> SharedState:
@@ -128,7 +128,7 @@ def reset_message(cls: type[View]) -> str:
     """Return the error message for a view whose state was reset. It uses Accelerate's words, which users search for."""
     name = cls.__name__
     return (
-        f"`{name}` object has no attribute of the process. This happens if `{name}._reset_state()` was "
+        f"`{name}` object has no attributes in this process. This happens if `{name}._reset_state()` was "
         f"called, and no `Accelerator()` or `{name}()` has been created since: create one"
     )
 
@@ -402,7 +402,7 @@ class GradientState(View):
 
 
 def is_initialized() -> bool:
-    """Return whether this process has an ``AcceleratorState``, because an Accelerator was created."""
+    """Return whether an Accelerator was created in this process, so that it has an ``AcceleratorState``."""
     return bool(AcceleratorState._shared_state)
 
 

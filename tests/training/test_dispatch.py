@@ -264,7 +264,7 @@ def test_undispatchable_data_is_rejected() -> None:
     from nblaunch.training.data.prepare import LoaderTarget, shard_loader
 
     target = LoaderTarget(rank=0, world_size=2, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="batch_size=3 is not a round multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=3 is not a multiple of 2"):
         shard_loader(
             DataLoader(range(6), batch_size=3),
             target,

@@ -140,9 +140,9 @@ def test_long_epochs_have_the_order_of_one_process(batch: int, shuffle: bool) ->
 
 
 def test_a_batch_that_ranks_do_not_divide_is_rejected() -> None:
-    with pytest.raises(ValueError, match="batch_size=5 is not a round multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=5 is not a multiple of 2"):
         _shards(10, 5, 2, split_batches=True)
-    with pytest.raises(ValueError, match="batch_size=5 is not a round multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=5 is not a multiple of 2"):
         IterableDatasetShard(range(10), 5, num_processes=2, split_batches=True)
 
 

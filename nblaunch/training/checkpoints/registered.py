@@ -4,9 +4,9 @@
     custom_checkpoint_<i>_rank<r>.pkl    rank r's state without shards, if it differs from rank 0's
 
 Ranks compare their states when they save together. Any number of ranks can load a state that is the same on all ranks,
-or that is sharded. States that differ belong to their ranks: loading them needs the same number of ranks.
+or that is sharded. If the states differ, each belongs to one rank, and only the same number of ranks can load them.
 
-Ranks do not compare the buffers of a module: replicas keep their own statistics of batch normalisation, and
+Ranks do not compare the buffers of a module: replicas keep their own batch normalisation statistics, and
 checkpoints hold rank 0's, as for prepared models.
 """
 
@@ -128,7 +128,7 @@ def _main_looks(side: Coordinator | Participant, looks: Sequence[str]) -> Sequen
 
 
 def _is_own(entry: Registered, look: str, main: Sequence[str]) -> bool:
-    """Return whether this rank writes its own state, given the fingerprint of rank 0's state, if it has one."""
+    """Return whether this rank writes its own state, given the fingerprint of rank 0's state, if any."""
     return entry.per_rank is not False and (bool(entry.per_rank) or [look] != list(main))
 
 
@@ -246,7 +246,7 @@ class SavedStates:
             CheckpointError: the file is damaged, or a different number of ranks wrote states that differ.
         """
         name, places = files.custom(index), self.places(index)
-        # Map the file if tensors are sharded: each rank then reads only its own part.
+        # Map the file if tensors are sharded, so that each rank reads only its own part.
         mapped = {"mmap": True} if places and self._reading.get("map_location") == "cpu" else {}
         state = files.read_object(self._folder / name, owner=entry.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):

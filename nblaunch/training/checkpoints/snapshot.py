@@ -50,8 +50,8 @@ class CheckpointedObjects:
 
     Attributes:
         registered: the registered objects.
-        save_hooks: called before weights are written, by the numbers of their handles.
-        load_hooks: called before weights are read, by the numbers of their handles.
+        save_hooks: number of a handle -> hook to call before weights are written.
+        load_hooks: number of a handle -> hook to call before weights are read.
     """
 
     def __init__(self, shared: SharedState, preparer: Preparer, project: ProjectConfiguration) -> None:
@@ -314,8 +314,8 @@ class CpuCopies:
                 held = seen[view] = self._kept[path] = _copy_into(self._kept.get(path), state.detach())
             return held
         if isinstance(state, Mapping):
-            # Keep the class of a dict subclass, such as MultiStepLR's Counter. Copies of other mappings may share
-            # items.
+            # Keep the class of a dict subclass, such as MultiStepLR's Counter. A copy of any other mapping may
+            # share its items, so make it a plain dict.
             made = copy.copy(state) if isinstance(state, dict) else {}
             for key, value in state.items():
                 made[key] = self._copy(value, (*path, key), seen)

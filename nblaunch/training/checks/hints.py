@@ -120,14 +120,14 @@ class EvalModeTraining(Check):
                 self.report(
                     f"the {type(model).__name__} is trained in evaluation mode, in which {', '.join(sorted(kinds))} "
                     "behaves differently",
-                    "Call model.train() before the training, and after each evaluation",
+                    "Call model.train() before training, and after each evaluation",
                 )
 
 
 def _differs(layer: torch.nn.Module) -> bool:
     """Return whether a layer computes something different in evaluation mode.
 
-    Without a momentum, the running statistics are means over all batches; a loop in training mode computes them on
+    Without momentum, the running statistics are means over all batches, which a loop in training mode computes on
     purpose.
     """
     if isinstance(layer, _BatchNorm):
@@ -139,7 +139,7 @@ def _version(layer: torch.nn.Module) -> int:
     """Return a number that grows with each forward pass in training mode; 0 for a layer without running statistics."""
     count = (
         layer.num_batches_tracked if isinstance(layer, _BatchNorm) else None
-    )  # torch does not count changes of running_mean
+    )  # torch does not count changes to running_mean
     return 0 if count is None else count._version + 1
 
 
@@ -215,7 +215,7 @@ class DifferentOrders(Check):
             if len(active.dataset) == len(other.dataset) and first != second:
                 self.report(
                     f"two loaders of {len(active.dataset):,} samples each, shuffled differently, are read alternately",
-                    "If samples of the two belong together, put them into one dataset, which one loader shuffles",
+                    "If their samples belong together, put them into one dataset, and shuffle it with one loader",
                 )
 
 
@@ -226,7 +226,7 @@ class NeverStepped(Check):
     is_hint = True
 
     # A loop may only analyse gradients, or combine the gradients of many losses before it steps. A later step therefore
-    # withdraws the observation.
+    # withdraws the hint.
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)

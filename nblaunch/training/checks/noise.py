@@ -61,7 +61,10 @@ class _Table:
         self._shuffled: dict[int, None] = {}
 
     def note_loader(self, iterator: Any) -> None:
-        """Record a loop over a loader with processes, if it shuffles: an evaluation may need the same noise."""
+        """Record a loop over a loader with processes, if the loader shuffles.
+
+        Loaders that do not shuffle often serve an evaluation, which may need the same noise in every process.
+        """
         sampler = iterator._index_sampler
         while (
             inner := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -112,7 +115,7 @@ def _table() -> _Table:
 
 
 def _watch_fetches(table: _Table) -> None:
-    """Digest the generators around the first batches of this process."""
+    """Digest the states of the generators before and after each of this process's first batches."""
     fetcher: Any = fetching._MapDatasetFetcher
     fetch = fetcher.fetch
     states: list[tuple[list[int], list[int]]] = []

@@ -133,8 +133,8 @@ def shard_loader(loader: DataLoader, target: LoaderTarget, config: DataLoaderCon
     is_dispatched = _is_dispatched(config, target, is_iterable)
     if is_dispatched and target.world_size > 1:
         return _dispatch(loader, target, config, common)
-    # Some programs check the class, and in a single process both classes read in the same way. Ranks that share a model
-    # each read the same data.
+    # In a single process, both classes read in the same way, but some programs check the class. If several ranks share
+    # a model, each of them must read the same data itself.
     is_alone = current_topology().world_size == 1
     kind: type[PreparedLoader] = DataLoaderDispatcher if is_dispatched and is_alone else DataLoaderShard
     if is_dispatched and is_alone:
@@ -152,7 +152,7 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: the dataset is divided among ranks that are not the job's, or it may be divided.
+        ValueError: the dataset is divided, but not among the job's ranks; or it may already be divided.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1
@@ -168,8 +168,8 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
                 f"the {type(stream).__name__} is already part {part} of {num_parts}, and this is rank "
                 f"{target.rank} of {target.world_size}: prepare would divide it again, and the ranks would read only "
                 "part of the data. Split it by accelerator.process_index and accelerator.num_processes, or don't "
-                "split it; or set DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, False "
-                "if ranks share a part"
+                "split it; or set DataLoaderConfiguration(data_is_sharded=True) if each rank has its own part, or "
+                "data_is_sharded=False if ranks share a part"
             )
     if config.dispatch_batches:
         raise ValueError(
@@ -190,7 +190,7 @@ def _streams(dataset: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _division(stream: Any) -> Any:
-    """Return how ``split_dataset_by_node`` divided a stream of ``datasets``, which stores it in this attribute."""
+    """Return the attribute in which ``datasets`` records how ``split_dataset_by_node`` divided a stream, or None."""
     return vars(stream).get("_distributed") if hasattr(stream, "__dict__") else None
 
 
@@ -210,9 +210,9 @@ def _check_undivided(streams: Sequence[Any], target: LoaderTarget) -> None:
         if rank is not None and world_size is not None:
             raise ValueError(
                 f"the {type(stream).__name__} has {rank}={target.rank} and {world_size}={target.world_size}, so it "
-                "may already read only the part of its rank. prepare would divide this part again, and the ranks "
+                "may already read only its rank's part. prepare would divide this part again, and the ranks "
                 "would read only part of the data. Set DataLoaderConfiguration(data_is_sharded=True) if each rank "
-                "has its own part, False if all ranks read the same data"
+                "has its own part, or data_is_sharded=False if all ranks read the same data"
             )
 
 
@@ -311,7 +311,7 @@ def _shard_iterable(
     batch_size, drop_last = loader.batch_size, loader.drop_last
     dataset, world_size = loader.dataset, target.world_size
     if world_size > 1 and not config.split_batches and _num_shards(dataset) >= world_size:
-        # The dataset can divide itself, as datasets.IterableDataset can: each rank then reads only its own part.
+        # The dataset can divide itself, as datasets.IterableDataset can, so each rank reads only its own part.
         if config.even_batches:
             _warn_of_uneven_parts(dataset, can_dispatch=True)
         dataset = dataset.shard(num_shards=world_size, index=target.rank)  # type: ignore[attr-defined]
@@ -351,11 +351,11 @@ def _warn_of_uneven_parts(dataset: Any, can_dispatch: bool) -> None:
 
 
 def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConfiguration) -> None:
-    """Change the user's samplers in place: ranks can then draw the same order.
+    """Change the user's samplers in place, so that all ranks can draw the same order.
 
     With ``use_seedable_sampler``, a seeded sampler replaces the ``RandomSampler``; its seed may come from rank 0, in a
     collective. Any other sampler still draws from torch's global generator, as with Accelerate. At the start of an
-    epoch, that generator gets rank 0's state, so the ranks share the samples even if their seeds differ.
+    epoch, that generator gets rank 0's state, so the ranks draw the same order even if their seeds differ.
     Without ``use_seedable_sampler``, every nested sampler that would draw from the global generator gets its own.
     """
     batch_sampler = innermost(index_sampler)

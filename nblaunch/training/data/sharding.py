@@ -1,4 +1,4 @@
-"""A rank's share of a sampler or a stream, and the rest of an epoch.
+"""A rank's share of a sampler or a stream, and the part of an epoch that has not been read.
 
 Every rank computes the same global order and keeps its share, so ranks neither communicate nor wait for each other
 here. ``loader.py`` moves the data and synchronises the order.
@@ -38,9 +38,9 @@ class BatchSamplerShard(BatchSampler):
         process_index: this rank.
         split_batches: False: batch ``i`` goes to rank ``i % num_processes``. True: every batch is cut into
             ``num_processes`` equal parts, one per rank.
-        even_batches: fill up the last round with indices from the start of the epoch, repeating them if necessary:
-            all ranks then get the same number of batches of equal size. Without a ``batch_size`` in the sampler, add
-            whole batches. False: some ranks may get one batch fewer, or a shorter batch.
+        even_batches: fill up the last round with indices from the start of the epoch, repeated if necessary, so
+            that all ranks get the same number of batches of equal size. If the sampler has no ``batch_size``, add whole
+            batches. False: some ranks may get one batch fewer, or a shorter batch.
 
     Once an epoch has been read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0
     without padding. ``completed_rows`` is the number of rows in that batch, including padding.
@@ -164,8 +164,8 @@ class BatchSamplerShard(BatchSampler):
                 batches = self._complete(batches, self.num_processes, head or rows)
             yield batches[self.process_index : self.process_index + 1]
         if order is not None:
-            # At its end, torch's RandomSampler draws one more permutation, which it does not use. Draw it here too:
-            # the next epoch then has the same order as in a single process.
+            # At its end, torch's RandomSampler draws one more permutation, which it does not use. Draw it here too, so
+            # that the next epoch has the same order as in a single process.
             torch.randperm(len(order), generator=sampler.generator)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.end_epoch()
@@ -213,7 +213,7 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
 
     def _complete(self, batch_round: list[list[int]], num_batches: int, head: list[int]) -> list[list[int]]:
-        """Divide the rows of ``batch_round`` into equal batches, filled up from ``head``, which may repeat.
+        """Divide the rows of ``batch_round`` into equal batches; fill up the end with rows of ``head``, in a cycle.
 
         Real rows come first, in order, so the padding is everything after the first ``tail_rows`` rows.
         """
@@ -253,7 +253,7 @@ class IterableDatasetShard(IterableDataset):
 
     Args:
         dataset: the stream; kept as ``.dataset``.
-        batch_size: rows per block and rank; with ``split_batches``, rows in the global batch. None: the stream
+        batch_size: rows in each rank's block; with ``split_batches``, rows in the global batch. None: the stream
             yields whole batches, and each rank gets one per round.
         drop_last: drop an incomplete round instead of filling it up from the first one.
         num_processes: number of ranks.
@@ -327,15 +327,15 @@ def check_divisible(batch_size: int, num_processes: int) -> None:
     if batch_size % num_processes:
         raise ValueError(
             f"split_batches=True cuts each batch into {num_processes} equal parts, but batch_size={batch_size} is not "
-            f"a round multiple of {num_processes}"
+            f"a multiple of {num_processes}"
         )
 
 
 def _permutation(sampler: Any) -> torch.Tensor | None:
     """Return the permutation of all indices that a sampler draws; None if it draws none.
 
-    Given the permutation, a rank converts only its own indices to Python numbers. With cheap samples, that conversion
-    is most of the cost of sharing.
+    Given the permutation, a rank converts only its own indices to Python numbers. If samples are cheap to load, that
+    conversion is most of the cost of dividing the data.
     """
     if isinstance(sampler, SeedableRandomSampler):
         sampler.begin_epoch()
@@ -344,7 +344,7 @@ def _permutation(sampler: Any) -> torch.Tensor | None:
     num_rows = len(sampler.data_source)
     if sampler.replacement or sampler.num_samples != num_rows:
         return None
-    # Draw as torch's RandomSampler does: any number of processes then gets the same order as a single process.
+    # Draw as torch's RandomSampler does, so that any number of processes gets the same order as a single process.
     return torch.randperm(num_rows, generator=sampler.generator)
 
 
@@ -362,8 +362,9 @@ class EpochPosition:
     """The part of an epoch that all ranks together have read.
 
     Args:
-        samples: rows, if the loader forms batches from an order: the batch size may change when the epoch continues.
-        batches: batches of the user's loader, for all other orders; items, for a stream without batches.
+        samples: number of rows, if the loader forms batches from an order. The batch size may then change when the
+            epoch continues.
+        batches: number of batches of the user's loader for any other order, or of items for a stream without batches.
     """
 
     samples: int = 0
@@ -374,7 +375,10 @@ class EpochPosition:
 
 
 def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
-    """Return ``index_sampler``, which may be a rank's share, with a first epoch that skips the samples read so far."""
+    """Return a sampler like ``index_sampler`` whose first epoch skips the samples read so far.
+
+    ``index_sampler`` may be a rank's share.
+    """
     if isinstance(index_sampler, BatchSamplerShard):
         shard = copy.copy(index_sampler)
         shard.batch_sampler = rest_of_index_sampler(index_sampler.batch_sampler, position)
@@ -386,7 +390,10 @@ def rest_of_index_sampler(index_sampler: Any, position: EpochPosition) -> Any:
 
 
 def rest_of_stream(dataset: Any, has_batches: bool, position: EpochPosition) -> Any:
-    """Return ``dataset``, which may be a rank's share, with a first epoch that skips the samples read so far."""
+    """Return a stream like ``dataset`` whose first epoch skips the samples read so far.
+
+    ``dataset`` may be a rank's share.
+    """
     if isinstance(dataset, IterableDatasetShard):
         shard = copy.copy(dataset)
         shard.dataset = rest_of_stream(dataset.dataset, has_batches, position)

@@ -102,7 +102,7 @@ class TrackerHub:
         self._has_warned_of_values = False
 
     def take_over(self, starts: Sequence[Start]) -> None:
-        """On their first use in this process, start the trackers that were started in the notebook.
+        """Start the notebook's trackers in this process when it first uses one.
 
         Starting them earlier would create a run even if the function logs nothing, or starts its own trackers.
         """
@@ -145,7 +145,7 @@ class TrackerHub:
             context.current().emit(Metric(rank=0, step=step, values=logged, epoch=epoch))
 
     def _values_to_show(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the numbers and strings among the values; warn about the first other values that no tracker gets."""
+        """Return the numbers and strings among the values; warn once if no tracker gets the other values."""
         logged, lost = {}, {}
         for name, value in flat(named):
             if isinstance(value, _LOGGED):
@@ -200,7 +200,7 @@ class TrackerHub:
 
 
 def _report_location(tracker: Any, rank: int) -> None:
-    """Show where to see the run; show nothing for a tracker that does not know, such as another library's class."""
+    """Show where to see the run; show nothing for a tracker without a known location."""
     try:
         location = str(tracker.location())
     except Exception:  # from the user's tracker, or from a service that has not answered
@@ -236,7 +236,7 @@ def _chosen(log_with: Any, logging_dir: str | None) -> list[Any]:
             )
         _add(chosen, kind)
     if missing:
-        warn(f"not installed, so nothing is logged there: {', '.join(missing)}")
+        warn(f"these trackers log nothing, because their packages are not installed: {', '.join(missing)}")
     return chosen
 
 
