@@ -1,4 +1,4 @@
-"""Data that processes of a job exchange, and how: formats and shared memory.
+"""The data that a job's processes exchange: formats and shared memory.
 
 To a worker:
 

@@ -28,7 +28,7 @@ class _Settings:
     """The settings that created a process's states.
 
     Args:
-        cpu: compute on the CPU.
+        cpu: whether to compute on the CPU.
         accelerator: arguments of ``AcceleratorState``; None if there was no Accelerator.
         accumulation: keyword arguments for gradient accumulation.
     """
@@ -105,7 +105,7 @@ def _build_accelerator_state(module: Any, cpu: bool, arguments: dict[str, Any]) 
     if arguments["fsdp_plugin"] is None and env.as_flag(env.snapshot().get("ACCELERATE_USE_FSDP", "")):
         raise RuntimeError(
             "the notebook's accelerate.Accelerator shards models over one process, and its state does not contain the "
-            "plugin. Create it inside the function: Accelerator(fsdp_plugin=...)"
+            "plugin. Create the Accelerator inside the function: Accelerator(fsdp_plugin=...)"
         )
     module.AcceleratorState(cpu=cpu, _from_accelerator=True, **arguments)
 

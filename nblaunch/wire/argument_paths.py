@@ -40,7 +40,7 @@ def modules_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
 def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
     """Return the optimizers in ``args`` and their schedulers, each once, like :func:`modules_in`.
 
-    All paths are strings. A scheduler depends on its optimizer's learning rates, and is omitted if that optimizer is
+    All paths are strings. A scheduler depends on its optimizer's learning rates, so it is omitted if that optimizer is
     not in ``args``.
     """
     torch: Any = sys.modules.get("torch")
@@ -59,7 +59,7 @@ def optimizers_in(args: Sequence[Any]) -> dict[ArgPath, Any]:
 
 
 def is_scheduler(value: Any) -> bool:
-    """Return whether one of :func:`optimizers_in` is a scheduler rather than an optimizer."""
+    """Return whether an object from :func:`optimizers_in` is a scheduler rather than an optimizer."""
     torch: Any = sys.modules["torch"]
     return isinstance(value, torch.optim.lr_scheduler.LRScheduler)
 

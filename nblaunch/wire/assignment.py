@@ -24,7 +24,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR
 """Asks a worker for its Python stack. It is a real-time signal, because frameworks use SIGUSR1 and SIGUSR2."""
 
 NATIVE_STACKS_SIGNAL = STACKS_SIGNAL + 1 if _HAS_REAL_TIME_SIGNALS else signal.SIGUSR1
-"""Asks again, if a worker blocked in native code has not answered: its frames may then be read at any moment."""
+"""Asks again if a worker that is blocked in native code has not answered. Its frames may then be read at any moment."""
 
 NUM_THREADS = "threads of Python: "
 """Prefix of the line that follows a stack written by the worker itself."""
@@ -47,16 +47,17 @@ class Assignment:
         log_path: file for its output.
         stacks_path: file for the stacks that faulthandler writes, after a crash or on request.
         num_threads: CPU threads for its operations.
-        post_mortem: keep the worker after its function has failed, for a debugger.
-        has_breakpoints: ``breakpoint()`` opens pdb here; the user types into the kernel.
+        post_mortem: whether to keep the worker after its function has failed, for a debugger.
+        has_breakpoints: whether ``breakpoint()`` opens pdb in this worker; the user types into the kernel.
         is_spmd: whether this worker drives all devices of its machine, rather than one.
         returns_value: whether the kernel wants this worker's return value.
         is_main: whether it sends data that all ranks share, such as the weights of a model that each rank holds.
-        wanted_modules: argument paths of the modules whose weights the kernel wants, equal on every rank;
+        wanted_modules: argument paths of the modules whose weights the kernel wants, the same on every rank;
             ``worker/delivery.py`` decides which ranks send them when the function has returned.
-        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, equal on every
-            rank.
-        restricts_threads: run CPU operations on one thread, because the OpenMP pools could not be paused before fork.
+        wanted_optimizers: argument paths of the optimizers and schedulers whose states the kernel wants, the same on
+            every rank.
+        restricts_threads: whether to run CPU operations on one thread, because the OpenMP pools could not be paused
+            before the fork.
         key: key of the job, for objects between its ranks (``wire/signing.py``); b"" if the machines do not share
             one.
         parent_pid: the process that starts it; the worker ends if that process is gone.
@@ -101,7 +102,7 @@ class Assignment:
         return tuple(fd for fd in fds if fd >= 0)
 
     def with_high_descriptors(self) -> Assignment:
-        """Copy the worker's descriptors to high numbers: a function may close all low ones (``os.closerange``)."""
+        """Copy the worker's descriptors to high numbers, because a function may close all low ones."""
         fds = (self.board_fd, self.event_fd, self.outbox_fd, self.command_fd)
         if descriptors.is_high(min([fd for fd in fds if fd >= 0], default=0)):
             return self

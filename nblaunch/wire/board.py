@@ -7,17 +7,17 @@
 After the slots, the same file holds the last collectives of each rank (``collective_calls.py``) and its recorded time
 spans (``spans.py``).
 
-Each field has a single writer (the worker; for some fields the launcher) and is one aligned 8-byte word, so no locks
-are needed: a reading may combine fields of two neighbouring steps, but never parts of two numbers. The loss curve has
-many words, so it has a version number that is odd while the worker writes it. Writing a step takes well under a
-microsecond, and no system call.
+Each field has a single writer (the worker or, for some fields, the launcher) and is one aligned 8-byte word. Therefore,
+no locks are needed: a reading may combine fields of two neighbouring steps, but never parts of two numbers. The loss
+curve has many words, so it has a version number that is odd while the worker writes it. Writing a step takes well under
+a microsecond and needs no system call.
 
 A :class:`LossCurve` holds the losses of a rank over its whole job, in at most :data:`MAX_BINS` means:
 
     steps 1 2 3 4 5 6 7 8 | 9 ...            a bin first holds the mean loss of 1 optimizer step; when all are full,
     bins  ─┬─ ─┬─ ─┬─ ─┬─                    neighbours are merged, and each holds the mean of 2 steps, then 4, 8 ...
 
-Bins end at fixed steps, independent of the readings: two runs with equal losses have equal curves.
+Bins end at fixed steps, whenever the launcher reads them, so two runs with equal losses have equal curves.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Word:
 class StepBoundaries:
     """A rank's checks before each optimizer step; an interrupt ends all ranks at one of them.
 
-    It has the same fields as a :class:`Slot` has for checks of ``accelerator.should_stop``.
+    It has the same fields that a :class:`Slot` has for checks of ``accelerator.should_stop``.
     """
 
     num_checks = _Word(BOUNDARY_CHECKS)
@@ -199,7 +199,7 @@ class StepBoundaries:
 
 
 class Slot:
-    """The writer's side: a rank's own slot. Methods are fast enough for a call in every step."""
+    """The writer's side: a rank's own slot. Its methods are fast enough to be called at every step."""
 
     epoch = _Word(_EPOCH)
     """Number of the current or last epoch, from 1; 0 before the first."""
@@ -386,7 +386,7 @@ class Slot:
         self._ints[_INTERRUPTS] += 1
 
     def add_busy_time(self, seconds: float, num_steps: int = 1) -> None:
-        """Add the time of steps, each from one backward pass to the next, without waiting for other ranks."""
+        """Add the time of steps, each from one backward pass to the next, excluding waits for other ranks."""
         self._doubles[_BUSY_TIME] += seconds
         self._ints[_BUSY_STEPS] += num_steps
 

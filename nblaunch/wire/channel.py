@@ -3,10 +3,10 @@
     worker      ── EventSender ──┐
     its data loader's process  ──┴──> pipe ──> EventReceiver ── launcher's wait loop
 
-This pipe only carries messages from workers. The launcher reaches workers through signals, proposals on the board
-(``stop_agreement.py``), and in sessions and for the debugger through a socket (``worker_commands.py``). It exchanges
-messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end never
-blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
+This pipe only carries messages from workers. The launcher reaches workers through signals, through proposals on
+the board (``stop_agreement.py``), and, in sessions and for the debugger, through a socket (``worker_commands.py``). It
+exchanges messages with its node's agent through one pipe in each direction (``nodes/messages.py``). The receiving end
+never blocks, so one silent worker can't hold up the others; a sender waits while the pipe is full.
 
 A file keeps the events of a detached job in the same format, each signed (``detached/``).
 
@@ -59,7 +59,7 @@ class EventSender:
         self._pipe = os.fstat(fd)
 
     def send(self, event: Event) -> None:
-        """Write one whole event. Ignore a missing launcher: its workers are also about to end.
+        """Write one whole event. Ignore a missing launcher, because its workers are also about to end.
 
         Raises:
             OSError: this process has closed the descriptor; its number may now belong to another file.
@@ -183,7 +183,7 @@ def plain(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    # With the base classes' own methods, which derived classes can't override.
+    # Use the base classes' own methods, which derived classes can't override.
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):

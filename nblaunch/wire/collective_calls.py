@@ -11,8 +11,8 @@ counts, because collectives that torch starts from C++ leave no other trace here
 agree on them, so they are not part of a chain.
 
 All memory has a fixed size. When the region of texts is full, texts and calls are dropped, and recording starts over.
-Recording a call takes less than a microsecond and no system call. The launcher may read while a rank writes; it omits
-entries that were overwritten in the meantime.
+Recording a call takes less than a microsecond and needs no system call. The launcher may read while a rank writes; it
+omits entries that were overwritten in the meantime.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VERSION, _HEAD, _FIRST, _TEXT_LENGTH = range(4)  # words of the header
 _MAX_READS = 3
 
 UNCOUNTED = -1
-"""The size of a call whose size may differ between ranks."""
+"""The recorded size of a call whose actual size may differ between ranks."""
 
 _NUM_DIMENSIONS = 4
 _NO_SHAPE = (0, 0, 0, 0)
@@ -97,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Site:
-    """The kind and place of a call: equal for all iterations of a loop.
+    """The kind and place of a call, which are the same in all iterations of a loop.
 
     Args:
         kind: one of :data:`COLLECTIVES` or :data:`POINT_TO_POINT`, :data:`BACKWARD`, :data:`FORWARD`, :data:`STEP`.
@@ -137,7 +137,7 @@ class Call:
         chain: digest of all collectives of the group up to this one.
         size: number of elements if it must be equal on all ranks; :data:`UNCOUNTED` otherwise.
         shape: shape of the tensor, up to four dimensions.
-        time_s: ``monotonic()`` of the call. On other machines, only a rank's last call has its own time.
+        time_s: ``monotonic()`` of the call. If the rank is on another machine, only its last call has its own time.
         value: learning rate of a step; 1.0 for a forward pass after which gradients are exchanged.
     """
 
@@ -275,9 +275,9 @@ class CallWriter:
         return serial
 
     def notes(self) -> Callable[[WrittenSite, float], None]:
-        """Return a function that records a call of one kind, which is not a collective and has no tensors.
+        """Return a function that records calls of one kind that are not collectives and have no tensors.
 
-        It takes the kind and place of the call, and its value. The function runs at every step, so it does less than
+        The function takes the kind and place of a call, and its value. It runs at every step, so it does less than
         :meth:`put`. It counts the calls in each group itself.
         """
         numbers: defaultdict[int, int] = defaultdict(int)
@@ -326,7 +326,7 @@ class CallWriter:
         site.version = self._version
 
     def _add(self, fields: tuple[Any, ...], serial: int) -> int:
-        """Write a site, and its group if that is new; return the site's position among the texts."""
+        """Write a site, and its group if the group is new; return the site's position among the texts."""
         handle = fields[1]
         added: dict[Any, str] = {}
         if handle >= 0 and handle not in self._positions:

@@ -69,8 +69,8 @@ def load(body: bytes) -> BaseException:
 def from_text(type_name: str, message: str, parts: Sequence[BaseException]) -> BaseException | None:
     """Return an exception of the named class with this text; None if this process has no such class.
 
-    For exceptions from other machines, which are never unpickled: the function imports no module and runs no Python
-    code of the class.
+    This function is for exceptions from other machines, which are never unpickled. It imports no module and runs no
+    Python code of the class.
 
     Args:
         type_name: as in :class:`nblaunch.events.ExceptionInfo`.
@@ -112,7 +112,7 @@ def set_attribute(error: BaseException, name: str, value: Any) -> None:
 
 
 def with_text(error: BaseException, text: str) -> BaseException:
-    """Return ``error`` with ``text`` as its ``str``: the same object if its class allows, or one of a derived class."""
+    """Return ``error`` with ``text`` as its ``str``: the same object if possible, or a copy of a derived class."""
     cls = type(error)
 
     def reduce(self: BaseException) -> tuple[Any, ...]:

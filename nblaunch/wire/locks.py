@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 MAX_HOLDERS = 2
 """Number of workers that may hold the semaphore at the same time. With a single holder, the other processors would be
-idle while it waits for memory."""
+idle while the holder waits for memory."""
 
 
 class WorkerLocks:
@@ -44,7 +44,7 @@ class WorkerLocks:
         return self._locked(MAX_HOLDERS + 1)
 
     def detach(self) -> None:
-        """Stop waiting for locks, in a child of the worker: the worker may hold a lock and wait for the child."""
+        """Stop waiting for locks in a worker's child, because the worker may hold a lock and wait for the child."""
         self._fd = -1
 
     @contextmanager

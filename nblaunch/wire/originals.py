@@ -6,8 +6,9 @@ Workers do not send unchanged tensors back.
     fresh worker   ── the memory file of its call, on which its tensors are mapped (copied on write)
 
 Nothing is copied or computed beforehand: the worker only records the address of each tensor. It compares bytes, so it
-detects every change: by an optimizer, ``.data``, NumPy, or a replacement of the tensor. ``requires_grad`` does not show
-changes (averaged weights are frozen, but change), and neither does a tensor's version (``.data`` bypasses it).
+detects every change, whether an optimizer, ``.data`` or NumPy made it or the tensor was replaced. ``requires_grad``
+does not show changes (averaged weights are frozen but change), and neither does a tensor's version (``.data`` bypasses
+it).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return ``id`` of a tensor in ``state`` -> test whether the tensor's copy on the CPU equals the original.
+        """Return, by ``id`` of a tensor in ``state``, a test whether the tensor's copy on the CPU equals the original.
 
         Tensors whose originals can't be read have no test.
         """

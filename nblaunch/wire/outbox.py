@@ -71,7 +71,7 @@ class Outbox:
         """Write the return value. Omit parts that can't be pickled, and name them.
 
         Raises:
-            Exception: writing failed and no part is the reason; probably memory is full.
+            Exception: writing failed, but no part of the value is the reason; memory is probably full.
         """
         value_at, unpicklable = self._append(value, "result", {})
         return ValueLocation(value_at, os.fstat(self._fd).st_size, unpicklable)
@@ -107,9 +107,10 @@ class Outbox:
 
 
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:
-    """Read what an :class:`Outbox` wrote. Don't raise an error that the code of a part raises while it is rebuilt.
+    """Read what an :class:`Outbox` wrote.
 
-    Unfinished data of a dead worker is freed first: memory may have run out, and the kernel must not be killed next.
+    If a part's code raises an error while the part is rebuilt, the result contains the error as text. Unfinished data
+    of a dead worker is freed first, because memory may have run out and the kernel must not be killed next.
     """
     end = max(value_location.end, 0, *(event.end for event in sent.values()))
     if end < os.fstat(fd).st_size:

@@ -1,4 +1,5 @@
-"""Plain data as JSON, converted by the annotations of dataclasses: for data from other processes, never unpickled.
+"""Plain data as JSON, converted by the annotations of dataclasses, for data from other processes that must not be
+unpickled.
 
     Node(id="a", node_rank=1, ...)  ── dump ──> b'{"id": "a", "node_rank": 1, ...}'  ── load(Node) ──> an equal Node
 

@@ -28,7 +28,7 @@ def new_key() -> bytes:
 
 
 def dump(value: Any, key: bytes) -> bytes:
-    """Pickle ``value`` behind its signature; without a key (b""), only the pickle."""
+    """Return the signature of the pickled ``value``, then the pickle; without a key (b""), only the pickle."""
     return seal(pickle.dumps(value), key)
 
 
@@ -43,13 +43,13 @@ def load(signed: bytes, key: bytes) -> Any:
     except ValueError:
         raise ValueError(
             "an object that arrived from another rank does not carry the signature of this job, so it was not "
-            "read: another process took that rank's place, or the bytes changed in transit"
+            "read. Another process took that rank's place, or the bytes changed in transit"
         ) from None
     return pickle.loads(body)
 
 
 def seal(body: bytes, key: bytes) -> bytes:
-    """Return ``body`` behind its signature; without a key (b""), only ``body``."""
+    """Return the signature of ``body``, then ``body``; without a key (b""), only ``body``."""
     return digest(key, body) + body if key else body
 
 

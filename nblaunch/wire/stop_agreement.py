@@ -34,7 +34,7 @@ BOUNDARY_S = 1.0
 
 
 def should_stop(slot: Ballot) -> bool:
-    """Return whether every rank stops at this check. Every rank must call it in its worker, at the same steps."""
+    """Return whether every rank stops at this check. Every rank must call this in its worker, at the same steps."""
     count, proposal = slot.begin_check()
     return proposal != 0 and holds(slot, count, proposal)
 

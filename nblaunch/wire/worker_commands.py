@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<Q")
 
 _MAX_FILES = 4
 _MAX_READ_BYTES = 1 << 20
-NO_DESCRIPTOR = "the process had no file descriptor left to receive it; close files, or raise `ulimit -n`"
+NO_DESCRIPTOR = "the process had no file descriptor left to receive data; close files, or raise `ulimit -n`"
 """Why a message arrived without its files."""
 
 
@@ -103,7 +103,7 @@ class CommandConnection:
         return data
 
     def __del__(self) -> None:
-        # A forked child closed it at once, and may use the number for another file.
+        # A forked child closed the descriptor at once, and may use its number for another file.
         if self._pid == os.getpid():
             descriptors.close(self._fd)
 

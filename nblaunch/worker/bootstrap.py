@@ -1,15 +1,16 @@
 """The life of one worker, from its first instruction to its last.
 
     attached_debugger  detaches from the kernel's debugger
-    process_control  own POSIX session, dies with its parent, drops the kernel's signal handlers, handles SIGINT
-    output           descriptors 1 and 2 to the log file, 0 to /dev/null; replaces ``sys.stdin``, ``stdout``, ``stderr``
-    process_control  killed first when memory runs out, stacks on request
-    inheritance      drops state that belongs only to the kernel; plain text instead of HTML; adapts Trainers of a cell
+    process_control  starts a POSIX session, ends with its parent, drops the kernel's signal handlers, handles SIGINT
+    output           redirects descriptors 1 and 2 to the log file and 0 to /dev/null; replaces ``sys.stdin``,
+                     ``sys.stdout`` and ``sys.stderr``
+    process_control  asks to be killed first when memory runs out; writes stacks on request
+    inheritance      drops state that belongs only to the kernel; shows text instead of HTML; adapts a cell's Trainers
     files            detects ranks that write to the same file of the kernel
     payload          pickles definitions of cells by value for fresh processes of multiprocessing
     libraries        counts steps, bars and parameters as progress
     span_hooks       records which files the function saves, and how long that takes
-    context          environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
+    context          sets environment, backend, thread counts, displays, ``nblaunch.context``; the debugger's hook
     ──> Started
     function         loads the call; delivery records the modules' tensors; calls the user's function
     delivery         the value ──> Returned ──> the state of each module or optimizer ──> StateSent
@@ -98,14 +99,14 @@ def run(
     try:
         exit_code = _Worker(assignment, slot, files).run(load_call, originals)
     except BaseException:
-        # An error of nblaunch, a late interrupt, or a function that closed all descriptors: the log shows it.
+        # The cause is an error in nblaunch, a late interrupt, or a function that closed all descriptors.
         output.append_to_log(assignment.log_path, traceback.format_exc())
     finally:
         os._exit(exit_code)
 
 
 class _Worker:
-    """The process of one rank and its connections to the launcher, created first in the new process.
+    """The process of one rank and its connections to the launcher. The new process creates this object first.
 
     Args:
         assignment: the rank's task.
@@ -135,7 +136,7 @@ class _Worker:
 
     def run(self, load_call: Callable[[], FunctionCall], originals: Originals | None) -> int:
         """Prepare, call the function, report the outcome, finish; return the exit code."""
-        # Value and error are kept until the worker has finished, because freeing them may wait for other ranks.
+        # Keep the value and the error until the worker has finished, because freeing them may wait for other ranks.
         try:
             self._prepare()
             open_files.leave_out_present_objects()
@@ -181,7 +182,7 @@ class _Worker:
         if self._is_subprocess:
             return value, _end_subprocess(exit_code)
         if exit_code == 0:
-            # At once, so that the value is not lost at an interrupt.
+            # Set the state at once, so that an interrupt does not lose the value.
             self.slot.set_state(WorkerState.FINISHING)
         process_group.drop_destroyed_groups()
         if exit_code != 0:
@@ -296,7 +297,7 @@ class _Worker:
         return debugger
 
     def _stop_at_breakpoint(self, *args: object, **kwargs: object) -> None:
-        """Open pdb at ``breakpoint()``, except in a process that the function forked: it has no input."""
+        """Open pdb at ``breakpoint()``, except in a process that the function forked, which has no input."""
         if not self._is_subprocess:
             self._debugger = self._debugger or self._start_debugger()
             self._debugger.stop_at(sys._getframe(1))
@@ -307,7 +308,7 @@ class _Worker:
         place = f"line {frame.f_lineno} of {frame.f_code.co_name}"
         if place not in self._passed_breakpoints:
             self._passed_breakpoints.add(place)
-            text = f"breakpoint() in {place} is skipped, because there is no interactive input"
+            text = f"breakpoint() at {place} is skipped, because there is no interactive input"
             self.sender.send(Note(rank=self.assignment.rank, text=text))
 
     def _become_subprocess(self) -> None:
@@ -330,7 +331,7 @@ class _Worker:
 
     @property
     def _closed_connections(self) -> Sequence[Connection]:
-        """The kernel's connections that belong to another rank."""
+        """Return the kernel's connections that belong to another rank."""
         is_first = self.assignment.topology.local_rank == 0
         return () if is_first or self.files is None else self.files.connections
 
@@ -361,11 +362,12 @@ class _Worker:
             self.slot.set_state(self._state_before_compiling)
 
     def _finish(self, exit_code: int) -> int:
-        """Do what the interpreter does at exit: exit handlers, and threads after success. Print errors instead of
-        raising.
+        """Do what the interpreter does at exit: run exit handlers and, after success, join threads.
+
+        Errors are printed, not raised.
         """
         try:
-            # The interpreter calls these at its exit and os._exit skips them; none has a public name.
+            # The interpreter calls these functions at exit, but os._exit skips them. None of them has a public name.
             if exit_code == 0:
                 threading._shutdown()  # type: ignore[attr-defined]  # joins threads that may still be writing files
             atexit._run_exitfuncs()
@@ -384,7 +386,7 @@ class _Worker:
             print(f"while the worker ended: {type(error).__name__}: {error}", file=sys.stderr)
         lost = output.flush()
         if lost:
-            text = f"{lost} bytes of output are lost, because the disk had no space for {self.assignment.log_path}"
+            text = f"{lost} bytes of output were lost, because the disk had no space for {self.assignment.log_path}"
             self.sender.send(Note(rank=self.assignment.rank, text=text))
         return exit_code
 
@@ -414,16 +416,16 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, int
 
 
 _PARSED = (
-    "argparse rejected the command line. In a notebook, this is the kernel's command line, {}: pass "
-    "arguments, as in parse_args(['--lr', '0.1']), or parse_args([]) for the defaults"
+    "argparse rejected the command line. In a notebook, that is the kernel's command line, {}. Pass the arguments "
+    "yourself, as in parse_args(['--lr', '0.1']), or call parse_args([]) to use the defaults"
 )
 
 
 def _has_rejected_arguments(leaving: SystemExit) -> bool:
     """Return whether ``argparse`` exits in a notebook's worker because it can't parse the arguments.
 
-    A script has its own command line, and its caller expects its exit code. ``argparse`` calls ``sys.exit``, which
-    wandb and others replace in the kernel.
+    In a script, ``argparse`` reads the script's own command line, and the caller expects its exit code. The last frame
+    need not be in ``argparse``, because wandb and other libraries replace ``sys.exit`` in the kernel.
     """
     is_of_argparse = any(
         frame.f_globals.get("__name__") == "argparse" and frame.f_code.co_name == "exit"
@@ -436,7 +438,7 @@ def _end_subprocess(exit_code: int) -> int:
     """End a forked process that has left the function, without a value and without exit handlers."""
     print(
         f"process {os.getpid()}, which the function forked, left the function and ends here. The rank returns the "
-        "value of the worker. End forked processes with os._exit(0).",
+        "worker's value. End forked processes with os._exit(0).",
         file=sys.stderr,
     )
     threading._shutdown()  # type: ignore[attr-defined]
@@ -445,7 +447,7 @@ def _end_subprocess(exit_code: int) -> int:
 
 
 def _limit_threads(num_threads: int) -> None:
-    """Give CPU operations their share of the cores, whether torch is already imported or not."""
+    """Limit CPU operations to their share of the cores, whether or not torch is already imported."""
     env.apply({"OMP_NUM_THREADS": str(num_threads)})
     torch: Any = sys.modules.get("torch")
     if torch is not None:

@@ -1,6 +1,6 @@
 """Hooks on torch that record this rank's collectives, and the calls that start collectives from C++.
 
-    ProcessGroup.allreduce, ...         called by all Python code, torch's included, to start a collective
+    ProcessGroup.allreduce, ...         called by all Python code, including torch's own, to start a collective
     torch.distributed._functional_...   called by DTensor
     DistributedDataParallel             the constructor, which compares ranks, and forward passes
     torch.autograd.backward, steps      start collectives from C++
@@ -36,8 +36,8 @@ _Describe = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _PLACES = {kind: place for place, kind in enumerate(COLLECTIVES)}
 
 _Owner = tuple[Callable[[], Any], OpenGroup | None, str]
-"""A weak reference to an optimizer; the group that keeps its parameters in sync, None if there is none; and the
-optimizer's share of a model."""
+"""A weak reference to an optimizer; the group that keeps its parameters in sync (None if there is none); and
+the optimizer's share of a model."""
 
 _REJECTED = (TypeError, ValueError, AttributeError, LookupError, StopIteration, RuntimeError)
 """Errors that invalid arguments raise here, before torch rejects them."""
@@ -47,7 +47,7 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
     """Record this process's collectives in its slot from now on, even in modules that are imported later.
 
     Returns:
-        A function that returns how many collectives it has called.
+        A function that returns how many collectives this process has called.
     """
     if slot.call_memory is None:
         return int
@@ -60,7 +60,7 @@ def record_collectives(slot: Slot) -> Callable[[], int]:
 
 
 def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
-    """Start recording in ``slot`` if this is the worker ``pid``; a process that it has forked writes to no slot."""
+    """Start recording in ``slot`` if this is the worker ``pid``. A process forked by the worker writes to no slot."""
     writer = CallWriter(slot.call_memory if os.getpid() == pid else None)
     os.register_at_fork(after_in_child=writer.detach)
     recorders.append(CollectiveRecorder(writer))
@@ -68,10 +68,10 @@ def _begin(slot: Slot, pid: int, recorders: list[CollectiveRecorder]) -> None:
 
 
 def _at_first_group(c10d: Any, watch: Callable[[], None]) -> None:
-    """Call ``watch`` before the first process group with several ranks. Without one, no other hook is needed."""
+    """Call ``watch`` before the first process group with several ranks. Until then, no other hook is needed."""
     cls = c10d.ProcessGroup
     make = cls.__init__
-    held = vars(cls)["__init__"]  # torch binds this to objects, unlike the value of the attribute
+    held = vars(cls)["__init__"]  # binds to instances, unlike the value of cls.__init__
 
     @packages.replacement_of(make)
     def watch_and_make(pg: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ def _watch(hooks: _Hooks, slot: Slot) -> None:
 
 
 def _no_owner() -> None:
-    """Stand for a reference to an optimizer that no longer exists."""
+    """Stand in for a reference to an optimizer that no longer exists."""
 
 
 def _is_of_connection(error: Exception) -> bool:
@@ -328,7 +328,7 @@ class _Hooks:
     # --- DistributedDataParallel -------------------------------------------------------------------------------------
 
     def watch_ddp(self, module: Any) -> None:
-        """Record constructors, which compare models over ranks, and forward passes, after which gradients are
+        """Record constructors, which compare models across ranks, and forward passes, after which gradients are
         exchanged.
         """
         cls = module.DistributedDataParallel
@@ -401,8 +401,8 @@ class _Hooks:
     def watch_steps_and_backward(self, slot: Slot) -> None:
         """Record each backward pass, and each step of an optimizer whose parameters a process group keeps in sync.
 
-        Hooks that report to the board call these functions, because each additional hook would cost as much as an
-        entry.
+        Hooks that report to the board call these functions, because each additional hook would cost as much as
+        recording an entry.
         """
         recorder, owners = self._recorder, self._owners
         find_backward, write_backward = recorder.notes_of(BACKWARD, 2, compared=-1)
@@ -442,9 +442,9 @@ class _Hooks:
         return owner
 
     def _owner_of(self, optimizer: Any) -> tuple[OpenGroup | None, str]:
-        """Return the group that keeps an optimizer's parameters in sync, None if unknown; and their share of a model.
+        """Return the group that keeps an optimizer's parameters in sync (None if unknown), and their share of a model.
 
-        Ranks may step different parameters, each with its own learning rate.
+        Ranks may update different parameters, each with its own learning rate.
         """
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if not stepped:

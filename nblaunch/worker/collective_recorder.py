@@ -1,7 +1,7 @@
 """The state for recording this rank's collectives: groups, tensor forms, the user's lines.
 
-``collective_hooks.py`` calls this; ``wire/collective_calls.py`` has the format. Nothing here waits or communicates
-with other ranks.
+``collective_hooks.py`` calls this module; ``wire/collective_calls.py`` defines the format. Nothing here waits for or
+communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CollectiveRecorder:
 
     Attributes:
         is_active: whether this process has used a process group.
-        last_group: the last group that was asked for.
+        last_group: the group that :meth:`group_of` returned last.
     """
 
     def __init__(self, writer: CallWriter) -> None:
@@ -116,7 +116,7 @@ class CollectiveRecorder:
         group.serial = self._writer.put(site, group.number, group.chain, size, shape)
 
     def take_back(self, group: OpenGroup, before: tuple[int, int]) -> None:
-        """Remove the last call of a group, which torch rejected. The next call reuses its number.
+        """Remove a group's last call, which torch rejected. The next call reuses its number.
 
         Args:
             group: the group.
@@ -127,7 +127,7 @@ class CollectiveRecorder:
             self._writer.withdraw(group.serial)
 
     def note(self, kind: str, number: int, group: OpenGroup | None, form: Form, root: int) -> None:
-        """Record a call that is not a collective, and has a tensor.
+        """Record a call that has a tensor but is not a collective.
 
         Args:
             kind: kind of the call.
@@ -188,7 +188,7 @@ class CollectiveRecorder:
             self._writer.put_splits(group.number + 1, *parts)
 
     def _code(self, text: str) -> int:
-        """Return a number for a text, the same in all processes."""
+        """Return a number that identifies a text in all processes."""
         code = self._codes.get(text)
         if code is None:
             if len(self._codes) >= _MAX_KNOWN:
@@ -205,7 +205,7 @@ class CollectiveRecorder:
         if group is not None and group.reference() is pg:
             return group
         c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-        # All new groups in order of creation, which is the same on all of their ranks.
+        # Add all new groups in order of creation, which is the same on all of their ranks.
         for listed, members in list(c10d._world.pg_group_ranks.items()):
             if isinstance(listed, int):
                 continue  # a placeholder: this rank is not in the group

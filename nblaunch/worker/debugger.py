@@ -5,7 +5,7 @@
     breakpoint() ──> pdb in the thread of the function
                               └── Prompted ──> kernel ── Line ──> ... ── Resumed ──> kernel
 
-A rank that waits in a collective answers as well, because the collective releases the GIL.
+Even a rank that waits in a collective answers, because the collective releases the GIL.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Debugger:
         connection: connection to the kernel.
 
     Attributes:
-        commands: commands to the server of a session, which come over the same connection, with their files.
+        commands: commands to a session's server, with their files. They arrive over the same connection.
     """
 
     def __init__(self, rank: int, connection: CommandConnection) -> None:
@@ -95,8 +95,8 @@ class Debugger:
     def end_command(self, error: BaseException | None) -> None:
         """Keep the frames in which a session's command failed until the next command begins.
 
-        Only frames of the user's code are kept. Other frames may hold connections, and other ranks may wait until
-        these close.
+        Only frames of the user's code are kept. Other frames may hold connections, and other ranks may be
+        waiting for those connections to close.
         """
         sys.settrace(None)  # pdb may still have been stepping
         self._is_idle = True
@@ -215,7 +215,7 @@ class _Terminal:
         self._lines.put(text)
 
     def close(self) -> None:
-        """End pdb, even if it is waiting for the rest of a statement, where it would read ``q`` as part of it."""
+        """End pdb, even while it waits for the rest of a statement and would read ``q`` as part of that statement."""
         self._is_closed = True
         self._lines.put(None)
 
@@ -225,7 +225,7 @@ class _Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: a prompt sends the buffered output."""
+        """Do nothing, because the next prompt sends the buffered output."""
 
     def readline(self) -> str:
         """Prompt the kernel and wait for its line.
@@ -273,7 +273,7 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
         self._is_stepping = True
         super().set_trace(frame, **options)
         if sys.version_info >= (3, 14):
-            # Pdb keeps the frame in this attribute, and with it everything that the frame references.
+            # Pdb keeps the frame in this attribute, and thereby everything that the frame refers to.
             _OwnPdb._last_pdb_instance = None
 
     def set_continue(self) -> None:
@@ -291,10 +291,12 @@ class _Pdb(_OwnPdb):  # type: ignore[valid-type,misc]
 
         Not available in a rank, which has no terminal.
         """
-        self.error("a rank has no terminal: type statements at this prompt, with ! before names of commands")
+        self.error(
+            "a rank has no terminal. Type statements here, with ! before those that look like pdb commands"
+        )
 
     def _cmdloop(self) -> None:
-        """Let an interrupt end the command of the session; pdb would continue with its next line."""
+        """Let an interrupt end the session's command, because pdb would catch it and read the next line."""
         self.cmdloop()
 
     def setup(self, frame: FrameType | None, tb: TracebackType | None) -> Any:

@@ -24,24 +24,26 @@ from nblaunch.wire.outbox import Outbox
 from nblaunch.worker.optimizer_steps import steps
 
 _MAX_NAMED = 3  # tensors named in one line
-_ABSENT = "its arguments do not contain this object; a __getstate__ may leave it out when they are pickled"
+_ABSENT = (
+    "its arguments do not contain this object; perhaps a __getstate__ left it out of the pickled arguments"
+)
 
 
 class Delivery:
     """Sends a worker's results to its launcher.
 
-    It must be created before the function is called. It finds modules and records where their tensors are, because the
-    function may replace modules in containers.
+    Create this object before the function is called, because the function may replace modules in containers. The
+    object finds the modules and records where their tensors are.
 
     If every rank holds the whole module, one rank sends its weights: the first of each machine, or the first of the
-    job if one process collects from all machines. If ranks hold shards, each rank sends its own.
+    job if one process collects the weights of all machines. If ranks hold shards, each rank sends its own.
 
     Args:
         topology: topology of the worker.
         outbox_fd: empty memory file for the results.
         returns_value: whether the launcher wants this rank's return value.
         args: arguments of the function.
-        originals: where the launcher can still read the current tensors of modules; None: all tensors are sent.
+        originals: where the launcher can still read the current tensors of modules; None = all tensors are sent.
         wanted_modules: as in ``wire/assignment.py``.
         wanted_optimizers: as in ``wire/assignment.py``.
         is_main: as in ``wire/assignment.py``; None means the first rank of each machine.
@@ -77,7 +79,7 @@ class Delivery:
         return Outbox(self._outbox_fd)
 
     def results(self, value: Any, *, left_by_exit: bool) -> Iterator[Returned | StateSent]:
-        """Write the value, then one state after the other; yield the event that reports each.
+        """Write the value, then the states one by one; yield the event that reports each.
 
         Raises:
             Exception: the value could not be written.
@@ -103,7 +105,7 @@ class Delivery:
         return (*sends, *self._optimizers, *self._absent) if self._is_main else sends
 
     def _put_states(self, paths: Sequence[ArgPath]) -> Iterator[StateSent]:
-        """Write one state after the other; for each, yield where it is or why it is missing."""
+        """Write the states one by one; for each, yield where it is or why it is missing."""
         in_shards = bool(paths) and self._holds_shards()
         for path in paths:
             yield self._put_state(path, in_shards)
@@ -131,7 +133,7 @@ class Delivery:
         parameters += [parameter for module in modules for parameter in module.parameters()]
         return (
             any(is_sharded(parameter) or hasattr(parameter, "ds_id") for parameter in parameters)
-            # Its parameters may be gathered at the moment.
+            # The parameters of an FSDP module may be gathered at the moment.
             or any(is_fsdp_module(part) for module in modules for part in module.modules())
         )
 
@@ -144,7 +146,8 @@ class Delivery:
         module = without_wrappers_inside(self._modules[path])
         if any(map(is_fsdp1_module, module.modules())):
             raise RuntimeError(
-                "FSDP version 1 sharded it and can gather it only on all ranks together; use version 2, fully_shard"
+                "FSDP version 1 sharded the module and can gather it only on all ranks together. Use version 2, "
+                "fully_shard"
             )
         state = dict(
             shards_to_send(module.state_dict(keep_vars=True), self._topology, self._is_main)
@@ -163,15 +166,15 @@ class Delivery:
         return at, end, "; ".join(filter(None, [lost, _describe_bare(sorted(bare - left_out))]))
 
     def _put_optimizer_state(self, path: ArgPath, in_shards: bool) -> tuple[int, int, str]:
-        """Write the state of an optimizer or scheduler, which is the same on all ranks; return the same as
-        :meth:`_put_weights`.
+        """Write the state of an optimizer or scheduler, which is the same on all ranks. Return what
+        :meth:`_put_weights` returns.
 
         Raises:
             RuntimeError: every rank has a shard of the state.
         """
         if in_shards and not is_scheduler(self._optimizers[path]):
             raise RuntimeError(
-                "ranks hold shards of it; save it with accelerator.save_state() and continue with load_state()"
+                "each rank holds a shard of it. Save it with accelerator.save_state() and continue with load_state()"
             )
         return self._outbox.put_state(path, self._optimizers[path].state_dict(), {})
 

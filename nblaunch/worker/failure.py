@@ -53,11 +53,11 @@ _CONNECTION_WORDS = (
 
 
 _DEATH_TIMEOUT_S = 0.5
-"""Longest time from the closing of a process's files to its end."""
+"""Longest time that a process needs to end after its files are closed."""
 
 
 def describe_failure(rank: int, error: BaseException, evidence: tuple[str, ...] = ()) -> Failed:
-    """Return the event that reports ``error`` to the launcher, with the device's evidence."""
+    """Return the event that reports ``error`` to the launcher, with ``evidence`` that explains it."""
     error = _death_in_loader(error) or error
     error = error.with_traceback(from_first_user_frame(error.__traceback__))
     return Failed(
@@ -160,8 +160,8 @@ def _is_consequence(error: BaseException) -> bool:
     while current is not None and id(current) not in chain:
         chain[id(current)] = current
         current = current.__cause__ or current.__context__
-    # Errors of collectives come from C++ without an OSError as their cause; errors of the user's connections have
-    # one.
+    # Errors of collectives come from C++ without an OSError as their cause. Errors of the user's connections have
+    # such a cause.
     is_own = any(isinstance(cause, OSError) for cause in chain.values())
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
     return any(_is_collective_error(cause, words) for cause in chain.values())

@@ -3,8 +3,8 @@
 Each save to a path (``span_hooks.py``), and each ``open`` that empties a file, is an
 :class:`~nblaunch.events.Observation`. Ranks race if they write one file at the same point of the program, with no
 collective and no optimizer step between the writes. Files that a library writes for itself, such as a cache, are left
-out: only libraries that write what the user passes to them may stand between the user's line and the call. Writes
-of a process that holds a lock are left out as well.
+out: a write counts only if every library between the user's line and the call writes what the user passes to it.
+Writes by a process that holds a lock are left out as well.
 
 A file that ``open`` empties reports a checksum of its contents when it is closed. If all ranks write the same data, the
 contents of the file do not depend on timing.
@@ -31,7 +31,7 @@ from nblaunch.wire.board import Slot
 CHECK = "same_file"
 
 _MAX_NOTED = 256
-"""Largest number of files that a rank reports, so that a function that writes thousands stays fast."""
+"""Largest number of files that a rank reports, so that a function that writes thousands of files stays fast."""
 
 _SAVERS = frozenset({"safetensors", "transformers"})
 """Top-level packages that save data that the user passes to them."""
@@ -51,16 +51,17 @@ _OPENERS = frozenset(
         "zipfile",
     }
 )
-"""The same, for packages that open files. Transformers is left out, because it also opens its own files."""
+"""Top-level packages that open files for what the user passes to them. Transformers also opens its own files, so it is
+left out."""
 
 _OPENS = (("builtins", "open"), ("io", "open"), ("IPython.core.interactiveshell", "io_open"))
-"""Modules that bind ``open``, and the name; cells use the one in IPython."""
+"""Modules that bind ``open``, each with the name that it uses. Cells use IPython's."""
 
 _NEWLINE_PLACE = 3
-"""Index of the argument ``newline`` of ``open`` after its mode."""
+"""Index of ``newline`` among the arguments of ``open`` that follow the mode."""
 
 _MAX_COMPARED_BYTES = 1 << 20
-"""Larger contents are not compared, so that their checksum costs no time."""
+"""Larger contents are not compared, because their checksum would take too long."""
 
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -88,7 +89,7 @@ class FileWrites:
     def watch_open(self) -> None:
         """Report the files that ``open`` empties, until this process ends."""
         opener = packages.replacement_of(_io.open)(_Opener(self))
-        opener.__module__ = "io"  # needed to pickle it; the original has _io in Python 3.13
+        opener.__module__ = "io"  # needed for pickling; in Python 3.13, the original has _io
         for module, name in _OPENS:
             packages.observe_when_imported(module, partial(_replace, name=name, opener=opener))
 
@@ -99,7 +100,7 @@ class FileWrites:
             self._emit(observation)
 
     def note_opened(self, file: Any, frame: FrameType, opened: Any, newline: str | None) -> Any:
-        """Report a file that ``open`` has emptied, and its contents when it is closed.
+        """Report a file that ``open`` has emptied; report its contents when it is closed.
 
         Args:
             file: the path.
@@ -155,7 +156,10 @@ def _replace(module: Any, *, name: str, opener: _Opener) -> None:
 
 
 class _Opener:
-    """``open``, which also reports what it empties. Not a function: a class may have ``open`` as an attribute."""
+    """Acts as ``open`` and reports the files that it empties.
+
+    It is not a function, because a function that a class has as an attribute would become a method.
+    """
 
     def __init__(self, writes: FileWrites) -> None:
         self._note = writes.note_opened
@@ -172,7 +176,7 @@ class _Opener:
 
 
 class _FollowedWriter(_io.BufferedWriter):
-    """A file that reports the checksum of its contents when it is closed; "" if they can't be compared."""
+    """A file that reports the checksum of its contents when it is closed, or "" if they can't be compared."""
 
     def __init__(self, raw: Any, size: int, report: Callable[[str], None]) -> None:
         super().__init__(raw, size)
@@ -219,7 +223,7 @@ def _followed(opened: Any, newline: str | None, report: Callable[[str], None]) -
 
 
 def _holds_lock(pid: int) -> bool:
-    """Return whether a process has locked a file, so that ranks that write another file may take turns."""
+    """Return whether a process holds a lock on a file, which means that ranks may take turns to write another file."""
     try:
         with _io.open("/proc/locks") as file:
             locks = map(str.split, file)

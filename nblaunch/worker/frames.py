@@ -80,7 +80,7 @@ def evaluate(expression: str, frame: FrameType | None) -> Any:
     Raises:
         BaseException: whatever the expression raises.
     """
-    # One mapping, because comprehensions in the expression see only global names.
+    # Merge all names into one mapping, because comprehensions in the expression see only global names.
     names = vars(sys.modules["__main__"]) if frame is None else {**frame.f_globals, **frame.f_locals}
     return eval(compile(expression, "<inspect>", "eval"), names)
 
@@ -107,7 +107,7 @@ def texts_of_variables(frame: FrameType) -> tuple[tuple[str, str], ...]:
 
 
 def _text_of(name: str, value: Any) -> str:
-    """Return the text of a variable. It runs no code of the user's classes, which may wait for another rank."""
+    """Return the text of a variable without running code of the user's classes, which may wait for another rank."""
     kind = type(value)
     if _is_literal(value) and len(text := repr(value)) <= _MAX_CHARACTERS:
         return f"<{kind.__name__}, not shown because it may be secret>" if _is_secret(name, value) else text
@@ -127,7 +127,7 @@ def _text_of_array(value: Any) -> str:
 
 
 def _is_secret(name: Any, value: Any) -> bool:
-    """Return whether a literal may contain a secret string, by its name or its text."""
+    """Return whether a literal may contain a secret string, judging by its name or text."""
     kind = type(value)
     if kind in (str, bytes):
         text = value if kind is str else value.decode(errors="replace")
@@ -178,7 +178,10 @@ def _without_names_of_ipython(variables: Mapping[str, Any], is_module: bool) -> 
 
 
 def _items(variables: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a frame's variables. The body of a class may have keys of any type, or a user's mapping."""
+    """Return the items of a frame's variables.
+
+    In the body of a class, keys may have any type, and the mapping may be of a user's class.
+    """
     kind = type(variables)
     if issubclass(kind, dict):
         return list(dict.items(variables))

@@ -34,7 +34,7 @@ those pages of the kernel's memory."""
 
 
 def count_progress(slot: Slot) -> None:
-    """Count progress on ``slot`` from now on, including libraries that are imported later."""
+    """Count progress on ``slot`` from now on, even in libraries that are imported later."""
     packages.observe_when_imported("torch.optim.optimizer", lambda module: steps.watch(module, slot))
     packages.observe_when_imported("torch.nn.modules.module", lambda module: _watch_parameters(module, slot))
     packages.observe_when_imported("tqdm.std", lambda module: _watch_bars(module, slot))
@@ -64,12 +64,12 @@ def _watch_bars(module: Any, slot: Slot) -> None:
 
 
 def show_plain_text() -> None:
-    """Make bars and consoles plain text, whether a cell or the function imports their library.
+    """Make bars and consoles write plain text, whether a cell or the function imports their library.
 
     tqdm gets one status line per rank. Its notebook class overrides methods of the plain class to update a widget,
-    which no worker can reach; without these overrides it behaves like the plain class. The lock is replaced as well.
-    Processes share it, and a worker that is killed while it holds the lock would stop every bar of the kernel for
-    good.
+    which no worker can reach; without these overrides it behaves like the plain class. tqdm's lock is replaced
+    as well, because processes share it: a worker that is killed while it holds the lock would stop every bar of the
+    kernel for good.
 
     rich redraws live displays in a widget, or in a terminal by moving the cursor. A worker has neither, and every
     frame would stay in the cell. A live display therefore writes only its last state, even on consoles that the
@@ -91,7 +91,7 @@ def _keep_to_one_line(std: Any) -> None:
 
 
 def _name_clock(cls: Any, library: str) -> None:
-    """Name the threads of a class, which work at intervals, so that the launcher sees when they are idle."""
+    """Name a class's threads, which work at intervals, so that the launcher sees when they are idle."""
     packages.call_before(cls, "run", lambda thread: waits.name_as_clock(library))
 
 
@@ -122,8 +122,8 @@ def _ignore(self: object, value: object) -> None:
 
 
 _MARK = "_nblaunch_worker"
-"""Attribute that names the process that computed an object's other attributes. It is plain text, because arguments are
-saved to files.
+"""Attribute that names the process that computed an object's other attributes. It is plain text, because training
+arguments are saved to files.
 """
 
 
@@ -191,14 +191,14 @@ def _watch_event_files(module: Any, worker: str) -> None:
 
 
 class _Renewed:
-    """An attribute that is recomputed, with others, on an object that another process created.
+    """An attribute that is recomputed, together with others, on an object that another process created.
 
     Args:
         name: name of the attribute.
         worker: name of this process.
         renew: recomputes all attributes of an object that belong together.
-        evidence: an object has one of these attributes if another process created it. Empty: objects without any are
-            treated in the same way, because their class computes them on first use.
+        evidence: attributes, at least one of which an object has if another process created it. If this is empty, all
+            objects are treated in this way, because their class computes the attribute on first use.
     """
 
     def __init__(self, name: str, worker: str, renew: Callable[[Any], None], evidence: Sequence[str]) -> None:

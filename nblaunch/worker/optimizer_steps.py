@@ -41,7 +41,7 @@ HOLD_S = 1.0
 
 
 class OptimizerSteps:
-    """The optimizer steps of this process, with the interrupts that they delay.
+    """The optimizer steps of this process, and the interrupts that they delay.
 
     Attributes:
         num_done: number of steps that have ended. A step inside another optimizer's step does not count separately.
@@ -152,7 +152,7 @@ class OptimizerSteps:
         now = time.monotonic()
         if self._held_since_s is None:
             self._held_since_s = now
-            # Not ``threading``, which may hold its lock while the signal arrives.
+            # Not ``threading``, whose lock may be held when the signal arrives.
             _thread.start_new_thread(self._remind, (now,))
             return True
         if now - self._held_since_s < HOLD_S:
@@ -166,7 +166,7 @@ class OptimizerSteps:
         time.sleep(HOLD_S)
         if self._held_since_s == since_s:
             self._is_reminded = True
-            # Sent to the thread, because otherwise its system call would continue.
+            # Send the signal to the main thread, because its system call would otherwise continue.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def reset_in_subprocess(self) -> None:

@@ -86,7 +86,7 @@ def _made(raw: _Output) -> tuple[io.TextIOWrapper, io.BufferedWriter[_Output], _
     return io.TextIOWrapper(buffer, **_TEXT), buffer, raw
 
 
-# Created once in the kernel instead of in every worker: the first stream costs a fork a hundred page faults.
+# Created once in the kernel instead of in every worker, where the first stream would cost a hundred page faults.
 _no_input: Any = io.TextIOWrapper(_NoInput(), encoding="utf-8")
 _outputs = (_made(_Output(1)), _made(_Output(2)))
 
@@ -131,8 +131,8 @@ def renew_buffers() -> None:
 
     The fork copies a buffer with data that the worker will write itself. It also copies the buffer's lock, which
     stays locked forever if a thread of the worker was writing (source:
-    https://github.com/python/cpython/issues/50970). Both are replaced in place, because log handlers hold the
-    streams.
+    https://github.com/python/cpython/issues/50970). Streams and buffers are renewed in place, because log
+    handlers hold the streams.
     """
     for stream, buffer, raw in _outputs:
         buffer.__init__(raw)  # type: ignore[misc]
@@ -147,7 +147,7 @@ def flush() -> int:
     """
     _fflush(_c_stdout)
     for stream in (sys.stdout, sys.stderr, *(stream for stream, *_ in _outputs)):
-        with contextlib.suppress(Exception):  # it may be closed or lack the method
+        with contextlib.suppress(Exception):  # the stream may be closed or lack the method
             stream.flush()
     return sum(raw.lost_bytes for *_, raw in _outputs)
 
@@ -161,9 +161,9 @@ def flush_before_fork() -> None:
 
 
 def flush_c_streams() -> None:
-    """Flush the streams of C code (``fopen``), as the exit of a program does.
+    """Flush the streams of C code (``fopen``), as a program does when it exits.
 
-    Inherited streams are flushed as well; ``written_files.py`` has dropped their contents.
+    Inherited streams are flushed as well, but ``written_files.py`` has already dropped their contents.
     """
     _fflush(None)
 

@@ -39,7 +39,7 @@ _BEGIN_S = 0.05
 class FunctionBounds:
     """Distinguishes interrupts in the user's function from interrupts in the few lines before and after it.
 
-    If an exception were raised after the function has returned, its value would be lost. An interrupt outside the
+    An exception raised after the function has returned would lose the function's value. An interrupt outside the
     function is therefore held and sent again a moment later, when the function has begun or its block is over.
 
     Args:
@@ -93,7 +93,7 @@ class Interrupts:
 
     Args:
         slot: slot of the worker.
-        bounds: bounds of the user's function, whose value must not be lost at an interrupt.
+        bounds: bounds of the user's function, whose value an interrupt must not lose.
     """
 
     def __init__(self, slot: Slot, bounds: FunctionBounds) -> None:
@@ -137,8 +137,8 @@ class Interrupts:
 class ChildHandler:
     """The SIGCHLD handler of the user's code, installed only inside ``with handler:``, around that code.
 
-    torch's data loaders install a handler that raises when one of their processes dies. Outside the block, it would
-    raise in the worker's own code, for example while the worker reports that failure.
+    torch's data loaders install a handler that raises an error when one of their processes dies. Outside the block, the
+    error would interrupt the worker's own code, for example while the worker reports that failure.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class ChildHandler:
     def __exit__(self, *error: object) -> None:
         try:
             self.take_out()
-        except BaseException:  # raised by the handler: Python may call it before it is taken out
+        except BaseException:  # raised by the handler, which Python may call before take_out
             self.take_out()
             raise
 
@@ -182,10 +182,10 @@ def lead_posix_session() -> None:
 def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
     """Have the system kill this process, and later its children, when the thread that started it ends.
 
-    macOS lacks this system call; there, only the launcher's guardian process does it.
+    macOS lacks this system call. There, only the launcher's guardian process kills the workers.
 
     Args:
-        parent_pid: the parent, to see whether it has ended already.
+        parent_pid: pid of the parent, to detect that the parent has already ended.
         with_children: whether to do the same for its children.
     """
     if sys.platform != "linux":
@@ -201,7 +201,7 @@ def end_with_parent(parent_pid: int, *, with_children: bool = True) -> None:
 
 @contextmanager
 def ending_with(fd: int) -> Iterator[None]:
-    """End this process if the other end of a pipe closes while the block runs, because its imports take seconds.
+    """End this process if the other end of a pipe closes during the block, because the block's imports take seconds.
 
     The watching thread ends with the block, before ranks are forked.
     """
@@ -283,7 +283,10 @@ def _answer_with_stack(fd: int) -> None:
 
 
 def watch_faults_of_subprocess() -> None:
-    """Let a process that was forked from the worker write its stacks to the log; the file belongs to the rank."""
+    """Let a process that was forked from the worker write its stacks to the log.
+
+    The rank's own file for stacks is left to the rank.
+    """
     if faulthandler.is_enabled():
         faulthandler.enable(file=2, all_threads=True)
     _answer_with_stack(2)

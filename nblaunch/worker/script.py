@@ -1,7 +1,7 @@
 """A Python script as the function of a launch. Every worker runs it as ``python script.py`` would.
 
 The script is ``__main__``, with its own ``sys.argv``, ``sys.path[0]`` and ``__file__``. Thus ``__main__`` guards
-work, its objects can be pickled, and data loaders that spawn their workers find it again.
+work, the script's objects can be pickled, and data loaders that spawn their workers find the script again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Script:
-    """A script or a module, and its arguments. Called in a worker.
+    """A script or a module with its arguments, which a worker calls.
 
     Args:
         target: path of a script as the user typed it, or name of a module.
-        arguments: the arguments that follow it on the command line.
-        is_module: ``target`` is a module, as for ``python -m``.
+        arguments: the arguments that follow the target on the command line.
+        is_module: whether ``target`` is a module, as for ``python -m``.
         folder: the caller's working directory, where modules are searched first.
     """
 
@@ -47,7 +47,7 @@ class Script:
         else:
             path = os.path.abspath(self.target)
             with io.open_code(path) as file:
-                # Without this module's future statements, which would turn annotations into strings.
+                # Don't inherit this module's future statements, which would turn annotations into strings.
                 code = compile(file.read(), path, "exec", dont_inherit=True)
             main = _become_main(path, None)
         sys.argv[:] = [path if self.is_module else self.target, *self.arguments]
@@ -80,7 +80,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec) -> CodeType:
 
 
 def _search_first(folder: str) -> None:
-    """Replace the launcher's first entry of ``sys.path``. ``python -P`` has none."""
+    """Replace the launcher's folder at the start of ``sys.path``. With ``python -P``, there is none."""
     if getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         return
     sys.path[:1] = [folder]

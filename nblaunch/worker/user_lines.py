@@ -4,8 +4,8 @@
     hook <── the same code, and the same instruction      later calls: no file names are compared
 
 A training step calls the same hooks from the same lines over and over. Each frame that Python exposes costs a third of
-a lookup, and examining it costs more. Later calls therefore compare code objects, and do not examine the frames around
-the user's frame. A cell that was edited or runs again has new code objects, so its lines are searched again.
+a lookup, and examining the frame costs more. Later calls therefore compare code objects, and do not examine the frames
+around the user's frame. A cell that was edited or runs again has new code objects, so its lines are searched again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UserLine:
     """A line of the user's code that calls a library.
 
     Args:
-        name: the outermost function of libraries, which the line calls.
+        name: the outermost library function, which the line calls.
         filename: file of the user's code; empty if unknown.
         line: line in that file.
 
@@ -60,7 +60,7 @@ class _Way(NamedTuple):
         depth: how far the user's frame is from the finder's.
         users: code of the user's frame.
         lines: instruction of that code -> its line.
-        compared: depths and code of the frames between the hook and the user's that must be the same.
+        compared: depths and code objects of the frames between the hook and the user's frame that must be the same.
     """
 
     depth: int
@@ -69,7 +69,7 @@ class _Way(NamedTuple):
     compared: tuple[tuple[int, CodeType], ...]
 
     def is_same(self, other: _Way) -> bool:
-        """Return whether both call paths are the same, by identity: a cell that runs again has equal code objects."""
+        """Return whether both call paths have identical code objects. A cell that runs again only has equal ones."""
         if self.depth != other.depth or self.users is not other.users:
             return False
         return all(here is there for (_, here), (_, there) in zip(self.compared, other.compared, strict=True))
@@ -79,7 +79,7 @@ class UserLines:
     """Finds the user's lines for the hooks of this process.
 
     Args:
-        own_files: files of the hooks, whose function names are of no interest.
+        own_files: files of the hooks, whose functions do not name a call.
     """
 
     def __init__(self, own_files: set[str]) -> None:
@@ -91,7 +91,7 @@ class UserLines:
     def finder(self, site_of: Callable[[UserLine, Key], Site], skipped: int) -> Callable[[Key], Site]:
         """Return a function for one hook, which returns the site of a call: its line, and further properties as a key.
 
-        Threads of autograd have no frame of the user's code; for these, it takes the last known line.
+        Threads of autograd have no frame of the user's code; for these threads, the last known line is used.
 
         Args:
             site_of: makes a site.
@@ -122,9 +122,9 @@ class UserLines:
     def quick_finder(
         self, site_of: Callable[[UserLine, Key], Site], skipped: int, compared: int
     ) -> Callable[[Key], Site]:
-        """Like :meth:`finder`, but quicker, for a hook that is called several times in each step.
+        """Return a quicker function than :meth:`finder` does, for a hook that is called several times in each step.
 
-        It compares the depth and the code of the user's frame, and one frame between it and the hook.
+        It compares only the depth and code of the user's frame, and one frame between that frame and the hook.
 
         Args:
             site_of: makes a site.
@@ -172,7 +172,10 @@ class UserLines:
     def _search(
         self, frame: FrameType | None, depth: int, compared: int | None, ways: list[_Way]
     ) -> tuple[UserLine, bool]:
-        """Return the line that led to a frame at a depth, and remember the call path; False: the last known line."""
+        """Return the user's line that led to a frame at a depth, and True. Remember the call path.
+
+        If no frame is the user's, return the last known line, and False.
+        """
         libraries: list[tuple[int, CodeType]] = []
         name = ""
         while frame is not None:

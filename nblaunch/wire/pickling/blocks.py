@@ -2,8 +2,8 @@
 
 The writer first collects the tensors and NumPy arrays of a value. If two of them span overlapping memory, it writes
 this memory once, as one block, and the reader builds both on it. Views therefore stay views, in any order, even if one
-is a tensor and the other an array. Memory that no array spans is not written: ten elements of a large tensor take the
-space of ten elements.
+is a tensor and the other an array. Memory that no array spans is not written, so ten elements of a large tensor take
+the space of ten elements.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from nblaunch.wire.pickling.memory_file import ALIGN
 
 _MAX_WASTE = 2
 _MAX_WASTE_BYTES = 1 << 16
-"""Arrays with gaps between their elements, such as columns of a matrix, are written as one block if it is at most this
-many times as large as their elements, or very small. Otherwise each is written separately and the overlap is lost."""
+"""Arrays with gaps between their elements, such as columns of a matrix, are written as one block if the block is at
+most this many times as large as their elements, or very small. Otherwise each array is written separately and the
+overlap is lost.
+"""
 
 
 class Place(NamedTuple):
     """The place of an array in a file: its block, and its first element in the block.
 
-    In a shared block, or in one that is not in the order of the array's indices, the array keeps its strides; any other
-    block is the array without gaps.
+    The array keeps its strides in a shared block, and in a block that is not in the order of the array's indices. Any
+    other block is the array without gaps.
     """
 
     offset: int

@@ -139,7 +139,7 @@ def _same(value: Any) -> Any:
 
 
 class _MainNames:
-    """Stands for the namespace of ``__main__`` in the reading process."""
+    """Stands in for the namespace of ``__main__`` in the reading process."""
 
 
 _MAIN_NAMES = _MainNames()
@@ -191,7 +191,7 @@ def cells_sent_by_value() -> Iterator[None]:
 
 
 def _reduce_for_fresh_process(pickler: ForkingPickler, obj: Any) -> Any:
-    # Pickle by name for existing processes: they may be forks, which have the cells.
+    # Pickle by name for existing processes, because they may be forks, which have the cells.
     is_starting = multiprocessing_context.get_spawning_popen() is not None
     if not is_starting or not isinstance(obj, (type, types.FunctionType)) or obj.__module__ != "__main__":
         return NotImplemented
@@ -224,13 +224,13 @@ class _BoundedStream(io.BytesIO):
 
 
 class PayloadWriter:
-    """Appends values to an initially empty file. It writes a tensor that several values share once."""
+    """Appends values to an initially empty file. It writes a tensor that several values share only once."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._writer = FileWriter(fd)
         self._regions: dict[Any, int] = {}
-        # They keep tensors alive, so that no region of memory is reused.
+        # Picklers keep tensors alive, so that no region of memory is reused.
         self._picklers: list[_Pickler] = []
 
     def append(
@@ -309,7 +309,7 @@ def load_mapped_with_address(fd: int) -> tuple[Any, int]:
 
 
 def load_copied(fd: int, at: int = 0) -> Any:
-    """Read the value at ``at`` into its own memory, for values that are kept: the file may hold much more."""
+    """Read the value at ``at`` into its own memory, for values that are kept, because the file may hold much more."""
     return _read(CopiedFile(fd), at)
 
 

@@ -18,7 +18,7 @@ from nblaunch.wire.pickling.reductions import PicklingError
 
 _FUNCTION_TYPES = (FunctionType, MethodType, functools.partial)
 _NAMESPACES = ("argparse", "collections", "types")
-"""Modules of the standard library with classes for attributes and items that users choose."""
+"""Modules of the standard library whose classes hold attributes and items that users choose."""
 
 _MAX_DEPTH = 4
 _MAX_PARTS = 5
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
     """A part that can't be pickled.
 
     Args:
-        name: an expression, as the user's code would refer to the part.
+        name: the expression with which the user's code would refer to the part.
         error: why it can't be pickled.
         is_of_user: whether the part, or an object that contains it, belongs to a class or function of the user.
     """

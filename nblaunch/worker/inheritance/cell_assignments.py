@@ -1,15 +1,15 @@
 """Attributes of modules and classes that cells have changed, for workers that import these modules again.
 
-    config.lr = 0.1                    a setting in a module of the user
-    config.options["width"] = 8        an entry of a dictionary, list or set in a module of the user
-    Config.width = 8                   a setting in a class of a module
-    F.gelu = my_gelu                   a function of a library, replaced by one of the notebook
-    cfg.merge({"lr": 0.1})             an object of a module of the user, see ``used_objects.py``
+    config.lr = 0.1                    a setting in one of the user's modules
+    config.options["width"] = 8        an entry of a dictionary, list or set in one of the user's modules
+    Config.width = 8                   a setting in a module's class
+    F.gelu = my_gelu                   a library's function, replaced by one of the notebook's
+    cfg.merge({"lr": 0.1})             an object in one of the user's modules, see ``used_objects.py``
 
 A forked worker has the kernel's modules. A fresh process imports them, and would silently compute with their original
-values. What cells have changed is known from their text; the values are read from the modules at the launch.
+values. The text of the cells shows what they have changed; the values are read from the modules at the launch.
 
-Plain values are sent (``plain_values.py``). Other values that a cell has assigned are named instead.
+Plain values are sent (``plain_values.py``). A note names other values that a cell has assigned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nblaunch.worker.inheritance import cell_text, plain_values, used_objects
 from nblaunch.worker.inheritance.used_objects import OF_PROCESS, Place
 
 _MAX_BYTES = 1 << 20
-"""Larger values are named instead: functions may not use them, and every worker would load them."""
+"""Larger values are named instead, because every worker would load them, even if its function does not use them."""
 
 
 class AssignedAttribute(NamedTuple):
@@ -53,7 +53,7 @@ class _StateOfThread(NamedTuple):
 
 
 def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
-    """Return what cells have changed, with the present values, and a text for each change that can't be sent.
+    """Return what cells have changed, with the current values, and a text for each change that can't be sent.
 
     Args:
         sources: the text of the cells.
@@ -78,7 +78,7 @@ def read(sources: Iterable[str]) -> tuple[list[AssignedAttribute], list[str]]:
 
 
 def _content(value: Any) -> tuple[bytes | None, str]:
-    """Return a value, pickled, or None and why it can't be sent."""
+    """Return the pickled value, or None and the reason why the value can't be sent."""
     if not plain_values.has_own_class(value):
         return None, f"an object of the class {type(value).__name__}"
     if isinstance(value, ContextVar):
@@ -137,8 +137,9 @@ def _load(content: bytes) -> Any:
 def _resolve(path: cell_text.Path, is_container: bool) -> tuple[Place, Any] | None:
     """Return the attribute that a path from the notebook's names leads to, and its value.
 
-    None if it belongs to something other than a module or a module's class. The attribute itself must exist: a cell
-    may define a function that has not run, and properties of a module, such as torch's flags, are other settings.
+    Return None if the attribute does not belong to a module or a module's class. The attribute itself must exist,
+    because the cell may assign it in a function that has not run. Properties of a module, such as torch's flags, are
+    among the other settings (``settings.py``).
     """
     root, *names, last = path
     owner = vars(sys.modules["__main__"]).get(root)

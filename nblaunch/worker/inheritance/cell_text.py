@@ -169,7 +169,8 @@ class Condition(NamedTuple):
     def excludes(self) -> bool:
         """Return whether the statement has certainly not run, assuming that the variables still have their values.
 
-        Only constants and variables are evaluated: ``if "mine" not in registry:`` has changed its own condition.
+        Only constants and variables are evaluated, because the statement below ``if "mine" not in registry:`` may have
+        changed that condition.
         """
         test, value = self
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -181,7 +182,7 @@ class Condition(NamedTuple):
 
 
 def _code_of_magic(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Yield the code below ``%%time``, or in the line of ``%time``, in the form into which IPython turns magics."""
+    """Yield the code of ``%%time`` or ``%time``, from the call into which IPython turns the magic."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAGICS:
         for argument in node.args[1:]:
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):

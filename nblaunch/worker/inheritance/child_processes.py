@@ -82,7 +82,7 @@ def watch(*, is_forked_here: bool = False) -> None:
 
 
 def _status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended, 0 if only its parent knows; None while it runs."""
+    """Return the wait status of a process that has ended (0 if only its parent knows it); None while it runs."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -8,7 +8,7 @@ program is at the other end. If a rank used an encrypted connection of the kerne
 
 The first rank of this machine keeps the kernel's other connections, such as those to databases. For the other ranks,
 these connections look as if the other side had closed them. Clients with connection pools then reconnect; others raise
-an error, which names the connection.
+an error that names the connection.
 
 Connections to the kernel itself and to programs that it has started stay shared, because these include services that
 expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the
@@ -38,7 +38,7 @@ def leave_to_first_rank(connections: Sequence[Connection]) -> frozenset[Identity
     """Replace the kernel's connections with closed ones, under the same descriptors.
 
     Returns:
-        What these descriptors refer to now.
+        The identities of what these descriptors now refer to.
     """
     if not connections:
         return frozenset()
@@ -56,8 +56,8 @@ def explain(error: BaseException, connections: Sequence[Connection], rank: int) 
         return ()
     places = list(dict.fromkeys(connection.place for connection in connections))
     return (
-        f"a cell opened the connection to {formatting.first(places, _MAX_NAMED)}, which only the first rank keeps: "
-        f"rank {rank} finds it closed. Connect inside the function",
+        f"a cell opened the connection to {formatting.first(places, _MAX_NAMED)}, which only the first rank keeps, "
+        f"so rank {rank} finds it closed. Connect inside the function",
     )
 
 

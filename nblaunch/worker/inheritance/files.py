@@ -8,7 +8,7 @@
 Files open only for writing keep the shared position, because ranks would otherwise overwrite each other. Pipes,
 sockets and terminals can't be reopened and stay shared.
 
-Processes of a data loader inherit the positions of their rank, and get their own in the same way.
+A data loader's processes inherit their rank's positions, and get their own positions in the same way.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nblaunch.worker.inheritance.written_files import WrittenFiles
 
 _MAX_NAMED = 3
 _SHARED = (
-    "all ranks share one position in {names}, which {are} open in the kernel and can't be reopened: open {them} "
-    "inside the function if it reads {them}"
+    "all ranks share one position in {names}, which {are} open in the kernel and can't be reopened. If the "
+    "function reads {them}, open {them} inside the function"
 )
 
 
@@ -70,7 +70,7 @@ class KernelFiles:
     """The open files of a process, for the workers that it forks.
 
     Args:
-        ours: files of nblaunch, of IPython's history, and those that receive the process's output.
+        ours: files of nblaunch and of IPython's history, and files that receive the process's output.
         files: open files.
         written: the files that are open for writing.
         channels: pipes, sockets and terminals, by descriptor.
@@ -105,7 +105,7 @@ class KernelFiles:
         return cls(left_out, files, written, channels, sockets.connections_to_others(opened.sockets))
 
     def renew(self) -> None:
-        """Take over the files in this worker. Call it first, because a worker closes some of the kernel's files."""
+        """Take over the files in this worker. Call this first, because a worker closes some of the kernel's files."""
         self.shared.extend(positions.renew(self.files))
         self.written.drop_c_buffers()
 

@@ -82,8 +82,8 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.REJECTED,
             "the kernel holds part of an unfinished gzip, bz2, xz, lz4, zip, HDF5, PyTables, netCDF, Parquet, Arrow, "
-            "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory: a rank's first write raises an error, and "
-            "only the kernel completes the file. For an unfinished `zstandard` file, a note names the compressor "
+            "Excel, WAV, video (OpenCV), PDF or `dbm.dumb` file in memory, so a rank's first write raises an error, "
+            "and only the kernel completes the file. For an unfinished `zstandard` file, a note names the compressor "
             "instead. Ranks may add to a plain tar archive and to SQLite and LMDB databases",
         ),
         fresh=Way(
@@ -103,7 +103,7 @@ KINDS: tuple[Kind, ...] = (
         "pipes and sockets",
         fork=Way(
             Treatment.KEPT,
-            "shared with the kernel and all ranks: each byte reaches one reader. HTTP clients (`requests`, `httpx`, "
+            "shared with the kernel and all ranks, so each byte reaches one reader. HTTP clients (`requests`, `httpx`, "
             "`urllib3`, `http.client`) and log handlers reconnect. Other connections to other machines, and to "
             "programs that the kernel has not started, such as databases, belong to the first rank; the other ranks "
             "find them closed, and an error names them",
@@ -211,7 +211,7 @@ KINDS: tuple[Kind, ...] = (
         fork=Way(
             Treatment.NOTED,
             "each worker has its own copy. Weights of modules come back; other changes do not. A note names containers "
-            "that the function has filled, such as `losses.append(loss)`, averages of weights, parameters outside of "
+            "that the function has filled, as in `losses.append(loss)`, averages of weights, parameters outside of "
             "modules, and global variables that it has assigned",
         ),
         fresh=Way(

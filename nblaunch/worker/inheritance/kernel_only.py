@@ -2,8 +2,8 @@
 the front end, open figures, child processes, torch's process group.
 
 A fork copies all of these, but neither threads nor the other ends of sockets. A fresh interpreter has some of them
-once the call is loaded. Libraries are reset only if they have been imported, to the state of a process that was
-started on its own. ``libraries.py`` also changes libraries that are imported later.
+once the call is loaded. Only libraries that have been imported are reset, to the state that they have in a process
+that was started on its own. ``libraries.py`` also changes libraries that are imported later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
 
 
 def _renew_in_child() -> None:
-    """Renew what a process that the function has forked inherits from this worker."""
+    """Renew what a process forked by the function inherits from this worker."""
     child_processes.watch(is_forked_here=True)
     pools.renew_at_use()
     loaders.renew_at_use()
@@ -69,13 +69,13 @@ def _renew_in_child() -> None:
 def _drop_exit_handlers() -> None:
     """Drop the kernel's exit handlers and finalizers, but keep Python's own handling of finalizers and logs at exit.
 
-    When the worker exits, Python still runs the finalizers and closes the log handlers that the worker created. None
-    of this has a public name.
+    When the worker exits, Python still runs the finalizers and closes the log handlers that the worker created. Python
+    has no public names for any of this.
     """
     atexit._clear()
     # For example, a temporary folder belongs to the kernel, even if the worker frees its copy of the object.
     finalize: Any = weakref.finalize
-    _abandoned.append(finalize._registry)  # kept, because freeing it would write to each of them
+    _abandoned.append(finalize._registry)  # kept, because freeing it would write to each finalizer
     finalize._registry = {}
     finalize._registered_with_atexit = False  # so that the next finalizer registers the handler again
     logging: Any = sys.modules.get("logging")
@@ -95,8 +95,8 @@ def _empty_buffering_handlers(references: Iterable[Any]) -> list[Any]:
         references: weak references to all log handlers of the kernel.
 
     Returns:
-        References to handlers that hold records: at its exit, the worker must write its own records of these
-        handlers.
+        References to the handlers that buffer records. At exit, the worker must write the records that it has added to
+        them.
     """
     handlers = sys.modules.get("logging.handlers")
     if handlers is None:
@@ -168,7 +168,7 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
 
 def _drop_kernel_messages() -> None:
-    """Drop messages of widgets: in a fork, Jupyter's message session rejects them and logs each in full."""
+    """Drop messages of widgets, which Jupyter's message session rejects in a fork and logs in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
         kernel.session.send = _send_nothing
@@ -207,7 +207,8 @@ def _forget_figures() -> None:
 def _stop_profiler() -> None:
     """Stop ``cProfile``, which ``%prun`` starts: it slows the function down, and its measurements would be lost.
 
-    From Python 3.12 on, a profiler of the function could not start while it runs. Other profilers follow forks.
+    Since Python 3.12, no profiler of the function could start while ``cProfile`` runs. Other profilers continue in
+    forks.
     """
     profiler: Any = sys.modules.get("_lsprof")
     if profiler is None:

@@ -55,9 +55,9 @@ def _restart_listener_once(handler: Any) -> None:
 
 
 def _restart_listener(records: Any) -> None:
-    """Start a thread for the listener that reads a queue of the kernel, if there is one.
+    """Start a thread for the listener that reads a queue of the kernel, if there is such a listener.
 
-    Queues that processes share still reach the kernel's listener.
+    Records in queues that processes share still reach the kernel's listener.
     """
     if not isinstance(records, (queue.Queue, queue.SimpleQueue)):
         return
@@ -71,7 +71,7 @@ def _restart_listener(records: Any) -> None:
 
 
 def _empty(records: Any) -> None:
-    """Drop the kernel's records, which its own thread handles, and locks of the queue that this thread may hold."""
+    """Drop the records, which the kernel's own thread handles, and the queue's locks, which that thread may hold."""
     if isinstance(records, queue.Queue):
         queue.Queue.__init__(records, records.maxsize)
         return
@@ -105,7 +105,7 @@ def _report_join(name: str, line: int) -> None:
         Note(
             rank=here.topology.rank,
             kind="warning",
-            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker: join() "
+            text=f"line {line} joins the thread {name!r} of the kernel, which does not run in a worker, so join() "
             "returns at once, before the thread has done its work. Start the thread inside the function",
         )
     )

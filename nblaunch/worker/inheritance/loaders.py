@@ -1,8 +1,8 @@
 """Data loaders whose worker processes the kernel started. These processes answer only the kernel.
 
 A loader with ``persistent_workers`` keeps its iterator and processes; a rank creates its own. An iterator that a cell
-has begun raises an error, because a rank can't know what its processes have already sent to the kernel. Iterators
-without processes continue in each rank from the kernel's position.
+has begun raises an error, because a rank can't know what the iterator's processes have already sent to the kernel.
+Iterators without processes continue in each rank from the kernel's position.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@
         losses.append(0.5)
         best = 0.5
 
-In one process, both would have the values after the call. Each worker changes its own copies. A function may change
-other variables for its own use, such as ``args.rank = rank``. Therefore, only changes whose purpose is to keep values
-are reported:
+In one process, both variables would have the new values after the call, but each worker changes its own copies. A
+function may change other variables for its own use, as in ``args.rank = rank``. Therefore, only changes whose purpose
+is to keep values are reported:
 
-    containers that have grown              also those in attributes and in dictionaries
+    containers that have grown              including those in attributes and in dictionaries
     arrays that were zero
     parameters, and tensors of objects      for example, of an average of weights; modules in args come back
     attributes that became floats           for example, the best loss
@@ -41,19 +41,19 @@ _MAX_FUNCTIONS = 200
 _MAX_ELEMENTS = 1 << 16
 _MAX_TENSORS = 2000
 _MAX_SUMMED = 1 << 20
-"""How many elements of tensors are summed in all, which may take 0.2 s on a slow machine."""
+"""Largest number of tensor elements that are summed in all, which may take 0.2 s on a slow machine."""
 _MAX_RETURNED = 20_000
 _MAX_DEPTH = 2
 """How many attributes a name may have, as in ``trainer.average.weights``."""
 _CONTAINERS = (list, dict, set, deque)
 _FOR_ITSELF = re.compile(r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger)$", re.IGNORECASE)
-"""Names of variables that a function keeps for itself, so the kernel needs no value."""
+"""Names of variables that a function keeps for itself, so the kernel does not need their values."""
 _CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
-"""Names of attributes that hold a time of the clock."""
+"""Names of attributes that hold a time."""
 
 _NO_VALUE = object()
 _LOST = (
-    "the function changes {names} in its worker only, and the notebook's variables keep their values: return the new "
+    "the function changes {names} in its worker only, and the notebook's variables keep their values. Return the new "
     "values from the function"
 )
 _STEPPED = (
@@ -72,7 +72,7 @@ class _Variable(NamedTuple):
     Args:
         name: its name, as in ``tracker.values``.
         get: returns its value.
-        has_changed: whether a value differs from the one before the function.
+        has_changed: whether a value differs from the value before the call.
     """
 
     name: str
@@ -202,7 +202,7 @@ class _Finder:
                 elif _is_unset(part):
                     if not _CLOCK.search(attribute):
                         yield _number(where, attributes, attribute)
-                # A dataset keeps the samples that it has loaded.
+                # A dictionary in a dataset may only cache the samples that it has loaded.
                 elif not (is_dataset and type(part) is dict):
                     yield from self.variables(where, part, depth + 1)
 
@@ -324,7 +324,7 @@ def _num_kept(value: Any) -> int:
 def _is_empty(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_unset(part) or (isinstance(part, _CONTAINERS) and not part) for part in value.values())
-    # Also a list of zeros, one for each epoch.
+    # This includes a list of zeros, one for each epoch.
     if type(value) is list and len(value) <= _MAX_ELEMENTS:
         return all(type(part) in (int, float) and _is_unset(part) for part in value)
     return not value
@@ -347,7 +347,9 @@ def _owns_memory(array: Any) -> bool:
 
 
 class _Tensor:
-    """A tensor at the start of the function: torch's count of changes, and a sum, since ``tensor.data`` bypasses that.
+    """The state of a tensor at the start of the function: torch's count of changes, and the sum of the elements.
+
+    The sum is needed because changes through ``tensor.data`` bypass the count.
 
     Args:
         tensor: the tensor, which this object doesn't keep alive.

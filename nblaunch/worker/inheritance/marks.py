@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 _MARK = "_nblaunch_process"
-"""Attribute with the id of the process."""
+"""Attribute that holds the id of the process."""
 
 
 def mark(instance: Any) -> None:
-    """Mark an object as one of this process."""
+    """Mark an object as belonging to this process."""
     setattr(instance, _MARK, os.getpid())
 
 

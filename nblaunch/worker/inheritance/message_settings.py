@@ -51,14 +51,14 @@ def read_warning_filters() -> list[WarningFilter]:
 
 
 def write_warning_filters(filters: Sequence[WarningFilter]) -> None:
-    """Replace the filters of this process; add a filter whose category is not imported yet once it is imported."""
+    """Replace this process's filters. If a filter's category is not imported yet, add the filter once it is."""
     _set_filters(filters)
     for name in {each.category_module for each in filters} - sys.modules.keys():
         packages.when_imported(name, lambda module: _set_filters([*_added_since(filters), *filters]))
 
 
 def _added_since(filters: Sequence[WarningFilter]) -> list[WarningFilter]:
-    """Return the current filters that others have added, such as libraries at import."""
+    """Return the current filters that other code has added, such as a library at import."""
     return [each for each in read_warning_filters() if each not in filters]
 
 
@@ -208,7 +208,7 @@ class _HandlerRecipe:
         elif type(handler) is logging.StreamHandler and (name := _name_of_stream(handler.stream)):
             stream = name
         else:
-            raise TypeError(f"{type(handler).__name__} writes to another place")
+            raise TypeError(f"{type(handler).__name__} does not simply write to a standard stream or a file")
         return cls(stream, filename, encoding, handler.level, handler.formatter, list(handler.filters))
 
     def make(self) -> logging.Handler:
@@ -225,7 +225,7 @@ class _HandlerRecipe:
 
 
 class _StandardStreamHandler(logging.StreamHandler):  # Python 3.10 can't subscript StreamHandler
-    """Writes to the current standard stream: workers of a forkserver do not have the server's streams."""
+    """Writes to the current standard stream, because workers of a forkserver do not have the server's streams."""
 
     def __init__(self, name: str) -> None:
         self._name_in_sys = name

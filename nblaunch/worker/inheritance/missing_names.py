@@ -1,7 +1,7 @@
 """Variables of the notebook that a fresh process does not have, because the function names them only in text.
 
 A call is sent with the variables that the function's code names. ``numexpr.evaluate("2 * a")``,
-``frame.query("x > @a")`` and ``eval("a")`` look a name up when they run.
+``frame.query("x > @a")`` and ``eval("a")``, however, look up a name only when they run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def explain(error: BaseException) -> tuple[str, ...]:
         return ()
     return (
         f"The notebook has a variable {name}, but this fresh process does not, because only variables that the "
-        "function's code names are sent, and names in strings do not count. Pass it to the function as an argument.",
+        "function's code names are sent, and names in strings do not count. Pass the variable as an argument.",
     )
 
 

@@ -1,7 +1,7 @@
 """The user's modules that a fresh process would not find, or would find in another file.
 
-A cell may have changed the working directory or ``sys.path`` since it imported a module, or may have loaded the
-module from a file itself. Functions of the module are pickled by name, so a worker must import the module from the
+A cell may have changed the working directory or ``sys.path`` since it imported a module, or may itself have loaded the
+module from a file. Functions of the module are pickled by name, so a worker must import the module from the
 kernel's file.
 """
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 def places_of_this_process() -> dict[str, Place]:
-    """Return the place, by name, of the user's loaded modules that an import would no longer find there."""
+    """Return name -> place of the user's loaded modules that an import would no longer find in their places."""
     loaded = {name: place for name, module in list(sys.modules.items()) if (place := _place(name, module))}
     astray = {name for name, place in loaded.items() if "." not in name and _found(name) != place}
     return {name: place for name, place in loaded.items() if name.partition(".")[0] in astray}
@@ -81,7 +81,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         )
         if spec_of_file is not None:
             return spec_of_file
-        # A file without a Python suffix.
+        # The file has no Python suffix.
         loader = SourceFileLoader(fullname, place.file)
         return importlib.util.spec_from_file_location(fullname, place.file, loader=loader)
 

@@ -1,8 +1,8 @@
 """Values of modules that a copy can replace, and how a worker adopts the copies.
 
 Numbers, text, functions, classes and containers of them are plain. Objects that only hold plain values are also plain:
-namespaces, data classes, a user's settings. A copy of a model is not: it would differ from the model that the function
-trains.
+namespaces, data classes, a user's settings. A model is not plain, because a copy would differ from the model that
+the function trains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 MAX_PARTS = 20_000
-"""Values with more parts are not plain: reading them would delay the launch."""
+"""Values with more parts are not plain, because reading them would delay the launch."""
 
 _ATOMS = (
     *(type(None), Number, str, bytes, range, re.Pattern, PurePath, Enum, type, ModuleType),
@@ -52,7 +52,10 @@ def is_plain(value: Any) -> bool:
 
 
 def has_own_class(value: Any) -> bool:
-    """Return whether a value's ``__class__`` is its type: a proxy has another object's, or raises if it is missing."""
+    """Return whether a value's ``__class__`` is its type.
+
+    A proxy returns another object's class, or raises an error if that object is missing.
+    """
     try:
         return value.__class__ is type(value)
     except Exception:  # for example, werkzeug's request outside of a request
@@ -71,11 +74,11 @@ def is_changeable(value: Any) -> bool:
 
 
 def take_over(present: Any, value: Any) -> bool:
-    """Give an object of this process the content of a copy, so that all that refer to the object see it.
+    """Give an object of this process the content of a copy, so that everything that refers to the object sees it.
 
     Args:
         present: the object.
-        value: the copy, which the object replaces.
+        value: the copy, in place of which the object is used.
 
     Returns:
         Whether the object could be changed.
@@ -98,7 +101,7 @@ def _take_over(present: Any, value: Any, done: set[int]) -> bool:
 
 
 def _replace_content(container: Any, value: Any, done: set[int]) -> None:
-    # The methods of the built-in class: a subclass may forbid changes, or make them later.
+    # Use the built-in class's methods, because a subclass may forbid changes or make them later.
     kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
     if issubclass(kind, dict):
         before = dict(container)
@@ -152,7 +155,7 @@ def _parts(value: Any) -> Sequence[Any] | None:
 def _attributes(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object that only holds values; None for other objects.
 
-    A class with its own pickling decides itself what belongs to it, and a class in C may hold its own memory.
+    A class that customizes pickling decides what belongs to its objects, and a class in C may hold memory of its own.
     """
     kind: Any = type(value)
     if not all(base in _BASES or base.__flags__ & _IS_MADE_AT_RUN_TIME for base in kind.__mro__):

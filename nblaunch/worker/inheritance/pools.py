@@ -2,7 +2,7 @@
 
 A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool whose
 bookkeeping lists threads starts no new ones, so its first task would wait forever. nblaunch therefore recreates a
-pool when a worker first uses it, with the same arguments, and in place because other objects may refer to it. The
+pool when a worker first uses it, with the same arguments, and in place, because other objects may refer to it. The
 kernel's tasks stay in the kernel.
 
 nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
@@ -60,7 +60,7 @@ def _has_thread_executors(module: Any) -> bool:
 
 
 def _has_process_executors(module: Any) -> bool:
-    """Return whether an executor may exist: each has a queue of tasks that ``multiprocessing`` lists."""
+    """Return whether an executor may exist. Each executor has a queue of tasks, which ``multiprocessing`` lists."""
     queues, util = sys.modules.get("multiprocessing.queues"), sys.modules.get("multiprocessing.util")
     listed = getattr(util, "_afterfork_registry", None)
     if queues is None or listed is None:
@@ -69,7 +69,7 @@ def _has_process_executors(module: Any) -> bool:
 
 
 def _has_pools(module: Any) -> bool:
-    """Return whether a pool may exist: creating a ``ThreadPool`` imports another module."""
+    """Return whether a pool may exist. A ``ThreadPool`` has no processes, but creating one imports another module."""
     package = module.__name__.rpartition(".")[0]
     return has_made_processes(package) or f"{package}.dummy" in sys.modules
 
@@ -114,9 +114,9 @@ def _watch_process_executors(module: Any) -> None:
 
     packages.call_before(cls, "__init__", mark)
     packages.call_before(cls, "submit", _once(renew))
-    # Otherwise it would wake the thread that manages the kernel's pool.
+    # Otherwise, shutdown() would wake the thread that manages the kernel's pool.
     packages.call_before(cls, "shutdown", _once(renew))
-    # This process's exit would wake each of them as well.
+    # At exit, this process would wake all of these threads as well.
     _kept.append(module._threads_wakeups)
     module._threads_wakeups = type(module._threads_wakeups)()
 
@@ -151,7 +151,7 @@ def _watch_loky(module: Any) -> None:
 
 
 def _watch_pools(module: Any) -> None:
-    """Watch the pools of ``multiprocessing.pool``, ``ThreadPool`` included, or of a package with the same classes."""
+    """Watch the pools of ``multiprocessing.pool``, including ``ThreadPool``, or of a package with the same classes."""
     cls = module.Pool
     make = cls.__init__
 

@@ -4,7 +4,8 @@ A fork copies descriptors. All copies of a descriptor share one *open file descr
 (open(2), "Open file descriptions"): if one process seeks, the position changes for all. A forked process reopens each
 file under the same descriptor, at the position that was recorded before the fork. Locks stay with the kernel's files.
 
-Python's buffers need no change: a fork copies the data that was read ahead, which ends at the descriptor's position.
+Python's buffers need no change, because a fork copies the data that was read ahead, and this data ends at the
+descriptor's position.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _is_writable(fd: int) -> bool:
 
 
 def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
-    """Group the ``fds`` that share an open file description, and so its flags.
+    """Group the ``fds`` that share an open file description and therefore its flags.
 
     The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
     to that bit of its index in ``fds``, and then every descriptor reads the flag. Over all rounds, a descriptor reads

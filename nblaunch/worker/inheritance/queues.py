@@ -28,7 +28,7 @@ _POLL_S = 0.01
 
 _LOST = (
     "tensors that the function put into a queue of the kernel are lost, because no process had read them before "
-    "the rank ended: return them instead, or put `tensor.numpy()` into the queue"
+    "the rank ended. Return them instead, or put `tensor.numpy()` into the queue"
 )
 
 

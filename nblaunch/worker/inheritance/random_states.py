@@ -43,7 +43,7 @@ class RandomStates:
 
     @classmethod
     def of_this_process(cls) -> RandomStates:
-        """Return the current states, without imports."""
+        """Return the current states without importing anything."""
         numpy, torch = _imported("numpy.random"), _imported("torch")
         return cls(
             random=random.getstate(),

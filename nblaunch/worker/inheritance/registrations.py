@@ -5,11 +5,11 @@
     ACT2FN["mine"] = MyActivation             an item of a dictionary
     @area.register                            a dictionary within a function of a module: ``functools.singledispatch``
 
-A fresh process imports the library without them. If the registry is a dictionary within a function, its entries are
-sent, because a later cell may have reused the names in the call. The worker repeats other calls once it has imported
-the module, under three conditions. The function's name says that it registers something. The call is a top-level
-statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken. The call registers a function or
-class of the notebook, or is a call of Python's standard library. The last condition excludes calls such as
+A fresh process imports the library without these registrations. If the registry is a dictionary within a function, its
+entries are sent, because a later cell may have reused the names in the call. The worker repeats other calls once it has
+imported the module, under three conditions. The function's name says that it registers something. The call is a
+top-level statement of a cell, and not in a branch such as ``if USE_MINE:`` that was not taken. The call registers a
+function or class of the notebook, or calls Python's standard library. The last condition excludes calls such as
 ``mlflow.register_model("runs:/1")``, which would write to a server.
 """
 
@@ -325,7 +325,7 @@ def _call(statement: _Statement) -> _Call:
     if any(keyword.arg is None for keyword in call.keywords) or any(
         isinstance(argument, ast.Starred) for argument in call.args
     ):
-        raise _NotKnown("its arguments are unpacked")
+        raise _NotKnown("it unpacks arguments with * or **")
     args = tuple(_value(argument) for argument in call.args)
     keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
     return _Call(args, keywords, decorated, True)
@@ -340,6 +340,6 @@ def _value(expression: ast.expr) -> Any:
         for node in ast.walk(function.body)
     }
     if any(isinstance(node, _NO_VALUE) and id(node) not in bodies for node in ast.walk(expression)):
-        raise _NotKnown(f"of {ast.unparse(expression)}")
+        raise _NotKnown(f"the argument {ast.unparse(expression)} can't be evaluated again")
     code: CodeType = compile(ast.Expression(expression), "<cell>", "eval")
     return eval(code, vars(sys.modules["__main__"]))

@@ -3,9 +3,9 @@
     kernel   KernelSettings.of_this_process(): reads the settings of every loaded library in the table
     worker   restore(): writes the settings that differ, once the worker has imported the library
 
-nblaunch does not import libraries for this, in the kernel or in a worker, because the function may not use
-them. The table has a row for each setting. Other modules handle warnings and loggers (``message_settings.py``),
-attributes of modules that cells have changed (``cell_assignments.py``), and registrations (``registrations.py``).
+nblaunch imports no library for this, neither in the kernel nor in a worker, because the function may not use it. The
+table has a row for each setting. Other modules handle warnings and loggers (``message_settings.py``), attributes of
+modules that cells have changed (``cell_assignments.py``), and registrations (``registrations.py``).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ _HOOKS = (
     ("torch.optim.optimizer", "_global_optimizer_pre_hooks", "register_optimizer_step_pre_hook"),
     ("torch.optim.optimizer", "_global_optimizer_post_hooks", "register_optimizer_step_post_hook"),
 )
-"""Module, its hooks, which torch can't list in public, and the function that adds one."""
+"""Module, its hooks (torch has no public function that lists them), and the function that adds a hook."""
 
 
 def _global_hooks(torch: Any) -> list[tuple[str, str, Any, dict[str, bool]]]:
@@ -359,7 +359,10 @@ def _set_decimal_context(decimal: Any, values: tuple[Any, ...]) -> None:
 
 
 def _take_over_run(wandb: Any, run: Any) -> None:
-    """Attach this process to a run of the kernel; both reach it through the service that the kernel started."""
+    """Attach this process to a run of the kernel.
+
+    Both processes reach the run through the service that the kernel started.
+    """
     set_global = wandb.sdk.lib.module.set_global
     names = inspect.signature(set_global).parameters  # each release adds some
     set_global(**{name: getattr(run, name) for name in names if hasattr(run, name)} | {"run": run})
@@ -440,7 +443,7 @@ _TORCH = (
         "backends.mkldnn.enabled",
         "backends.mkldnn.deterministic",
         "backends.quantized.engine",
-        # These come after the older names of the same settings, which also set them.
+        # These follow the older names of the same settings, because setting an older name also sets these.
         "backends.fp32_precision",
         "backends.cudnn.fp32_precision",
         "backends.cudnn.conv.fp32_precision",

@@ -25,7 +25,7 @@ _WRITES = (
 )
 _LOST = (
     "an optuna study in the kernel's memory never gets the function's trials, or its calls to report(), "
-    "set_user_attr() and suggest_float(): return the values and write them in the kernel, or give the study a storage "
+    "set_user_attr() and suggest_float(). Return the values and write them in the kernel, or give the study a storage "
     "in a file"
 )
 

@@ -1,9 +1,9 @@
 """Files that the kernel still keeps partly in memory: archives, compressed files, HDF5, Parquet, Excel, videos.
 
 The kernel writes the file's index, compressor state or cached blocks when it closes the file. A worker has a copy of
-that part. A worker's writes never reach the kernel's part, so they would be lost, or would damage the file, when it is
-closed. In a worker, writing to such a file or adding a member therefore raises an error. Closing the file there,
-explicitly or by garbage collection, writes nothing; only the kernel completes it.
+that part. A worker's writes never reach the kernel's part, so closing the file would lose them or damage the file.
+In a worker, writing to such a file or adding a member therefore raises an error. Closing the file there, explicitly or
+by garbage collection, writes nothing; only the kernel completes it.
 
 A worker started with forkserver or spawn receives only ``dbm.dumb`` databases, because the others can't be pickled.
 """
@@ -24,7 +24,7 @@ from nblaunch import packages
 
 @dataclass(frozen=True)
 class _Writer:
-    """A class whose objects write such files.
+    """A class whose objects write files that are partly in memory.
 
     Args:
         module: module of the class.
@@ -67,7 +67,7 @@ _WRITERS = (
     _Writer("matplotlib.backends.backend_pdf", "PdfPages", "PDF file", ("savefig", "attach_note"), stream="_file.fh"),
     _Writer("pandas.io.excel._openpyxl", "OpenpyxlWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
     _Writer("pandas.io.excel._xlsxwriter", "XlsxWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
-    # Every change of a PyTables file, except to the elements of an array, makes this check.
+    # Every change to a PyTables file, except to the elements of an array, calls this method first.
     _Writer("tables.file", "File", "PyTables file", ("_check_writable",), ("flush", "close"), path="filename"),
     _Writer("tables.array", "Array", "PyTables file", ("__setitem__",), ()),
     _Writer("netCDF4._netCDF4", "Dataset", "netCDF file",
@@ -118,7 +118,7 @@ def _change_in(writer: _Writer, module: Any) -> None:
 
 
 def hold_back_text(files: Collection[Any]) -> None:
-    """Make text writes to the kernel's compressed files raise an error at once, not only after a full block.
+    """Make text writes to the kernel's compressed files raise an error at once, not only when a block is full.
 
     Args:
         files: text files of the kernel, among others.
@@ -223,9 +223,9 @@ class UnfinishedFileError(RuntimeError):
 def _raise(what: str, path: str, *args: object, **kwargs: object) -> NoReturn:
     file = f"the {what} {path}" if path else f"the {what}"
     raise UnfinishedFileError(
-        f"a worker can't write to {file}, which a cell has opened for writing: the kernel holds part of the file in "
-        "memory, and will complete the file without what workers wrote. Open a file inside the function, one for "
-        "each rank, or return the data and write them in the kernel"
+        f"a worker can't write to {file}, which a cell has opened for writing, because the kernel holds part of the "
+        "file in memory and will complete the file without the workers' data. Open one file per rank inside the "
+        "function, or return the data and write it in the kernel"
     )
 
 

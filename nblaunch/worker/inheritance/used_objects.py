@@ -1,12 +1,13 @@
-"""Objects of the user's modules that cells may have changed by calls.
+"""Objects of the user's modules that cells may have changed through calls.
 
     cfg.merge({"lr": 0.1})             ``from config import cfg``: an object that a module has created
     config.set_lr(0.1)                 a function that assigns a global variable of its module
     @registry.register                 a dictionary in an object of a module
 
-Code of the user's modules that a cell calls may change global variables that this code names. All of their current
-values are sent, changed or not, because a worker would otherwise create equal ones. A value that code only reads, such
-as ``RANK = int(os.environ["RANK"])``, is not sent: each worker computes its own.
+If a cell calls code of the user's modules, this code may change the global variables that it names. The current values
+of all these variables are sent. For an unchanged variable this makes no difference, because a worker would create an
+equal value. A value that code only reads, such as ``RANK = int(os.environ["RANK"])``, is not sent, because each worker
+computes its own.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Search:
                     self._homes[id(value)] = Place(name, "", attribute)
 
     def follow_settings(self, cell: cell_text.CellText) -> None:
-        """Add the global variables of libraries that hold settings, as for ``torch.hub.set_dir("models")``."""
+        """Add libraries' global variables that hold settings, as for ``torch.hub.set_dir("models")``."""
         for _, strings in cell.named:
             self._follow_names(strings)
         for path in cell.for_effect:

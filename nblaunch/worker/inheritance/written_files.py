@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 """Receives a sentence about a file that several ranks write to."""
 
 _KINDS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-"""Ordered from the outermost."""
+"""Classes of Python's file objects, outermost first."""
 _SQLITE = b"SQLite format 3\0"  # source: https://www.sqlite.org/fileformat.html, 1.3
 
 _TORN = (
@@ -55,7 +55,7 @@ class WrittenFiles:
         objects: descriptor -> Python's file objects, the outermost first, the raw one last.
         ranks: ranks that are forked.
         channels: descriptors of pipes and terminals that are open for writing.
-        plain: descriptors of files that are not databases of SQLite, which processes may share.
+        plain: descriptors of files other than SQLite databases, which processes may share.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WrittenFiles:
         self._objects = objects
         self._channels = channels
         self.ranks = ranks
-        # Shared by the workers, per file: which ranks have written; the last place records that it was reported.
+        # Memory that the workers share: for each file, which ranks have written, and whether that was reported.
         self._marks = mmap.mmap(-1, len(objects) * (len(ranks) + 1)) if objects else None
 
     @property
@@ -118,7 +118,7 @@ class WrittenFiles:
                     self._report(str(error))
 
     def _note_writer(self, index: int, rank: int, locks: WorkerLocks) -> list[int]:
-        """Record that ``rank`` writes to a file; return all writing ranks if this must be reported, else nothing."""
+        """Record that ``rank`` writes to a file; return all writing ranks if this must be reported, else []."""
         assert self._marks is not None
         last = len(self.ranks)
         marks = memoryview(self._marks)[index * (last + 1) : (index + 1) * (last + 1)]
@@ -220,8 +220,8 @@ def _is_database(fd: int) -> bool:
 
 
 def _all_file_objects() -> list[Any]:
-    """Return the file objects of this process, outermost first. Derived classes are left out, because they run other
-    code.
+    """Return the file objects of this process, outermost first. Derived classes are left out, because they run
+    their own code.
     """
     files = [item for item in heap.all_objects() if type(item) in _KINDS]
     return sorted(files, key=lambda file: _KINDS.index(type(file)))
