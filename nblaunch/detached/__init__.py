@@ -10,15 +10,15 @@
 job_process.py          starts the process that runs a job, with the ordinary ``JobRunner``
 recorder.py             writes the folder of the job, and waits if the disk has no space for the result
 home.py                 location of the jobs' folders; the user's key
-folder.py               contents of a job's folder, private to the user, and which of its pickles this version can read
+folder.py               contents of a job's folder, private to the user; checks which pickles this version can read
 record.py               facts about a job as JSON, without pickles
 listing.py              lists jobs, from folders and from processes whose folders were removed
 requests.py             requests to a running job, on its Unix sockets
 reader.py               reads a folder from the beginning
 follower.py             follows a job, as a ``Job`` with dashboards in this process
 
-Everything about a job is in files. Only requests need the job process. If it is killed, its workers end with it, and
-the job is listed as lost.
+Everything about a job is in files. Only requests need the job process. If that process is killed, its workers end
+with it, and the job is listed as lost.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
                                     a signed pickle, replaced several times a second
         result, weights, error      return values, trained weights, or the error: signed pickles
         end.json                    how the job ended
-        end.reserve                 reserved space for it, in case the disk is full
+        end.reserve                 space reserved for end.json, in case the disk is full
         socket                      receives requests while the job process runs
         job.log                     output of the job process
 
@@ -108,7 +108,7 @@ class Unusable(LookupError):
         status: status of the job in the list.
         reason: the reason in a few words.
         message: the full message.
-        head: readable part of a record of another version.
+        head: the part of another version's record that this version can read.
     """
 
     def __init__(self, status: str, reason: str, message: str, head: Head | None = None) -> None:
@@ -175,7 +175,7 @@ class JobFolder(LogFolder):
         return exhaustion.when_free(opened, self._patience_s)
 
     def key(self, name: str) -> bytes:
-        """Return the key of a file, which is valid for no other file or job.
+        """Return the key that signs a file; it is not valid for other files or jobs.
 
         Raises:
             ValueError: the user's key is missing.
@@ -219,7 +219,7 @@ class JobFolder(LogFolder):
         return record
 
     def load_end(self) -> End | None:
-        """Return how the job ended; None if nothing has recorded it.
+        """Return how the job ended; None if its end has not been recorded.
 
         Raises:
             Unusable: it can't be read.

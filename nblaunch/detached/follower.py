@@ -80,7 +80,7 @@ def follow(folder: JobFolder, listeners: Sequence[Listener] = ()) -> JobFollower
         if _followers.setdefault(place, new) is new:
             new.start()
             return new
-        _followers.pop(place, None)  # the follower has ended since, or another thread was faster
+        _followers.pop(place, None)  # the follower has ended in the meantime, or another thread was faster
         new.close()
 
 
@@ -126,7 +126,7 @@ class JobFollower(Job):
         self._has_seen_end = False
 
     def start(self) -> None:
-        """Follow the job in a thread until it ends; return when its state is known, or after a short time."""
+        """Follow the job in a thread until the job ends; return when its state is known, or after a short time."""
         self._thread = threading.Thread(target=self._follow, name=f"nblaunch-{self.id}", daemon=True)
         self._thread.start()
         self._has_looked.wait(_FIRST_LOOK_S)
@@ -140,7 +140,7 @@ class JobFollower(Job):
                 if self._ended.is_set() or self._is_detached or not self._is_followed:
                     return newcomer.has_joined.is_set()
                 signal_handlers.run_arrived()
-        except BaseException:  # raised by a handler
+        except BaseException:  # raised by a signal handler
             with suppress(ValueError):
                 self._newcomers.remove(newcomer)
             raise
@@ -175,7 +175,7 @@ class JobFollower(Job):
         """Wait until the workers are running or the job has ended; after an interrupt, wait for the end.
 
         Args:
-            interrupts: times of interrupts, which are appended during the wait and end the job.
+            interrupts: times of interrupts. A signal handler may add some during the wait; an interrupt ends the job.
         """
         is_over = False
         while not is_over:
@@ -209,7 +209,7 @@ class JobFollower(Job):
                 self._leave()
                 return
             has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._look_at_process()
-            # Read after that check: if the process has ended, these are all events.
+            # Read after that check, so that these are all events if the process has ended.
             events = self._reader.read_events()
             if num_polls == 0:
                 events = self._dated(events, has_job_process)
@@ -375,13 +375,9 @@ def _outcome_of(folder: JobFolder, end: End) -> JobOutcome:
     if error is None and end.unsaved:
         error = ResultError(end.unsaved)
     if isinstance(error, ResultError) and error.partial is None and end.partial_rank is not None:
-        with suppress(
-            ResultError
-        ):  # from a class that is missing here; the error for the whole value says so
+        with suppress(ResultError):  # a class is missing here, which the error for the whole value reports
             error.partial = _load_values(folder).get(end.partial_rank)
-    elif (
-        error is not None and folder.modified(RESULT) is not None
-    ):  # of the ranks that returned before the end
+    elif error is not None and folder.modified(RESULT) is not None:  # some ranks returned before the end
         with suppress(ResultError):
             exceptions.set_attribute(error, "partial", _load_values(folder))
     return JobOutcome(

@@ -78,7 +78,7 @@ def present_homes() -> list[Path]:
         return [state] if state is not None else []
     if state is None:
         return [temporary / "detached"]
-    # Another user may have created it. It has jobs only if the state folder could not be used.
+    # Another user may have created the temporary folder, which has jobs only if the state folder could not be used.
     is_own = temporary.is_dir() and temporary.stat().st_uid == os.getuid()
     return [state, temporary / "detached"] if is_own else [state]
 

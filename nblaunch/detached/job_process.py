@@ -1,8 +1,8 @@
-"""The process of a detached job: :func:`start` starts it, and it runs :func:`main`.
+"""The process of a detached job, which :func:`start` starts and which runs :func:`main`.
 
 It is a clean process, like a forkserver: it loads the call, forks the workers like a kernel, and watches them until
-they end. Once the job's folder exists, nothing connects it to the process that launched it. A :class:`Recorder`, a
-listener of the job, writes all events into that folder.
+they end. Once the job's folder exists, nothing connects this process to the process that launched the job. A
+:class:`Recorder`, a listener of the job, writes all events into that folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class JobTask:
 
 
 def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> JobFollower:
-    """Start the process of a job; return its follower when its workers are running, or could not be started.
+    """Start the process of a job; return the job's follower once the workers are running or could not be started.
 
     Args:
         plan: the checked plan for a run in this process.

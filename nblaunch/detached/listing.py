@@ -95,7 +95,7 @@ class JobSummary:
 def jobs() -> list[JobSummary]:
     """Return the jobs of this user that were launched with ``detach=True``, the newest last.
 
-    The list contains jobs of this machine and of others that share the folder. The files of the last
+    The list contains jobs of this machine and of other machines that share the folder. The files of the last
     ``NBLAUNCH_KEEP_JOBS`` jobs are kept. A job with damaged files is listed with the reason.
 
     Raises:
@@ -181,7 +181,7 @@ def _at_once(look: Callable[[T], U], places: Sequence[T]) -> list[U]:
 
 def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
     """Return the line of a job and its record, each None if missing."""
-    with suppress(FileNotFoundError):  # another process prunes it at the same time
+    with suppress(FileNotFoundError):  # another process may prune the folder at the same time
         return _look_into(folder)
     return None, None
 
@@ -190,7 +190,7 @@ def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
     record = None
     try:
         record = folder.load_record()
-        state = folder.process_state(record)  # read first: once the process has ended, its last files exist
+        state = folder.process_state(record)  # read first: if the process has ended, all files exist
         return _line_of(folder, record, state, folder.load_end()), record
     except Unusable as error:
         status, reason = _status_of_unreadable(folder, error)

@@ -1,7 +1,7 @@
 """The record and the end of a detached job, as JSON.
 
-Any version of nblaunch can list and end the jobs of any other. If ``format`` differs, only the fields of :class:`Head`
-are read, which keep their names and types forever.
+Any version of nblaunch can list and end the jobs of any other version. If ``format`` differs, nblaunch reads only the
+fields of :class:`Head`, which keep their names and types forever.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class End:
     Args:
         format: :data:`FORMAT`.
         event: last event of the job.
-        unsaved: why the result could not be written; empty if it was.
+        unsaved: why the result could not be written; empty if it was written.
         has_weights: whether there are trained weights.
-        unsaved_weights: why the weights could not be written; empty if they were.
-        unsaved_error: why the job's error could not be written; empty if it was.
+        unsaved_weights: why the weights could not be written; empty if they were written.
+        unsaved_error: why the job's error could not be written; empty if it was written.
         partial_rank: the rank whose value is the ``partial`` of the error; None = no partial value.
     """
 

@@ -1,7 +1,7 @@
 """Recorder: a listener in the job process that writes everything about a job into its folder.
 
 If the disk is full, the recorder keeps data in memory and writes it as soon as there is space: events while the job
-runs, and at its end the result, the weights and the error. The process waits for space until its user drops the
+runs; the result, the weights and the error when the job ends. The process waits for space until the user drops the
 result. Space for the record of the end is reserved from the beginning. Files that are removed while the job runs are
 restored.
 """
@@ -59,13 +59,13 @@ _RETRY_S = 1.0
 _COPY_BYTES = 1 << 20
 _MAX_MESSAGE = 4096
 _MAX_PENDING = 100_000
-"""Largest number of characters of each text in the record of the end, and of events kept until there is space."""
+"""Largest number of characters in a text of the record of the end, and largest number of events that wait for space."""
 
 _IN_LOGS = (LogLines, StatusLine)
 """Events that an attaching process reconstructs from the log files."""
 
 _SAMPLES = (DeviceUse, HostMemory)
-"""Classes of events; only the last event of a class matters."""
+"""Classes of events of which only the last event matters."""
 
 
 class Recorder:
@@ -108,7 +108,7 @@ class Recorder:
         self._num_dropped = 0
         self._next_write_s = self._next_check_s = 0.0
         self._has_workers = False
-        self._lock = threading.RLock()  # shared with the thread of requests, which restores the folder
+        self._lock = threading.RLock()  # shared with the thread that serves requests and restores the folder
         self._home_fd = -1
         self._keep_home_from_cleaners()
         with folder.opened() as folder_fd:
@@ -337,7 +337,7 @@ class Recorder:
         while not saving.is_given_up(self._requests):
             self.restore()
             free = disk.free_bytes(place) if problem.errno == errno.ENOSPC else None
-            # A try without enough space would briefly take the remaining space from other processes.
+            # An attempt without enough space would briefly take the remaining space from other processes.
             if time.monotonic() >= next_try_s and (free is None or free > num_bytes):
                 return True
             time.sleep(_LOOK_S)
@@ -360,9 +360,9 @@ class _Part:
 
 
 class _Saving:
-    """Decides whether to give up unwritten data, on a request that came after the process began to wait.
+    """Decides whether to give up unwritten data: only if a request arrives after the process began to wait.
 
-    An earlier request was meant for the training: its user could not know that the disk is full.
+    An earlier request was meant to end training, because the user could not know that the disk is full.
     """
 
     def __init__(self) -> None:

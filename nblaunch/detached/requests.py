@@ -239,7 +239,7 @@ def _reply_with(connection: socket.socket, reply: Future[str]) -> None:
 
 
 class RemoteRequests:
-    """Requests to a job in another process. They have no effect once it has ended.
+    """Requests to a job in another process. They have no effect once the job has ended.
 
     A warning is shown if the process is running but does not reply.
     """
@@ -270,7 +270,7 @@ class RemoteRequests:
             )
 
     def ask_stacks(self) -> Future[str]:
-        """Ask where every rank is."""
+        """Ask the job process for the stacks of all ranks."""
         reply: Future[str] = Future()
 
         def ask() -> None:

@@ -1,8 +1,8 @@
 """Ranks that wait for a thread that their process does not have: certain hangs, reported within seconds.
 
-A forked worker has none of the kernel's threads. It waits forever for a task of a pool that a cell started, or for a
-thread that fills a queue. Threads of one worker can also wait for each other. The detector needs no list of libraries:
-``host/waits.py`` asks the system whether anything outside the process can end these waits.
+A forked worker has none of the kernel's threads. If its code waits for a task in a pool that a cell started, or for a
+thread that fills a queue, it waits forever. Threads of one worker can also wait for each other. The detector needs no
+list of libraries: ``host/waits.py`` asks the system whether anything outside the process can end these waits.
 
     DeadlockDetector  processes -> observe() -> ranks that certainly, or probably, wait forever
     is_confirmed      a probable rank and its stack -> whether it waits forever
@@ -20,16 +20,18 @@ from nblaunch.host.waits import Waits, endless_waits
 
 _PERIOD_S = 0.4
 CERTAIN_S = 1.0
-"""How long every thread of a rank must have slept: threads of a pool take turns, and a signal may be on its way."""
+"""How long every thread of a rank must have slept. Before that, threads of a pool may still be taking turns, or a
+signal may be on its way.
+"""
 
 _LIKELY_S = 1.5
 """How long the main thread must have slept while other threads, such as gloo's, wait for clocks or sockets."""
 
 _AWAITED = (
-    ("/concurrent/futures/", "the task of a pool"),
-    ("/multiprocessing/pool.py", "the task of a pool"),
-    ("/multiprocess/pool.py", "the task of a pool"),
-    ("/asyncio/", "the task of an event loop"),
+    ("/concurrent/futures/", "a task in a pool"),
+    ("/multiprocessing/pool.py", "a task in a pool"),
+    ("/multiprocess/pool.py", "a task in a pool"),
+    ("/asyncio/", "a task in an event loop"),
     ("/queue.py", "a queue"),
     ("/threading.py", "another thread"),
 )
@@ -39,7 +41,7 @@ _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 
 
 class DeadlockDetector:
-    """Reports each endless wait of a rank once. For a running rank, a check reads one small file."""
+    """Reports each endless wait of a rank once. A check of a running rank reads only one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -54,8 +56,8 @@ class DeadlockDetector:
             pids: rank -> process.
 
         Returns:
-            Rank -> whether the rank certainly waits forever. False: its stack is needed, see :func:`is_confirmed`. Each
-            wait is reported once.
+            Rank -> whether the rank certainly waits forever. If the value is False, :func:`is_confirmed` decides from
+            the rank's stack. Each wait is reported once.
         """
         if now_s < self._next_s:
             return {}

@@ -55,7 +55,7 @@ class Disagreement:
         group: the group.
         number: number of the call in the group.
         calls: rank -> its call with this number, for ranks that have reached it.
-        of_rates: the calls are optimizer steps, and their learning rates differ.
+        of_rates: whether the calls are optimizer steps with different learning rates.
     """
 
     group: Group
@@ -96,8 +96,8 @@ def completed(disagreement: Disagreement, calls: Mapping[int, RankCalls]) -> Dis
 def _completed(disagreement: Disagreement, by_rank: Mapping[int, Mapping[int, Call]]) -> Disagreement:
     """Add ranks that reached the call later, and ranks whose call is no longer recorded.
 
-    Ranks with equal chains have made equal calls so far. A rank has therefore made the same call as the ranks that it
-    shares a later chain with.
+    Ranks with equal chains have made equal calls so far. A rank that shares a later chain with other ranks has
+    therefore made the same call as those ranks.
     """
     number = disagreement.number
     missing = {rank: by_rank[rank] for rank in by_rank.keys() - disagreement.calls.keys()}
@@ -248,7 +248,7 @@ def _sides(disagreement: Disagreement) -> Sides:
 
 
 def _faulty(sides: Sides) -> tuple[int, ...]:
-    """Return the ranks outside the majority; without a majority, those on a line that only some ranks reach."""
+    """Return the ranks outside the majority; without a majority, the ranks on a line that only some reach."""
     largest = max(sides, key=lambda side: len(side[0]))
     if 2 * len(largest[0]) > sum(len(ranks) for ranks, _ in sides):
         return tuple(sorted(rank for ranks, _ in sides if ranks is not largest[0] for rank in ranks))

@@ -40,7 +40,7 @@ def rebuild(failed: Failed, *, is_remote: bool = False) -> BaseException:
 
     Args:
         failed: report of the worker.
-        is_remote: the failure comes from another machine as text; its class is looked up by name.
+        is_remote: whether the failure comes from another machine as text, so that its class is looked up by name.
     """
     error = _from_text(failed.info) if is_remote else _load(failed)
     if error is None:
@@ -63,7 +63,7 @@ def _give_traceback(error: BaseException, info: ExceptionInfo) -> None:
 
 
 def _load(failed: Failed) -> BaseException:
-    """Unpickle the exception; return a :class:`WorkerFailed` with its text if that fails."""
+    """Unpickle the exception; return a :class:`WorkerFailed` with its text if unpickling fails."""
     why = "its class or contents can't be pickled or are too large"
     if failed.exception is not None:
         try:
@@ -114,7 +114,7 @@ class _Made(Exception):
 
 
 _ERROR, _VALUES = "<error>", "<values>"
-"""Global names of the functions that raise; no variable of a rank has such a name."""
+"""Global names that the raising functions use; no variable of a rank can have such a name."""
 
 
 def is_of_rank(frame: FrameType) -> bool:
@@ -187,7 +187,7 @@ def _render_as(error: BaseException, rendering: Callable[[], list[str]]) -> None
 
 
 def hide_launcher(error: BaseException) -> None:
-    """Show ``error`` at the calling line of the cell if the launcher raised it."""
+    """If the launcher raised ``error``, show only the line of the cell that called the launcher."""
     if _is_raised_here(error) and not hasattr(error, "_render_traceback_"):
         _render_as(error, _render_launchers_own)
 
@@ -242,7 +242,7 @@ def _shown_notes(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _earlier(info: ExceptionInfo) -> list[str]:
-    """Return a line for each exception before the displayed cause: the first exception often explains the others."""
+    """Return a line for each exception before the displayed cause. The first exception often explains the others."""
     lines = []
     later = info.cause
     while later is not None and later.cause is not None:
@@ -258,7 +258,7 @@ def _earlier(info: ExceptionInfo) -> list[str]:
 
 
 def _notes_of(error: BaseException) -> list[str]:
-    """Return the notes that the user's code has added. The attribute may hold any object, or be unreadable."""
+    """Return the notes that the user's code has added. ``__notes__`` may hold any object, or be unreadable."""
     try:
         notes = error.__notes__  # type: ignore[attr-defined]
         return [str(note) for note in notes] if isinstance(notes, (list, tuple)) else [str(notes)]
@@ -295,7 +295,7 @@ class RemoteRendering:
         return _fitting(shell, self._shown, tb, (*_earlier(self.info), *self.notes))
 
     def _shown(self, max_lines: int) -> BaseException:
-        """Return the exception to display, with at most ``max_lines`` lines of its message and of its cause's."""
+        """Return the exception to display. Its message and its cause's message have at most ``max_lines`` lines."""
         cause = self.info.cause
         if cause is None:
             return _stand_in(self.info.type_name, self.info.message, max_lines)
@@ -374,6 +374,6 @@ def _is_ipython(tb: TracebackType) -> bool:
 
 
 def _is_own(tb: TracebackType) -> bool:
-    # Generated code of dataclasses has no file.
+    # Code that dataclasses generate has no file.
     module = str(tb.tb_frame.f_globals.get("__name__", ""))
     return is_own_file(tb.tb_frame.f_code.co_filename) or module.startswith("nblaunch.")

@@ -283,7 +283,7 @@ def _device_evidence(root: RootCause) -> list[str]:
 
 
 def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
-    """Return the evidence that memory caused the failure, line by line; empty without evidence."""
+    """Return lines of evidence that memory caused the failure; empty if there is none."""
     record = report.memory
     if root.left_early:
         return []
@@ -299,7 +299,7 @@ def memory_evidence(report: AttemptReport, root: RootCause) -> list[str]:
 
 
 def shm_evidence(report: AttemptReport, root: RootCause) -> list[str]:
-    """Return evidence that /dev/shm is full: the next process that writes to it is killed by SIGBUS."""
+    """Return evidence that /dev/shm is full, in which case SIGBUS kills the next process that writes to it."""
     if root.rank in report.places:
         return list(report.evidence[root.rank].shm) if root.rank in report.evidence else []
     if root.status is None or root.status.signal_name != "SIGBUS":
@@ -394,7 +394,7 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
 
 
 def _may_come_from_collective(cause: RootCause) -> bool:
-    """Return whether a collective may have caused a failure: an error, an abort, a return while others wait."""
+    """Return whether a collective can cause such a failure: an error, an abort, or a return while others wait."""
     if cause.left_early:
         return True
     if cause.failed is None:

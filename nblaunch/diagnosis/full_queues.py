@@ -1,9 +1,9 @@
 """Ranks that wait for room in a queue or pipe of the kernel.
 
-A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a bounded queue holds as many values as its size. When it is
-full, ``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch, but another
-rank, or another process or thread of the kernel, might. So this may not be a hang, and only a note with the line is
-shown.
+A ``multiprocessing.SimpleQueue`` or ``Pipe`` holds 64 kB; a bounded queue holds as many values as its size. When the
+queue or pipe is full, ``put()`` and ``send()`` wait for a reader. The kernel does not read while it waits for a launch,
+but another rank, or another process or thread of the kernel, might. The wait may therefore end, so nblaunch only shows
+a note with the line.
 
     FullQueueDetector  processes -> observe() -> ranks that wait for an object that the kernel also has
     is_confirmed       a rank's stack -> whether the rank is putting a value
@@ -20,7 +20,7 @@ from nblaunch.host.waits import Wait, has_awaited_object, wait_for_others
 
 _PERIOD_S = 0.5
 LONG_S = 2.0
-"""How long a rank must have waited."""
+"""How long a rank must have waited before it is reported."""
 
 _PUTTING = (
     ("process/queues.py", {"put", "join"}),
@@ -32,7 +32,7 @@ _PUTTING = (
 
 
 class FullQueueDetector:
-    """Reports each wait of a rank for a reader once. For a running rank, a check reads one small file."""
+    """Reports each wait of a rank for a reader once. A check of a running rank reads only one small file."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
@@ -77,7 +77,7 @@ def is_confirmed(position: Position) -> bool:
 
 
 def explain(ranks: Iterable[int]) -> str:
-    """Return a sentence about ranks that wait for a reader, and what to do."""
+    """Return a message that names the ranks that wait for a reader, and says what to do."""
     return _FULL.format(formatting.ranks(ranks))
 
 

@@ -40,7 +40,7 @@ class Progress:
     Args:
         signs: a tuple that changes with every sign of progress: see :func:`progress_of`.
         has_stepped: the rank has taken steps.
-        num_messages: number of lines and of events other than metrics; none of them is progress.
+        num_messages: number of lines of output, and of events other than metrics; these do not count as progress.
     """
 
     signs: tuple[object, ...]
@@ -107,11 +107,11 @@ class _Rank:
 
     @property
     def is_importing(self) -> bool:
-        """Whether it imports a library and makes progress: imports are slow if many ranks start on a busy machine."""
+        """Whether it is importing a library and progresses. Imports are slow if many ranks start on a busy machine."""
         return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
 
     def is_idle(self, *, alone: bool) -> bool:
-        """Return whether its thread (``alone``), or all its threads and processes, use no processor time."""
+        """Return whether all threads and processes of the rank are idle; with ``alone``, only the function's thread."""
         (first_s, first), (last_s, last) = self.checks[0], self.checks[-1]
         before, after = (first.own_cpu_s, last.own_cpu_s) if alone else (first.all_cpu_s, last.all_cpu_s)
         if before is None or after is None:
@@ -167,7 +167,7 @@ class HangDetector:
         if not any(state.num_started == len(_CHECKS_AT) for state in ranks.values()):
             return None
         if any(state.checks and state.is_importing for state in ranks.values()):
-            for rank, state in ranks.items():  # including ranks that may wait for it
+            for rank, state in ranks.items():  # including ranks that may wait for the importing rank
                 state.restart_checks(now_s, self._num_messages.get(rank, 0))
             return None
         moved_s = max(state.moved_s for state in self._ranks.values())  # of any rank of the job

@@ -78,10 +78,10 @@ def judge(
     is_killed: bool,
     message: str = "",
 ) -> list[str]:
-    """Return the evidence that memory caused a failure, line by line; empty without evidence.
+    """Return lines of evidence that memory caused a failure; empty if there is none.
 
     The system counts kills in the whole container, where other kernels may run. The count therefore explains only the
-    death of a process, and errors that mention one.
+    death of a process, and errors that mention such a death.
 
     Args:
         record: memory during the attempt that has just ended.

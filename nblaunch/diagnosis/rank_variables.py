@@ -32,7 +32,7 @@ class RankVariable:
 
 
 def value_of(text: str) -> Any:
-    """Return the value that ``text`` writes, if it is a literal; otherwise a :class:`RankVariable`."""
+    """Return the value of ``text`` if it is a Python literal; otherwise a :class:`RankVariable`."""
     if text in _FLOATS:
         return _FLOATS[text]
     try:

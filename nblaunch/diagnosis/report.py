@@ -76,7 +76,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence from a rank's machine about the rank's failure, line by line.
+    """Lines of evidence from a rank's machine about the rank's failure.
 
     Args:
         memory: evidence that memory ran out.
@@ -112,7 +112,7 @@ class AttemptReport:
         remote: failures of ranks on other nodes.
         places: rank -> label of its node, if an engine has started it; empty on one machine.
         evidence: rank -> evidence from its own node about its death or failure, if an engine has started it.
-        disagreement: calls that must agree and do not; None if no difference is known.
+        disagreement: calls that must agree but do not; None if no difference is known.
         calls: rank -> its last collectives, for ranks of this node.
     """
 
@@ -139,7 +139,7 @@ class AttemptReport:
     calls: dict[int, RankCalls] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Record an event of a rank. The first value, failure and exit of a rank count."""
+        """Record an event of a rank. Only the first value, failure and exit of each rank count."""
         rank = event.rank
         if isinstance(event, Returned):
             self.returned.setdefault(rank, event)

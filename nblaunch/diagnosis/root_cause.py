@@ -98,14 +98,14 @@ def _was_signalled_by_launcher(report: AttemptReport, rank: int) -> bool:
 
 
 def _is_consequence(report: AttemptReport, cause: RootCause) -> bool:
-    """Return whether a failure is a collective error, or comes after a signal of the launcher."""
+    """Return whether a failure is a collective error, or comes after a signal from the launcher."""
     signalled_s = report.signalled.get(cause.rank)
     was_interrupted = signalled_s is not None and cause.time_s >= signalled_s
     return cause.failed is not None and (cause.failed.is_consequence or was_interrupted)
 
 
 def what_happened(cause: RootCause, report: AttemptReport) -> str:
-    """Return how a rank ended, as the end of a sentence: ``was killed by SIGSEGV``."""
+    """Return how a rank ended, as a phrase that completes a sentence: ``was killed by SIGSEGV``."""
     if cause.left_early:
         left = (
             "called sys.exit(0)" if report.returned[cause.rank].left_by_exit else "returned from the function"
@@ -143,7 +143,7 @@ def what_it_means(cause: RootCause) -> str:
         return SAME_COLLECTIVES
     if status.signal_name:
         text = signal.strsignal(-status.code) or "an unknown signal"
-        other = f"{text}. Look in the complete log for earlier messages, and for a process that runs kill."
+        other = f"{text}. Look for earlier messages in the complete log, and for a process that sends this signal."
         return _MEANINGS.get(status.signal_name, other)
     if not status.is_known:
         return _UNKNOWN_STATUS

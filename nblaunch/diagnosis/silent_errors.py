@@ -19,7 +19,7 @@ _GATHER_S = 1.0
 """Seconds that a rank's observation waits for the observations of other ranks, so that one message names them all."""
 
 _GATHER_WRITES_S = 5.0
-"""The same, for a file that several ranks write."""
+"""Seconds that observations of a file wait, if several ranks write the file."""
 
 OF_NODE = frozenset({"together"})
 """Values of ``judged_by`` that each node judges itself, because a path may name different files on two nodes."""
@@ -34,7 +34,7 @@ _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
 _NEEDS_ALL = (*_COMPARED, "first", "finally")  # inconclusive before all ranks have sent their observations
 _TOLERANCE = 1e-3
-"""Largest relative difference of numbers that count as equal: different devices round differently."""
+"""Largest relative difference of numbers that count as equal, because devices round differently."""
 
 
 class SilentErrors:
@@ -56,7 +56,7 @@ class SilentErrors:
         self._seen: dict[tuple[Any, ...], dict[int, Observation]] = {}
         self._since_s: dict[tuple[Any, ...], float] = {}
         self._reported: set[str] = set()
-        self._hints: list[str] = []  # names of their checks
+        self._hints: list[str] = []  # names of the checks that gave hints
 
     def receive(self, observation: Event) -> None:
         """Process an observation of a rank; ignore other events."""
@@ -114,7 +114,7 @@ class SilentErrors:
         is_complete = by_rank.keys() >= self._ranks
         patience_s = _GATHER_WRITES_S if how == "together" else _GATHER_S
         is_late = is_end or time.monotonic() - self._since_s[key] >= patience_s
-        # A rank that works longer reaches the file later.
+        # Wait for ranks whose work takes longer, because they reach the file later.
         is_open = how == "together" and (len(by_rank) == 1 or None in map(_contents, by_rank.values()))
         if not is_end and (how == "finally" or is_open):
             return ""
@@ -168,7 +168,7 @@ def _all_if_alike(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return the ranks where the problem began; none if it began everywhere at once, or more than a step apart."""
+    """Return the ranks where the problem began; none if it began on all ranks at once, or more than a step apart."""
     first = min(seen.value for seen in by_rank.values())
     is_spread = max(seen.value for seen in by_rank.values()) == first + 1
     return sorted(rank for rank, seen in by_rank.items() if seen.value == first) if is_spread else []

@@ -3,7 +3,7 @@
     spans of a rank ──> step_times ──> StepTimes ┐
     threads, processors, other processes ────────┴──> find_cause ──> Cause, or None
 
-A cause is a fact that a user can change and that takes a large part of each step. A machine that is equally busy for
+A cause is something that a user can change and that takes a large part of each step. A machine that is equally busy for
 all ranks is not a cause. If ranks differ for reasons that are not covered here, the dashboards still compare their
 rates.
 """
@@ -79,7 +79,7 @@ class Neighbour:
     Args:
         pid: process id.
         name: name of its program.
-        use: fraction of the processor that it uses, 0 to 1, together with ``num_more`` others.
+        use: fraction of the processor, 0 to 1, that this process and ``num_more`` others use together.
         is_pinned: whether it or the rank may run only on this processor.
         num_more: number of other pinned processes there.
     """
@@ -142,7 +142,7 @@ class Cause:
 
     Args:
         kind: name of the cause.
-        ranks: the affected ranks; empty: all.
+        ranks: the affected ranks; empty means all ranks.
         text: a sentence without its full stop: what happens, and what to do.
         is_fixed: whether the cause is permanent, so that fewer observations make it certain.
     """
@@ -159,7 +159,7 @@ class Cause:
 
 
 def step_times(spans: Sequence[Span]) -> StepTimes | None:
-    """Return how a rank spent its steps; None for too few steps.
+    """Return how a rank spent its steps; None if there are too few steps.
 
     Args:
         spans: spans of the rank.

@@ -126,7 +126,8 @@ class StackDump:
     """One collection of the stacks of all ranks. Call :meth:`poll` until :attr:`is_done`; it never blocks.
 
     Args:
-        pids: rank -> process, for ranks that have sent ``Started``; the signal kills processes without the handler.
+        pids: rank -> process, for ranks that have sent ``Started``; the signal kills a process without
+            the handler.
         paths: rank -> file that its faulthandler writes.
     """
 
@@ -211,7 +212,7 @@ def position_of(text: str) -> Position | None:
 
 
 def described_here(position: Position) -> Position:
-    """Return a position that another process has described, with this process's names and lines of cells."""
+    """Return a position that another process has described, with this process's cell names and source lines."""
     return replace(position, where=_where(position.stack)) if position.stack else position
 
 
@@ -238,7 +239,7 @@ def _main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def _without_inherited(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-    """Return the frames inside the worker's bootstrap; in a forked worker, the kernel's cell surrounds these."""
+    """Return the frames inside the worker's bootstrap; in a forked worker, frames of the kernel surround them."""
     for i, frame in enumerate(frames):
         if frame.filename.endswith(_BOOTSTRAP):
             return frames[:i]
@@ -259,7 +260,7 @@ def _split_at_user(frames: Sequence[StackFrame]) -> tuple[Sequence[StackFrame], 
 
 
 def _collective_in(inner: Sequence[StackFrame]) -> str:
-    """Return the name of the outermost collective among library frames, which the user called."""
+    """Return the name of the collective that the user called: the outermost one among the library frames."""
     if any(frame.filename.endswith(_SAVE_ROUND) for frame in inner):
         return inner[-1].name  # save_state, or the wait for an asynchronous save
     if inner and inner[0].filename.endswith(_DDP_FILE) and "broadcast" in inner[0].name:

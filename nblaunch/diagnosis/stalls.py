@@ -4,7 +4,7 @@
     rank 1   ... 40  returned   left the loop after 22 batches
 
 Each rank gets an activity: the call that it waits in, or its position if it does not wait for other ranks. If most
-ranks share an activity, the others are at fault. A majority proves nothing, so the text says what each side does.
+ranks share an activity, the others count as at fault. A majority is not proof, so the text says what each side does.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _condition_of_rank(standing: Standing, rank: int, call: Call) -> str:
 
 
 def _left_loop(standing: Standing, sides: Sequence[_Side], faulty: Sequence[int]) -> Explanation | None:
-    """Explain that one side has left a loop that the other is still in, or has entered it alone."""
+    """Explain that one side has left a loop that the other side is still in, or has entered a loop alone."""
     for inside in sides:
         loop = _loop_of(inside)
         if loop is None:

@@ -31,11 +31,11 @@ from nblaunch.wire.worker_commands import Close, Execute, LeaveGroup, RunFunctio
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""Time from the first failure until the client frees ranks that are running, because they may wait for failed ranks."""
+"""Time from the first failure until the client frees ranks that are still running and may wait for failed ranks."""
 
 _BOUNDARY_TICK_S = 0.01
-"""Seconds between checks while ranks agree on a last optimizer step: they reply through memory, which does not wake the
-client.
+"""Seconds between checks while ranks agree on a last optimizer step. The ranks reply through memory, which does not
+wake the client.
 """
 
 _INTERRUPTED_PATIENCE_S = 0.1
@@ -222,7 +222,7 @@ class SessionClient:
         raise LaunchError(ENDED)
 
     def _uses_torch(self, command: Execute | RunFunction) -> bool:
-        """Return whether a command names torch or a rank has imported it; such ranks would wait for the others."""
+        """Return whether a command names torch or torch is imported; ranks that use torch may wait for each other."""
         code = command.code if isinstance(command, Execute) else ""
         return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
@@ -283,7 +283,7 @@ class SessionClient:
         return False
 
     def _is_over(self, failed_since_s: float | None) -> bool:
-        """Return whether running ranks have had enough time to end by themselves since the first failure."""
+        """Return whether running ranks have had enough time to finish on their own since the first failure."""
         patience_s = _INTERRUPTED_PATIENCE_S if self.num_interrupts else _PATIENCE_S
         return failed_since_s is not None and time.monotonic() - failed_since_s > patience_s
 

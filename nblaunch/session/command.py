@@ -30,7 +30,7 @@ class CommandReport(AttemptReport):
     has_torch: bool = False
 
     def add(self, event: Event) -> None:
-        """Record an event of a rank, the end of its process included."""
+        """Record an event of a rank, including the end of its process."""
         if isinstance(event, Started):
             self.begun.add(event.rank)
         if event.rank in self.outboxes:

@@ -84,8 +84,8 @@ class RankMagics(Magics):
     def _started_or_new(self) -> Session:
         """Return the session; start one if there is none.
 
-        A session that has ended raises an error with the reason at its next command. A new session would lack its
-        variables.
+        A session that has ended is returned as well, so that its next command raises an error with the reason. A new
+        session would lack the variables.
         """
         if self.session is None:
             RankMagics.session = Session()

@@ -64,7 +64,7 @@ class SessionOutput:
 
     def on_event(self, event: Event) -> None:
         """Keep output, displays and notes; while a command runs, keep all events except the session job's own."""
-        command = self.command  # once, because another thread replaces it
+        command = self.command  # read once, because another thread may replace it
         is_of_job = isinstance(event, (AttemptStarted, Started, JobEnded))
         if isinstance(event, CommandEvent):
             if event.number != command.number:  # an error in this process has ended its command
@@ -86,11 +86,11 @@ class SessionOutput:
             self._events.append(event)
 
     def on_readings(self, readings: Sequence[SlotReading]) -> None:
-        """Keep the state of every rank that has begun the command; others still show their previous command."""
+        """Keep the state of every rank that has begun the command; other ranks still report their previous command."""
         self._readings = [reading for reading in readings if reading.rank in self.command.begun]
 
     def close(self) -> None:
-        """Do nothing: the cell shows the rest."""
+        """Do nothing, because the cell shows the remaining events."""
 
     def wake(self, _runner: object = None) -> None:
         """Wake the thread that waits for the command."""

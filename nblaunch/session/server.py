@@ -99,7 +99,7 @@ class _Server:
         )
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Raise only in the code of a command, and only once, because its results must not be interrupted."""
+        """Raise KeyboardInterrupt once, only in a command's code, because sending results must not be interrupted."""
         if os.getpid() != self._pid:
             raise KeyboardInterrupt  # in a process that the code forked
         if not steps.is_held(frame) and self._is_interruptible and not self._bounds.is_held(frame):
@@ -185,7 +185,7 @@ class _Server:
         self._deliver(delivery, value, left_by_exit=has_exited)
 
     def _deliver(self, delivery: Delivery, value: Any, *, left_by_exit: bool) -> None:
-        """Finish what the command has left, and report its value and its states."""
+        """Flush what the command has left pending, such as figures and losses, and report its value and its states."""
         process_group.drop_destroyed_groups()
         output.show_pending_figures()
         context.current().flush_losses()
@@ -217,7 +217,7 @@ class _Server:
 
 
 def _leave_group() -> None:
-    """Leave the process group; print an error, because the kernel waits for no result."""
+    """Leave the process group; print an error, because the kernel does not wait for a result."""
     try:
         process_group.break_off()
     except Exception:
@@ -253,7 +253,7 @@ def _call_until_exit(function: Callable[..., Any], *args: Any) -> tuple[Any, boo
 
 
 def _display_of(value: Any) -> dict[str, Any]:
-    """Return the display of a cell's last value by MIME type; nothing for None."""
+    """Return the display of a cell's last value by MIME type; empty for None."""
     if value is None:
         return {}
     shell = ipython_shell()
@@ -285,7 +285,7 @@ def _run_cell(command: Execute) -> tuple[bool, Any]:
 
 
 def _compiled(tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
-    # Without this module's future statements, which would turn annotations into strings.
+    # Compile without this module's future statements, which would turn annotations into strings.
     code: CodeType = compile(tree, filename, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     return code
 

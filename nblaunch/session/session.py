@@ -54,8 +54,8 @@ merged."""
 class Session(RankCommands):
     """Workers, one per device, that persist between cells and execute code and functions.
 
-    They are forked from the kernel, so every rank has the notebook's variables at that time. Each rank keeps its
-    own variables from cell to cell.
+    They are forked from the kernel, so every rank has the notebook's variables as they were at that time. Each rank
+    keeps its own variables from cell to cell.
 
     Example::
 
@@ -73,7 +73,7 @@ class Session(RankCommands):
         hang_timeout_s: seconds without progress before the position of every rank is shown; None = never.
         threads_per_process: CPU threads of each worker; None = usable cores / workers.
         log_dir: folder for logs; None = ``NBLAUNCH_LOG_DIR``, or a private folder in the temporary folder.
-        num_nodes: 1. The ranks of a session run on this machine.
+        num_nodes: must be 1, because the ranks of a session run on this machine.
         engine: ``"auto"`` or ``"local"``.
 
     Raises:
@@ -202,8 +202,8 @@ class Session(RankCommands):
         """Run ``function(*args)`` on every rank, like ``notebook_launcher``, on running workers.
 
         Args:
-            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks with the notebook's
-                variables that it names, which replace the ranks' variables with the same names.
+            function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks, together with the
+                notebook's variables that it names. These replace the ranks' variables with the same names.
             args: its positional arguments. Trained weights of modules in them come back.
             return_all: return the list of the values of all ranks.
             sync_weights: load the trained weights into the modules in ``args``.
@@ -278,10 +278,11 @@ class Session(RankCommands):
     # --- the debugger ------------------------------------------------------------------------------------------------
 
     def inspect(self, expression: str, timeout_s: float = 10.0) -> RankValues:
-        """Evaluate an expression on every rank, in the innermost frame of the user's code there.
+        """Evaluate an expression on every rank, in the innermost frame of user code on that rank.
 
-        On ranks whose last command raised or was interrupted, it uses the frame where that happened. On idle ranks, it
-        uses their variables. While another thread's command runs, it uses the current frame, even in a collective.
+        If a rank's last command raised an exception or was interrupted, that rank uses the frame where this happened.
+        An idle rank uses its variables. A rank that runs another thread's command uses its current frame, even in a
+        collective.
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.

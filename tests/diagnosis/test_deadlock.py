@@ -81,7 +81,7 @@ def test_a_wait_without_other_python_threads_is_confirmed() -> None:
         ((THREADING, QUEUE), "a queue"),
         (
             (THREADING, RESULT),
-            "the task of a pool",
+            "a task in a pool",
         ),
         ((THREADING,), "another thread"),
         ((), "another thread"),

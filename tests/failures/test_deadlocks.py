@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(120)
 
 WAITS = {
     "queue.get()": "a queue",
-    "task.result()": "the task of a pool",
+    "task.result()": "a task in a pool",
     "kernels_event.wait()": "another thread",
 }
 PREPARED = """
