@@ -71,8 +71,8 @@ def note() -> str | None:
         return None
     _is_noted = True
     return (
-        "breakpoints of the front end do not stop workers; call breakpoint() in the function, which opens "
-        "pdb in the cell. With engine='inline', the function runs in the kernel, where both work"
+        "breakpoints set in the front end do not stop workers; call breakpoint() in the function, which opens "
+        "pdb in the cell. With engine='inline', the function runs in the kernel, where both kinds of breakpoints work"
     )
 
 

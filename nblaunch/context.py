@@ -1,6 +1,6 @@
 """The context of this process: topology, backend, slot of the board, and connection to the launcher.
 
-``worker/bootstrap.py`` installs a context before it calls the user's function, as ``start_methods/inline.py`` does. In
+``worker/bootstrap.py`` and ``start_methods/inline.py`` install a context before they call the user's function. In
 other processes (``torchrun``, plain ``python``, a notebook cell), :func:`current` creates one from the environment.
 Training code uses the launcher only through the context, so that the same script runs everywhere.
 """
@@ -42,13 +42,14 @@ class ProcessContext:
         locks: locks that the workers of this machine share.
         accelerator_defaults: defaults for arguments of ``Accelerator``, set by the launch, such as
             ``{"mixed_precision": "bf16"}``.
-        parent_pid: the process that started this worker; 0 = none.
+        parent_pid: id of the process that started this worker; 0 = none.
         attempt: number of the attempt in this launcher, from 0; on several nodes see ``TORCHELASTIC_RESTART_COUNT``.
-        connection: connection for commands of the kernel, to a session or the debugger; None = no commands.
+        connection: receives the kernel's commands to a session or the debugger; None = no commands.
         key: key that authenticates objects from other ranks of the job (``wire/signing.py``); b"" = none.
         is_launched: whether the process runs the function of a launch, as a worker or inline; False if the context
             comes from the environment.
-        is_watched: whether another process reads the slot and events; False if the context comes from the environment.
+        is_watched: whether another process reads the slot and the events; False if the context comes from the
+            environment.
         num_commands: number of session commands that this process has started.
         num_collectives: returns how many collectives this process has called; None = unknown.
         reports: the reports that this process writes to the board (``progress/reports.py``); None before their first
@@ -57,12 +58,12 @@ class ProcessContext:
         was_reset: whether ``PartialState._reset_state()`` was called; the user's objects then don't recreate
             ``training``.
         compares_shapes: whether collectives compare shapes across ranks; None = the setting of the launch.
-        flush_losses: writes the last losses and the device memory to the board. They are delayed, because reading them
-            waits for the device. Set with ``reports``, and called when the function has returned.
+        flush_losses: writes the last losses and the device memory to the board. They are written late, because reading
+            them waits for the device. Set with ``reports``, and called when the function has returned.
         forget_losses: clears the losses on the board for the next command of a session; set with ``reports``.
 
     Attributes:
-        is_current: whether it is the context that :func:`current` returns.
+        is_current: whether this is the context that :func:`current` returns.
     """
 
     topology: Topology
@@ -105,9 +106,9 @@ def current() -> ProcessContext:
 
 
 def install(context: ProcessContext | None) -> None:
-    """Set the context of this process, or remove it if it is None.
+    """Set the context of this process; None removes it.
 
-    The worker's bootstrap and the inline engine call it.
+    The worker's bootstrap and the inline engine call this function.
     """
     global _current
     if _current is not None:

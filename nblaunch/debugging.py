@@ -5,8 +5,8 @@ worker: pdb ── Prompted ──> DebugClient ──> printed here, input() �
 The modules of the debugger:
 
     debugging.py                   asks the user, in the kernel
-    launcher/debug_client.py       commands to the workers, replies and prompts from them; keeps a job's failure for it
-      session/client.py            keeps the failure of a session's last command for it
+    launcher/debug_client.py       sends commands to workers, receives replies and prompts; keeps the failure of a job
+      session/client.py            keeps the failure of a session's last command
     wire/worker_commands.py        messages between client and worker
     worker/debugger.py             answers in a worker, with pdb
       worker/frames.py             the current line and variables of the user's code
@@ -68,7 +68,7 @@ def debug(rank: int | None = None, *, job: Debugged | None = None) -> None:
         if not can_type():
             raise RuntimeError(
                 "nblaunch.debug() needs a front end that allows input(). inspect('name') and compare() of "
-                "the job or session show variables without it"
+                "the job or session show variables without input"
             )
         debugger, rank = job.find_debugger(rank)
         debugger.open_pdb(rank)
@@ -121,7 +121,7 @@ def can_type() -> bool:
 
 
 def takes_breakpoints(background: bool) -> bool:
-    """Return whether ``breakpoint()`` in a worker can open pdb: the main thread can ask for interactive input.
+    """Return whether ``breakpoint()`` in a worker can open pdb, which needs a main thread that can ask for input.
 
     A cell that waits for its job asks the user; for a background job, :func:`debug` asks.
     """

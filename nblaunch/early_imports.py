@@ -4,10 +4,10 @@
     plan_for(call)      before each fork: what the functions of the call will import
     finish()            before each fork
 
-torch imports its compiler for the first optimizer, which takes more than a second. Without this module, each worker of
-each launch would import it again. The cell that imports nblaunch does not wait for the imports: the kernel performs
-them between cells, in its main thread, one module at a time. No other thread imports, so other imports never see a
-half-imported module, and no import lock is taken when the kernel forks.
+torch imports its compiler when the first optimizer is made, which takes more than a second. Without this module, each
+worker of each launch would import the compiler again. The cell that imports nblaunch does not wait for the imports,
+because the kernel performs them between cells, in its main thread, one module at a time. No extra thread is used, so
+the user's imports never see a half-imported module, and no import lock is held when the kernel forks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from nblaunch.user_code import ipython_shell, is_user_function, names_in, reachable_from
 
 COMPILER = ("sympy", "torch._dynamo")
-"""torch's compiler, and before it the library that takes half of its time."""
+"""torch's compiler, preceded by the library that accounts for half of its import time."""
 
 _ACCELERATOR = "nblaunch.training.accelerator"
 
@@ -34,7 +34,7 @@ _TRAINING = {"backward", "optim", "Trainer", "fit"}
 """Names that a function contains if it creates an optimizer."""
 
 _IDLE_S = 0.1
-"""Seconds to wait after the running cell: the kernel sends its reply, and may begin the next cell."""
+"""Seconds to wait after the running cell, so that the kernel can send its reply and begin the next cell."""
 
 _planned: list[str] = []
 _lock = threading.RLock()
@@ -75,24 +75,24 @@ def plan_for(call: Iterable[Any]) -> None:
 def finish() -> None:
     """Import the planned modules that are not imported yet; wait for another thread that imports one of them.
 
-    Ignore a module that can't be imported: the code that needs it raises the error.
+    Ignore a module that can't be imported, because the code that needs it will raise the error.
     """
     with _lock, _interrupts_deferred(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they would appear in a cell that does not import the module
+        warnings.simplefilter("ignore")  # warnings would appear in a cell that does not import the module
         while _planned:
             _import(_planned.pop(0))
 
 
 def _import(module: str) -> None:
     try:
-        # Even if it is in sys.modules: a user's thread may be importing it, and this call waits for that thread.
+        # Needed even if sys.modules has the module: a user's thread may still be importing it, and this call waits.
         importlib.import_module(module)
     except Exception:
         return
 
 
 def _wait_for_reply(loop: Any) -> None:
-    """Begin once the loop is free again: the first callback may run before the cell's reply."""
+    """Begin once the loop is free again, because the first callback may run before the cell's reply."""
     loop.call_later(_IDLE_S, _import_next, loop)
 
 
@@ -108,7 +108,7 @@ def _import_next(loop: Any) -> None:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt only after the block: within it, an interrupt would leave a half-imported module."""
+    """Deliver an interrupt only after the block, because an interrupt within it would leave a half-imported module."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

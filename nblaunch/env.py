@@ -189,7 +189,7 @@ def snapshot() -> dict[str, str]:
 
 
 def split_by_size(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that are small enough for any system to start a program with, and the others."""
+    """Return as many variables, smallest first, as any system can pass to a new program, and the remaining ones."""
     small, room = {}, _ROOM_BYTES
     for name, value in sorted(environment.items(), key=lambda item: len(item[1])):
         room -= len(os.fsencode(name)) + len(os.fsencode(value)) + _OVERHEAD_BYTES
@@ -208,7 +208,7 @@ _OVERHEAD_BYTES = 10  # "=", the zero at the end, and a pointer
 
 
 def apply(changes: Mapping[str, str | None]) -> None:
-    """Set variables of this process; None removes one."""
+    """Set variables of this process; None removes a variable."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

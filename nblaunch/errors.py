@@ -34,7 +34,7 @@ _NOT_USER_CODE = frozenset({"nblaunch", "contextlib", "logging", "torch"})
 class NblaunchError(Exception):
     """Base class of all exceptions defined here.
 
-    Each can be constructed from its message alone, so that Python can pickle it with its attributes.
+    Each exception can be constructed from its message alone, so that Python can pickle it with its attributes.
     """
 
 
@@ -123,7 +123,7 @@ class ResultError(NblaunchError, TypeError):
     can't be pickled.
     """
 
-    partial: Any = None  # stays None if it was too large to be sent with the error
+    partial: Any = None  # stays None if the value was too large to be sent with the error
 
     def __init__(self, message: str, *, partial: Any = None) -> None:
         super().__init__(message)

@@ -52,8 +52,8 @@ class ExitStatus:
 
     Args:
         code: the status.
-        server_pid: process id of the forkserver whose status this is, because the worker ended with it; 0 = the
-            worker's own status.
+        server_pid: process id of the forkserver, if the worker ended with it and this is the forkserver's status; 0 =
+            the worker's own status.
     """
 
     code: int
@@ -99,7 +99,8 @@ class FrameInfo:
         line: source text of the line, including lines of notebook cells.
         is_user: whether the code is the user's, not a library's or Python's.
         first_lineno: first line of the function; 0 if unknown.
-        variables: name and text of each local variable of the user's innermost frames: a literal, or a description.
+        variables: name and text of each local variable, a literal or a description; only in the user's innermost
+            frames.
     """
 
     filename: str
@@ -139,8 +140,8 @@ class Event:
     """Base class of all events.
 
     Args:
-        rank: the rank that it is about; -1 = the job as a whole.
-        time_s: when it was created, by the wall clock.
+        rank: the rank that the event is about; -1 = the job as a whole.
+        time_s: when the event was created, by the wall clock.
     """
 
     rank: int = -1
@@ -159,7 +160,7 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Displayed(Event):
-    """A worker called ``display(...)`` or ``plt.show()``: a MIME bundle for the cell."""
+    """A MIME bundle for the cell, from a worker that called ``display(...)`` or ``plt.show()``."""
 
     data: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -204,7 +205,7 @@ class Note(Event):
     Args:
         text: text of the note.
         kind: ``"note"``; ``"warning"``: also part of the job's summary; ``"hang"``: ranks without progress, with a
-            line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once that is over.
+            line for each position of ranks; ``"slow"``: why steps are slow; the text is empty once they are not.
     """
 
     text: str = ""
@@ -235,19 +236,20 @@ class Observation(Event):
 
     Args:
         check: name of the check.
-        problem: what is wrong, as the beginning of a sentence; empty: what the check observed before was not a mistake.
+        problem: what is wrong, as the beginning of a sentence; empty: the check revokes its
+            earlier observation.
         advice: what to do, as a sentence without its full stop.
         step: number of optimizer steps so far.
         value: values by which ranks are compared; the first says what is compared.
         judged_by: when the observation is a mistake. ``"itself"``: always. ``"equal"``: if the values of all ranks at
             this step differ. ``"distinct"``: if they are all the same. ``"first"``: if the problem began on some
-            ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if
-            several ranks have this value, except its last part. The first part is the path of a written file, the last
-            a checksum of its contents; equal writes are not reported. ``"finally"``: if all ranks have sent it when the
-            job ends, and none has withdrawn it.
+            ranks, and one step later on the others; the value is the step at which it began. ``"together"``: if the
+            values of several ranks differ at most in their last part. The first part is the path of a written file, the
+            last a checksum of its contents; equal writes are not reported. ``"finally"``: if all ranks have sent the
+            observation by the end of the job, and no rank has revoked it.
         filename: file of the user's line.
         lineno: number of the user's line.
-        is_hint: whether it may be intended.
+        is_hint: whether the observed code may be intended.
     """
 
     check: str = ""
@@ -357,7 +359,7 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class CommandEvent(Event):
-    """An event of a session's command, which the rank reports as if the command were its whole life.
+    """An event of a session's command, which the rank reports as if it had been started for this command only.
 
     Args:
         number: number of the command.
@@ -377,7 +379,7 @@ class PutUnread(Event):
 
     Args:
         pipes: inodes of the queues' pipes.
-        has_tensors: whether items refer to memory of the rank, which is lost with the rank.
+        has_tensors: whether items refer to memory of the rank, which is lost when the rank ends.
     """
 
     pipes: tuple[int, ...] = ()
@@ -401,8 +403,8 @@ class AttemptStarted(Event):
         log_dir: folder with this attempt's ``rank_<r>.log`` files.
         attempt: number of the attempt, from 0.
         label_template: label of lines, with ``${rank}``, ``${local_rank}``, ``${role_name}``; None = ``[rank]``.
-        is_spmd: one worker drives all devices.
-        mixed_precision: default of accelerators in the workers.
+        is_spmd: whether one worker drives all devices.
+        mixed_precision: default precision of accelerators in the workers.
         first_rank: lowest rank of this machine.
         ago_s: seconds since the start, for listeners that were added later.
     """
@@ -450,7 +452,7 @@ class Stalled(Event):
     Emitted after half of ``hang_timeout_s`` for ranks that wait in a collective, and after all of it for others.
 
     Args:
-        where: its line, such as ``cell 5, line 14``.
+        where: the line of the rank, such as ``cell 5, line 14``.
         waiting_in: the collective that it waits in, such as ``all_reduce``; empty = none.
         for_s: seconds since its last progress.
         is_certain: whether the rank certainly waits or hangs; False if it may be working without taking steps.

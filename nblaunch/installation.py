@@ -42,7 +42,7 @@ def _stamp(path: str) -> Stamp | None:
 
 _first_stamp = _stamp(_INIT)
 _same_version = {_first_stamp}
-"""Stamps of the files that were installed so far and have the version that this process runs."""
+"""Stamps of the installations seen so far that have the version of this process."""
 
 
 _keeps_modules = False
@@ -84,7 +84,7 @@ def check_new_process() -> None:
 def keep_modules() -> None:
     """Let this process and its forks import modules from their current files, even if these are replaced later.
 
-    It reads all source files, which takes a few milliseconds, and keeps them in memory: about 3 MB.
+    This function reads all source files, which takes a few milliseconds, and keeps them in memory: about 3 MB.
     """
     global _keeps_modules
     sys.meta_path.insert(0, _KeptModules())

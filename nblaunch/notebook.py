@@ -102,8 +102,8 @@ def notebook_launcher(
 
     Args:
         function: the training function. It runs in every worker, and its return value must be picklable.
-        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``: it is in memory once, and its
-            trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
+        args: its positional arguments, a tuple. Pass the model here, as ``(model,)``, so that it is in memory only once
+            and its trained weights come back. Pass several models as several arguments, or in lists, tuples, dicts or
             dataclasses. For keyword arguments, pass ``functools.partial(function, name=value)`` as the function.
         num_processes: number of workers; with an engine for several machines, the total on all machines. None =
             ``NBLAUNCH_NUM_PROCESSES``, or one per device (per usable core on a machine without GPUs or TPUs).
@@ -116,21 +116,21 @@ def notebook_launcher(
         rdzv_backend: how machines find each other. ``"static"``: a fixed set of machines meets at
             ``master_addr:use_port``. ``"c10d"``: machines can join and leave; they meet at ``rdzv_endpoint``. On one
             machine, both are the same.
-        rdzv_endpoint: address of the c10d rendezvous as ``"host:port"``: the same machine in the call on every machine.
+        rdzv_endpoint: address of the c10d rendezvous as ``"host:port"``. Every machine must name the same host.
         rdzv_conf: further settings with torch's names: ``timeout``, ``join_timeout``, ``last_call_timeout``,
             ``keep_alive_interval`` (seconds without a heartbeat after which a machine is reported, 5),
             ``keep_alive_max_attempt`` (number of such intervals after which it is lost, 3), ``is_host``.
         rdzv_id: name of the job at the rendezvous.
         max_restarts: how many times to restart all workers after a failure or, with several machines, when a lost
-            machine is back. With ``background=True``, restarts never fork the kernel, which may be running other code:
-            they load a pickled copy of the call, which stays in memory until the job ends.
+            machine returns. With ``background=True``, restarts never fork the kernel, which may be running other code.
+            Instead, they load a pickled copy of the call, which stays in memory until the job ends.
         monitor_interval: accepted for compatibility; the launcher waits for events instead of polling.
         log_line_prefix_template: label of printed lines, with ``${rank}``, ``${local_rank}`` and ``${role_name}``.
             None = ``[rank]``.
         backend: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"rocm"``, ``"xpu"``, ``"mps"``, ``"xla"`` or ``"torch_tpu"``.
         engine: ``"auto"`` or ``"local"``: worker processes. ``"inline"``: this process, as the only rank, for pdb;
-            arguments that need worker processes raise an error (``background``, ``start_method``, ``max_restarts``,
-            ...). ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
+            arguments that need worker processes (``background``, ``start_method``, ``max_restarts``, ...) raise an
+            error. ``"elastic"``: worker processes that join the workers of other machines; ``"auto"`` chooses it if
             ``num_nodes`` is greater than 1. These engines start workers on ``num_nodes`` machines from this process:
             ``"ray"`` on nodes of a Ray cluster, ``"ssh"`` on ``hosts``, ``"slurm"`` on the nodes of the allocation in
             which this process runs, and ``"processes"`` on this machine, for tests. A :class:`Nodes` keeps machines
@@ -139,7 +139,7 @@ def notebook_launcher(
         strategy: ``"auto"``: data parallel, one process per device. ``"spmd"``: one process drives all XLA devices; the
             compiler shards batches over them, and with ``Accelerator(fsdp_plugin=...)`` also weights. Strategies for
             models are arguments of the ``Accelerator``: ``fsdp_plugin``, ``deepspeed_plugin``.
-        return_all: return the list of the values of all ranks.
+        return_all: return a list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
         sync_optimizers: load the states of the optimizers in ``args`` and of torch's schedulers (moments, steps,
             learning rates) into these objects, so that the next launch continues from them. For data parallel training
@@ -161,10 +161,11 @@ def notebook_launcher(
         hang_timeout_s: seconds without progress before the position of every rank is shown. None = never. These count
             as progress: optimizer steps, batches of prepared loaders, collectives and ``backward`` of the
             ``Accelerator``, ``accelerator.log``, ``accelerator.progress`` and tqdm bars that advance. Output and
-            processor time do not. A job hangs if no rank makes progress while one waits in a collective, or has stayed
-            on one line since its last step. Other work without progress is reported as a possible hang.
-        on_hang: ``"report"`` a hang, or also ``"stop"`` the job.
-        post_mortem: keep the workers where they are when a rank raises an exception; the cell still raises it at once.
+            processor time do not. A job hangs if no rank makes progress while at least one waits in a
+            collective, or has stayed on the same line since its last step. Other work without progress is reported as a
+            possible hang.
+        on_hang: ``"report"``: report a hang. ``"stop"``: also stop the job.
+        post_mortem: keep the workers at their current lines if a rank raises an exception; the cell raises it at once.
             :func:`nblaunch.debug` then opens pdb at the failure, and ``last_job().inspect("name")`` and
             ``last_job().compare()`` show variables of every rank. The workers end with the next launch, with
             ``last_job().release()``, or after 30 minutes.
@@ -180,13 +181,13 @@ def notebook_launcher(
 
     Returns:
         The return value of rank 0, with its tensors on the CPU. With ``return_all``, the list of the values of all
-        ranks; with ``background``, a :class:`Job`. On each of several machines, the value of its first rank, or the
-        list of the values of its ranks.
+        ranks; with ``background``, a :class:`Job`. With several machines, the call on each machine returns the
+        value of its first rank, or the list of the values of its ranks.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument is invalid; raised before any process starts.
         LaunchError: the workers could not be started.
-        JobHung: the job made no progress, with ``on_hang="stop"``; the message contains the position of every rank.
+        JobHung: the job made no progress, and ``on_hang="stop"`` is set; the message has the position of every rank.
         WorkerDied: a worker ended without raising an exception; the message says how, and what to do.
         ResultError: the return value can't be pickled; its ``partial`` has the parts that can.
         KeyboardInterrupt: the launch was interrupted before any rank failed.
@@ -288,16 +289,16 @@ def launch(
 
     Args:
         function: the training function. It runs in every worker, and its return value must be picklable.
-        args: its positional arguments, a tuple. A model in it is in memory once.
+        args: its positional arguments, a tuple. A model among them is in memory only once.
         config_file: file written by ``nblaunch config`` or ``accelerate config``. None = the default file, if it
             exists.
-        return_all: return the list of the values of all ranks.
+        return_all: return a list of the values of all ranks.
         sync_weights: load the trained weights into the modules in ``args``.
         background: return a :class:`Job` as soon as the workers are running; its ``result()`` waits.
         **settings: any option of ``nblaunch launch`` by name, such as ``num_processes=4, mixed_precision="bf16"``.
 
     Returns:
-        The return value of rank 0. With ``return_all``, the list of the values of all ranks; with ``background``, a
+        The return value of rank 0. With ``return_all``, a list of the values of all ranks; with ``background``, a
         :class:`Job`.
 
     Raises:

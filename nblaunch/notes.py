@@ -22,10 +22,10 @@ _notes.addHandler(logging.NullHandler())
 
 
 def is_shown(note: Note) -> bool:
-    """Return whether the user wants to see a note; log it in this case."""
+    """Return whether the user wants to see a note; if so, log it."""
     level = _LEVELS[note.kind]
     if not _notes.isEnabledFor(level):
         return False
-    if note.text:  # a note without text withdraws an earlier note
+    if note.text:  # a note without text clears an earlier note
         _notes.log(level, "%s", note.text, extra={"rank": note.rank, "kind": note.kind})
     return True

@@ -135,8 +135,8 @@ def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when none
-    are left.
+    """Finds modules through the other finders, and makes their loaders apply the changes; removes itself when no
+    changes are left.
     """
 
     def __init__(self) -> None:

@@ -135,7 +135,7 @@ class Flag(Converter):
         raise ValueError("must be true or false")
 
     def accept(self, value: Any) -> bool:
-        # "no" would count as true; NumPy's booleans print like Python's.
+        # bool("no") would be True. The comparison as text also accepts NumPy's booleans.
         if isinstance(value, str) or str(value) not in ("True", "False", "1", "0"):
             raise TypeError(f"must be True or False, but is a {type(value).__name__}")
         return bool(value)
@@ -148,7 +148,7 @@ class Switch(Flag):
 
 @dataclass(frozen=True)
 class Choice(Converter):
-    """One of ``choices``, case ignored.
+    """One of ``choices``, in upper or lower case.
 
     Args:
         word: shown in the help instead of the choices, if there are too many.
@@ -164,7 +164,7 @@ class Choice(Converter):
 
     def convert(self, value: Any) -> str:
         by_lower = {choice.lower(): choice for choice in self.choices}
-        if "no" in by_lower:  # other ways to write it in YAML 1.1 and Python
+        if "no" in by_lower:  # other ways to write "no" in YAML 1.1 and Python
             by_lower |= dict.fromkeys(("false", "off"), by_lower["no"])
         match = by_lower.get(str(value).strip().lower())
         if match is None:
@@ -180,7 +180,7 @@ class Choice(Converter):
 
 @dataclass(frozen=True)
 class Text(Converter):
-    """Any non-empty string; in a Python call also an empty one, which means the default.
+    """Any non-empty string; in a Python call, an empty string means the default.
 
     Args:
         metavar: placeholder in the help.
@@ -251,7 +251,7 @@ class Pairs(Converter):
 
 @dataclass(frozen=True)
 class Names(Converter):
-    """Names, none of them empty."""
+    """A list of names that are not empty."""
 
     metavar = "NAME,..."
 
@@ -259,7 +259,7 @@ class Names(Converter):
         parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
         names = tuple(str(part).strip() for part in parts)
         if not all(names):
-            raise ValueError("must be names such as a,b, none of them empty")
+            raise ValueError("must be names such as a,b, and none may be empty")
         return names
 
     def accept(self, value: Any) -> tuple[str, ...]:

@@ -78,10 +78,10 @@ def parse_endpoint(endpoint: str) -> tuple[str, int | None]:
 
 
 def parse_port(use_port: str | int | None) -> int | None:
-    """Return a port as a number. None and 0 let the system choose, and become None.
+    """Return a port as a number; None for None and 0, which let the system choose.
 
     Raises:
-        ValueError: it is not a whole number from 0 to 65535.
+        ValueError: ``use_port`` is not a whole number from 0 to 65535.
     """
     if use_port is None or use_port == "":
         return None
@@ -143,7 +143,7 @@ def _check_call(function: Any, args: Any) -> None:
     except TypeError as error:
         name = name_of(function)
         types = ", ".join(type(arg).__name__ for arg in args) or "nothing"
-        raise TypeError(f"args do not fit {name}{signature}: {error}; args hold ({types})") from None
+        raise TypeError(f"args do not fit {name}{signature}: {error}; args contain ({types})") from None
 
 
 def _check_runs_when_called(function: Any) -> None:
@@ -176,9 +176,9 @@ class Use:
         option: name of the option and key; empty = the name of the field.
         option_default: default of the option, if it differs from the default of the field.
         is_of_start: whether workers keep the value from their start to their end, as in a session.
-        needs_workers: whether ``engine="inline"`` can't honour it.
-        not_detached: why a detached job can't have it, or what to do instead; empty = it can have it.
-        engines: the only engines that take it; empty = all.
+        needs_workers: whether ``engine="inline"`` can't honour the setting.
+        not_detached: why a detached job can't have the setting, or what to do instead; empty = it can.
+        engines: the only engines that take the setting; empty = all.
     """
 
     converter: Converter | None = None
@@ -203,10 +203,10 @@ class LaunchSpec:
 
     Args:
         function: called as ``function(*args)`` in every worker.
-        args: positional arguments; workers share the modules in them without a copy until one writes to them.
+        args: positional arguments; workers share the modules in them until a worker writes to one.
         num_processes: number of workers, on all machines together if an engine starts them; None = one per device
             (GPUs; usable cores on a CPU-only machine).
-        hosts: host names for ``ssh``, for ``engine="ssh"``.
+        hosts: names of the machines, as ``ssh`` accepts them; for ``engine="ssh"``.
         resources_per_node: resources of each machine, such as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
         runtime_env: environment of the nodes, in Ray's format, for ``engine="ray"``.
         master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
@@ -409,8 +409,8 @@ class LaunchSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the launch joins a torch rendezvous of several machines. A launch on one machine does if it gives an
-        address.
+        """Whether the launch joins a torch rendezvous of several machines. A launch on one machine also does so if it
+        sets the address of one.
         """
         if self.is_on_nodes:
             return False
@@ -520,8 +520,8 @@ def _check_nodes(spec: LaunchSpec) -> None:
         )
     if spec.rdzv_backend == "c10d" and not host and spec.is_elastic:
         raise ValueError(
-            "rdzv_backend='c10d' needs rdzv_endpoint='host:port': the address of one of the machines, the same "
-            "on all of them"
+            "rdzv_backend='c10d' needs rdzv_endpoint='host:port': the address of one of the machines, which "
+            "must be the same in all calls"
         )
     if spec.is_on_nodes:
         return

@@ -52,13 +52,13 @@ def is_user_function(value: Any) -> bool:
 
 
 def is_user_module(module: object) -> bool:
-    """Return whether a module is one of the user's files; False for a notebook, and for None, a missing module."""
+    """Return whether a module is one of the user's files; False for a notebook, and for None."""
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and is_user_file(file)
 
 
 def module_of(kind: type) -> str:
-    """Return the name of a class's module; empty if it has no name. A metaclass may have code that runs when asked."""
+    """Return the name of a class's module; empty if it has no name. Runs no code of a metaclass."""
     module = _MODULE_OF(kind)
     return module if type(module) is str else ""
 
@@ -102,13 +102,13 @@ def running_cell() -> str:
 
 def ipython_shell() -> Any:
     """Return IPython's shell, or None outside IPython. Never imports IPython."""
-    # Another thread may be importing it.
+    # While another thread imports IPython, the function may be missing.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython() if get_ipython is not None else None
 
 
 def user_frame_behind(frame: FrameType | None, packages: Collection[str]) -> FrameType | None:
-    """Return the user's frame that called ``frame`` through ``packages`` only; else None."""
+    """Return the user's frame that called ``frame`` through nothing but ``packages``; None if there is none."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in packages:
             return None
@@ -158,7 +158,7 @@ def captured_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that code uses, also in nested functions and comprehensions."""
+    """Yield the global names and attributes that code uses, including nested functions and comprehensions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -168,7 +168,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 def used_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield objects that a function uses but does not receive as arguments, with their names in the function.
 
-    It finds closures, global names, the object of a bound method, and the arguments of a ``partial``.
+    These are closures, global names, the object of a bound method, and the arguments of a ``partial``.
     """
     if isinstance(function, functools.partial):
         for position, value in enumerate(function.args):

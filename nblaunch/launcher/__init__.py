@@ -15,17 +15,19 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
       attempt.py         starts the workers of one attempt, each with an assignment
         store.py         the TCPStore through which workers form their process group
       supervisor.py      the wait loop until the workers have ended; reads their results
-        escalation.py    decides when each rank gets which signal; waits for checkpoints, and for ranks that send
-        weights hang_watch.py    finds ranks without progress, and shows where ranks are unread_queues.py  saves values
-        that ranks put into queues of the kernel collective_watch.py  finds ranks that call different collectives
-        slow_watch.py    explains slow steps span_recorder.py  records how ranks spend their time, in a file guardian.py
-        kills the workers if the kernel dies; started at the first tick monitor.py       memory and devices of the
-        workers, read from outside
+        escalation.py    decides when each rank gets which signal; waits for checkpoints and for trained weights
+        hang_watch.py    finds ranks without progress, and shows where ranks are
+        unread_queues.py  saves values that ranks put into queues of the kernel
+        collective_watch.py  finds ranks that call different collectives
+        slow_watch.py    explains slow steps
+        span_recorder.py  records how ranks spend their time, in a file
+        guardian.py      kills the workers if the kernel dies; started at the first tick
+        monitor.py       reads the workers' use of memory and devices from outside
       outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
         weights.py       merges trained weights, and loads them if they fit the kernel's modules
     timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank
       step_picture.py    draws a typical step and the slowest step of each rank
-    debug_client.py      the debugger's client: commands to workers, prompts from workers, kept failures
+    debug_client.py      the debugger's client: sends commands, receives prompts, keeps failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``
 reads. :mod:`nblaunch.diagnosis` explains why a job failed or makes no progress.

@@ -49,7 +49,7 @@ class Peers(Protocol):
         """Return a descriptor that is readable when the nodes have sent something."""
 
     def receive(self) -> None:
-        """Handle their messages."""
+        """Handle messages from the nodes."""
 
     @property
     def is_closed(self) -> bool:
@@ -109,7 +109,7 @@ class Attempt:
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether a failure keeps the workers for a debugger; only the last attempt does."""
+        """Whether the workers are kept for a debugger after a failure; only the last attempt keeps them."""
         return self.spec.post_mortem and self.number >= self.spec.max_restarts
 
     @property

@@ -1,4 +1,4 @@
-"""Compares the collectives that ranks record, and finds ranks that differ while they run.
+"""Compares the collectives that ranks record, and finds ranks whose calls differ while they run.
 
     digests of the last calls, several times a second ── differ? ──> all calls ──> Disagreement, twice ──> report
                                                                               all calls at the end ──┘
@@ -6,7 +6,7 @@
 A check compares a few numbers per rank, and takes at most a hundredth of the launcher's time for any number of ranks.
 The ranks are on this machine, or on all nodes of an engine (``engines/collectives.py``). Ranks write during a check, so
 a difference counts only if the next check confirms it. Ranks that have not reached the call yet get a moment to do so,
-because the majority decides which rank is at fault; a rank that arrives while the job ends is still named.
+because the majority decides which rank is at fault; a rank that arrives while the job ends is still included.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_SHARE = 0.01
 """Largest share of the launcher's time that checks may take."""
 
 _STANDS_STILL_S = 3.0
-"""If no rank has made a call for this time before an interrupt, a warning says what the ranks were waiting for."""
+"""If no rank has made a call for this long before an interrupt, a warning says what the ranks were waiting for."""
 
 _PATIENCE_S = 2.0
 """Time for ranks to reach the call in which others differ."""
@@ -60,7 +60,7 @@ class CallSource(Protocol):
         """Return the calls that have arrived."""
 
     def steps(self) -> Mapping[int, int]:
-        """Return the batches of each rank's current loop over a prepared loader."""
+        """Return how many batches each rank's current loop over a prepared loader has taken."""
 
 
 class BoardCalls:
@@ -99,12 +99,12 @@ class BoardCalls:
     last = read
 
     def steps(self) -> dict[int, int]:
-        """Return the batches of each rank's current loop over a prepared loader."""
+        """Return how many batches each rank's current loop over a prepared loader has taken."""
         return {reading.rank: reading.step for reading in self._board.read()}
 
 
 class CollectiveWatch:
-    """Compares ranks.
+    """Compares the recorded collectives of the ranks of an attempt.
 
     Args:
         source: the recorded calls.
@@ -113,7 +113,7 @@ class CollectiveWatch:
         clock: seconds on a clock that never jumps.
 
     Attributes:
-        calls: returns rank -> its last collectives that have arrived.
+        calls: returns, for each rank, its last collectives that have arrived.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class CollectiveWatch:
 
 
 def _continues(earlier: Disagreement, later: Disagreement) -> bool:
-    """Return whether a later check confirms a difference: ranks that have differed once differ from then on.
+    """Return whether a later check confirms a difference. Ranks that have differed once differ from then on.
 
     The first difference may no longer be recorded, because ranks call collectives faster than they are compared.
     """

@@ -1,12 +1,12 @@
 """Variables of a launched function that every worker copies, although users may expect to share them.
 
-iterators           a generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
-                    the kernel's iterator: the user may want that, or every rank trains on the same batches by mistake;
-                    also as an attribute of an object whose class is the user's
+iterators           A generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
+                    the kernel's iterator. The user may want that, or may train every rank on the same batches by
+                    mistake. Attributes of objects are included if the class is the user's.
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
-                    ``worker/inheritance/unfinished_files.py`` ; its classes are in C, so a worker can't make
-                    a write raise
-writable maps       a ``numpy.memmap`` reaches a fresh process as an array, whose changes never reach the file
+                    ``worker/inheritance/unfinished_files.py``. Its classes are written in C, so a worker can't replace
+                    their write methods with ones that raise an error.
+writable maps       A ``numpy.memmap`` reaches a fresh process as an array, whose changes never reach the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The debugger's client, in the kernel: commands and lines to the workers, replies and prompts from them.
+"""The debugger's client, in the kernel: sends commands and lines to the workers, receives replies and prompts.
 
 supervisor's loop ─┐                       ┌──> replies: (rank, number) -> ReceivedReply
 callers that wait ─┴─> receive_available() ┴──> prompts: rank -> Prompted
@@ -249,7 +249,10 @@ class DebugClient:
             self.printed[rank] = message.text
 
     def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
-        """Continue all ranks at a breakpoint, and ranks that reach it later; they wait where they need pdb's rank."""
+        """Continue all ranks at a breakpoint, and ranks that reach it later.
+
+        They wait at the next collective that needs the rank in pdb.
+        """
         if stop is None:
             return
         with self._receiving:  # otherwise a prompt that another thread receives now would wait forever

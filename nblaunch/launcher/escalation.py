@@ -1,4 +1,4 @@
-"""Stops a job by one signal after another, or first asks it to stop at an agreed step.
+"""Stops a job with one signal after another, or first asks it to stop at an agreed step.
 
 Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, time for ``finally`` blocks, SIGTERM, SIGKILL.
 Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in
@@ -102,7 +102,7 @@ class Escalation:
         self.began_s = min(self.began_s, now_s - self.steps[0][0])
 
     def add_interrupt(self, now_s: float) -> None:
-        """Add a user's interrupt while ranks are already being ended, for example after a failure.
+        """Add a user's interrupt while ranks are already being stopped, for example after a failure.
 
         SIGINT is sent again to all ranks that have not received SIGTERM yet. Later signals are not delayed.
         """
@@ -149,7 +149,7 @@ LISTEN_S = 2.0
 
 
 class Termination:
-    """An orderly end. ``poll`` it until the workers have ended.
+    """An orderly end of the workers. Call ``poll`` until they have ended.
 
     Args:
         requests: requests of the job; receives the stop, and later the interrupt.
@@ -180,7 +180,7 @@ class Termination:
         """Interrupt the ranks when their time has run out; return a note the first time, otherwise an empty string.
 
         ``pids`` may change, because ranks start and set their handlers at different times. After an interrupt, from
-            here or elsewhere, this does nothing more: a second interrupt would kill the ranks.
+        this class or elsewhere, this method does nothing, because a second interrupt would kill the ranks.
         """
         if self._requests.interrupts:
             return ""

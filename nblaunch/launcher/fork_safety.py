@@ -59,7 +59,7 @@ class _Library:
 
 
 _LIBRARIES = (
-    # Before grpc, which it contains. Its threads remain after ray.shutdown().
+    # Ray comes before grpc, because it contains grpc. Its threads remain after ray.shutdown().
     _Library(
         "ray",
         "gcs_client_io_s",
@@ -158,7 +158,7 @@ def _runs_tokio() -> bool:
 
 
 def _is_built_on_tokio(library: str) -> bool:
-    """Return whether a loaded library contains tokio, except for those that survive a fork."""
+    """Return whether a loaded library contains tokio; False for libraries that survive a fork."""
     if library in _FORKABLE:
         return False
     return any(

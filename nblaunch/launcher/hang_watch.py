@@ -274,7 +274,7 @@ class HangWatch:
         return None
 
     def _judge(self, checks: Mapping[int, Check], done: Collection[int]) -> Hung | None:
-        """Report the detector's finding in the requested stacks; return the hang if it is certain."""
+        """Report what the detector finds in the requested stacks; return the hang if it is certain."""
         now, positions = time.monotonic(), _positions(checks)
         finding = self._detector.judge(now, checks)
         for rank, for_s in self._detector.still_for(now).items():
@@ -347,5 +347,5 @@ def _positions(checks: Mapping[int, Check]) -> Positions:
 
 
 def _with_headline(lines: list[str], explanation: Explanation | None) -> list[str]:
-    """Return lines about a hang, the explanation first."""
+    """Return lines about a hang, with the explanation first."""
     return lines if explanation is None else [f"{explanation.headline}.", *lines]

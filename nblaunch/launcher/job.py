@@ -152,12 +152,12 @@ class Job(Generic[T]):
         self.status = "starting"
         self.outcome: JobOutcome | None = None
         self._listeners = list(listeners)
-        self._launch_settled = Latch()  # set once started, waiting for other machines, or ended
+        self._launch_settled = Latch()  # set once the job has started, waits for other machines, or has ended
         self._ended = Latch()
         self._show_again: Callable[[], bool] | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end and return the value of rank 0, or with ``return_all`` the list of the values of all ranks.
+        """Wait for the end and return the value of rank 0, or with ``return_all`` a list of the values of all ranks.
 
         With several machines, it returns the value of this machine's first rank, or the values of its ranks.
 
@@ -253,7 +253,7 @@ class Job(Generic[T]):
         running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of steps.
 
         Args:
-            path: path of the JSON file, compressed if the name ends in ``.gz``; None: ``timeline.json.gz`` in the logs.
+            path: path of the JSON file; compressed if it ends in ``.gz``. None = ``timeline.json.gz`` in the logs.
             profiles: folder of this job's ``ProfileKwargs(output_trace_dir=...)``, whose traces are added.
 
         Raises:
@@ -377,8 +377,8 @@ class Job(Generic[T]):
     def stop(self) -> None:
         """Ask training to stop early: ``accelerator.should_stop`` becomes true at the same step on every rank.
 
-        A loop that checks it ends, the function returns as usual, and :meth:`result` has its value. A function that
-        never checks it is not affected.
+        A loop that checks ``should_stop`` ends, the function returns as usual, and :meth:`result` returns its value. A
+        function that never checks it is not affected.
         """
         self.requests.stop()
 

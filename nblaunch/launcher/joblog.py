@@ -212,7 +212,7 @@ def _make_folder(root: Path, name: str | None, number: int) -> Path:
         path.mkdir(mode=0o700)
     except OSError as error:
         if isinstance(error, FileExistsError) and name is None:
-            # A process with the same id in another container created it.
+            # A process with the same id in another container created the folder.
             return _make_folder(root, f"{path.name}-{os.urandom(4).hex()}", number)
         raise _log_error(f"can't create the job's log folder {path}", path, error) from error
     return path
@@ -225,7 +225,7 @@ def log_root(folder: str | None = None) -> Path:
         folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
 
     Raises:
-        LaunchError: it can't be created, or belongs to another user.
+        LaunchError: the folder can't be created, or belongs to another user.
     """
     chosen = folder or env.read("NBLAUNCH_LOG_DIR")
     root = Path(chosen).expanduser().absolute() if chosen else _temporary_root()

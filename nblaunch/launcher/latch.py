@@ -36,6 +36,6 @@ class Latch:
         self._waiting.append(lock)  # before the check, so that set() can't miss it
         if not self._is_set:
             lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-        with suppress(ValueError, IndexError):  # set() has taken it, or is taking others
+        with suppress(ValueError, IndexError):  # set() has removed the lock, or is removing others
             self._waiting.remove(lock)
         return self._is_set

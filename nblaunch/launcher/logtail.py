@@ -34,8 +34,8 @@ _CHECK_S = 1.0
 Opener = Callable[[str, int], int]
 """Opens a path with flags, like ``opener`` of :func:`open`."""
 
-# Gloo's "Rank N is connected" line. torch 2.8 and 2.9 print it per group, and no setting silences it. Hidden unless
-# peers are missing; it stays in the files.
+# Gloo's "Rank N is connected" line. torch 2.8 and 2.9 print it per group, and no setting silences it. nblaunch hides
+# the line unless peers are missing; the log files keep it.
 _ALL_CONNECTED = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\r?"
 )
@@ -56,7 +56,7 @@ class LogTail:
         keeps_file: restore the file if it is removed while its rank writes to it.
 
     Attributes:
-        is_behind: whether the last call of :meth:`read` may have left output unread.
+        is_behind: whether the last call to :meth:`read` may have left output unread.
     """
 
     def __init__(

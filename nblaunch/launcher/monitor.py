@@ -24,11 +24,11 @@ INTERVAL_S = 1.0
 _READING_S = 0.25  # between readings of a rank's memory
 _RISE = 1.05  # a peak that rises by this factor is reported at once: the process may die soon
 
-_MAX_SHARE = 0.01  # of the launcher's time, for readings of proportional memory
+_MAX_SHARE = 0.01  # fraction of the launcher's time, for readings of proportional memory
 
 
 class DeviceSampler:
-    """Reads the utilisation of the devices of this machine's workers. Created when they have started.
+    """Reads the utilisation of the devices of this machine's workers. Created once the workers have started.
 
     Args:
         backend: device family of the workers.
@@ -51,7 +51,7 @@ class DeviceSampler:
         self._meter: DeviceMeter = backend.open_meter()
 
     def sample(self) -> list[DeviceUse]:
-        """Return the utilisation of each rank's device, if it is time."""
+        """Return the utilisation of each rank's device if a reading is due; otherwise nothing."""
         if self._clock() < self._next_s:
             return []
         self._next_s = self._clock() + INTERVAL_S

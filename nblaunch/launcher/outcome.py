@@ -65,7 +65,7 @@ class JobOutcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> JobOutcome:
-        """Return the outcome of a job that ``error`` ended in this process; ``interrupted`` for an interrupt.
+        """Return the outcome of a job that ``error`` ended in this process; an interrupt has status ``interrupted``.
 
         :func:`conclude_job` returns the outcome of interrupted workers.
         """
@@ -246,7 +246,7 @@ def _load_optimizers(
         name = f"{path_name(path)} ({type(optimizer).__name__})"
         problem = unsent.get(path) or result.state_errors.get(path, "")
         if not problem and is_scheduler(optimizer) and id(optimizer.optimizer) not in loaded:
-            problem = "the state of its optimizer was not"
+            problem = "the state of its optimizer was not copied back either"
         if not problem and path not in result.states:
             continue
         problem = problem or _load_optimizer(optimizer, result.states[path])
@@ -295,7 +295,7 @@ def _death_while_sending(report: AttemptReport, rank: int) -> str:
 def keep_values(
     error: BaseException, attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
 ) -> tuple[dict[int, Any], list[Note]]:
-    """Set ``error.partial`` to the values of ranks that returned before others were ended; return them and a note."""
+    """Set ``error.partial`` to the values of ranks that returned before others were stopped; return them and a note."""
     wanted = attempt.ranks if attempt.spec.return_all else attempt.ranks[:1]
     ranks = [rank for rank in wanted if rank in report.returned and rank in rank_results]
     if not ranks:
@@ -354,7 +354,7 @@ def _describe_interrupt(attempt: Attempt, report: AttemptReport) -> tuple[str, s
     if event is None:
         return "interrupted after the function had returned on the first rank", "trained weights"
     if event.step == 0:
-        return "interrupted before the first optimizer step", "the weights of that moment"
+        return "interrupted before the first optimizer step", "the weights at that moment"
     return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
 
 
@@ -368,7 +368,7 @@ def _has_begun(report: AttemptReport, rank: int) -> bool:
     if rank in report.announced:
         return True
     failed = report.failed.get(rank)
-    if failed is not None:  # a KeyboardInterrupt of the function itself is announced
+    if failed is not None:  # a function that has begun announces a KeyboardInterrupt
         return failed.info.type_name != KeyboardInterrupt.__name__
     states = {reading.rank: reading.state for reading in report.last_readings}
     return states.get(rank) is not WorkerState.STARTING

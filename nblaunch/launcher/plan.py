@@ -1,8 +1,8 @@
 """LaunchPlan: decides before any worker starts how to launch, or why a launch is impossible.
 
-It inspects the machine without creating a device context, because workers can't be forked from a kernel with one. A
-backend may try a fork (``backends/first_use.py``). If devices are unavailable, it ends workers that are kept for the
-debugger, because they may hold the devices.
+It inspects the machine without creating a device context, because workers can't be forked from a kernel that has one. A
+backend may try a fork (``backends/first_use.py``). If devices are unavailable, workers that are kept for the debugger
+are ended, because they may hold the devices.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 A launch in another thread starts its workers in the thread that finishes it, because the system kills them when the
 thread that started them ends (``PR_SET_PDEATHSIG``).
 
-The caller sees it as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in ``nodes/link.py``),
-start only prepares the job; attempts start in finish, once the rendezvous is complete.
+The caller sees the runner as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in
+``nodes/link.py``), start only prepares the job; attempts start in finish, once the rendezvous is complete.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ _LOOK_S = 0.05
 
 
 class JobRunner(Job):
-    """Runs one job, once. On several machines, the subclass ``NodeRunner`` (``nodes/link.py``) runs different
-    attempts.
+    """Runs one job, once. On several machines, ``NodeRunner`` (``nodes/link.py``) runs attempts with other nodes.
 
     Args:
         spec: what to run.

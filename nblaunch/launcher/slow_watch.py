@@ -4,7 +4,7 @@
     /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
 
 Checks take at most a hundredth of a processor. A brief cause, such as a neighbour that compiles, is not
-named. A note without text withdraws a cause that has ended.
+named. A note without text clears a cause that has ended.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CHECK = "slow_steps"
 """Name of this check in ``NBLAUNCH_CHECKS``."""
 
 _LOOK_S = 1.5
-_MAX_SHARE = 0.01  # fraction of a processor
+_MAX_SHARE = 0.01  # fraction of a processor for the checks
 _WINDOW_S = 10.0
 _MIN_SPANS, _MAX_SPANS = 2_000, 5_000  # limits of the number of a rank's newest spans that are analysed
 _ALL_SPANS = 20_000  # spans of all ranks together
 _NUM_LOOKS = 3  # checks in a row after which a cause is named
 _NUM_LOOKS_UNLESS_FIXED = 6
 _MAX_NOTES = 2  # per cause, which may come and go
-_BUSY_SHARE = 0.25  # fraction of the busiest thread's time; other threads of a process work only now and then
+_BUSY_SHARE = 0.25  # fraction of the busiest thread's time; less busy threads are not counted
 _MIN_USE = 0.05  # fraction of a processor; a neighbour that uses less does not count
 _SUSPICIOUS_WAIT = 0.2
 """Fraction of the time that a rank waits for a processor; above it, its neighbours are read."""
@@ -108,14 +108,14 @@ class SlowWatch:
             first = next((i for i, span in enumerate(spans) if span.ended_s >= now_s - _WINDOW_S), None)
             steps = None if first is None else step_times(list(islice(spans, first, None)))
             if steps is None and spans and now_s - spans[-1].ended_s < _WINDOW_S:
-                steps = step_times(list(spans))  # long steps
+                steps = step_times(list(spans))  # steps longer than the window
             if steps is None:
                 return {}
             times[rank] = steps
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row; withdraw it once it was absent as many times in a row."""
+        """Name a cause that was found several times in a row; clear it once it was absent several times in a row."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause

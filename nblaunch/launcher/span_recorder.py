@@ -21,7 +21,7 @@ from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.wire.spans import read_blocks, to_blocks
 
 _MAX_BYTES = 32 << 20
-"""Limit of a file; two files are kept. 8 ranks with 10,000 steps of 4 spans fill a third of one."""
+"""Limit of a file; two files are kept. 8 ranks with 10,000 steps of 4 spans each fill a third of a file."""
 
 _WRITE_S = 0.5
 _NAMES = ("spans.before", "spans")

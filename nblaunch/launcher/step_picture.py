@@ -24,7 +24,7 @@ _COLLECTIVE = "#8a8f98"
 _MAX_RANKS = 16
 _WIDTH, _LEFT, _ROW, _BAR = 720, 130, 22, 14
 _NUM_WARM = 1
-"""Number of first steps that are not counted: they create what later steps reuse."""
+"""Number of first steps that are left out, because they create what later steps reuse."""
 
 Slice = tuple[str, float, float]
 """Name, begin and end, in microseconds."""

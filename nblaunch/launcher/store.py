@@ -80,7 +80,7 @@ class StoreHost:
         if self._socket is None:
             return
         try:
-            # The store itself would retry for minutes.
+            # Without enough descriptors, the store itself would retry for minutes.
             descriptors.check_room(_STORE_DESCRIPTORS)
             # Start a thread first: without threads, the store would fail and leak its descriptors.
             threading.Thread(target=str).start()

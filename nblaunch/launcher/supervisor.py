@@ -58,7 +58,7 @@ _POLL_S = 0.02
 """Seconds between polls if the system can't wake the loop at the end of a process."""
 
 _LINGER_S = 60.0
-"""How long workers whose function has returned may take to end: exit handlers that upload, threads that write."""
+"""How long workers whose function has returned may take to end, for example to upload or write files."""
 
 _LATE_FAILURES_S = 0.3
 """Seconds from the first failure to the end of its job, if the workers are kept."""
@@ -184,7 +184,7 @@ class Supervisor:
             watcher.end()
         if processes := self._running.left_running:
             named = formatting.first(processes, _MAX_NAMED)
-            self._note(f"killed with the job, despite leaving the workers' process groups: {named}")
+            self._note(f"killed with the job, although they had left the workers' process groups: {named}")
 
     def _do_deferred(self) -> None:
         """At the first tick, do work that workers need not wait for and that short jobs can skip."""
@@ -376,10 +376,10 @@ class Supervisor:
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
 
     def _is_decided(self) -> bool:
-        """Return whether the outcome is decided while processes are running: a rank failed, or all have delivered.
+        """Return whether the outcome is decided while processes are running: a rank failed, or all have sent results.
 
-        An interrupt then only ends the processes sooner, and no other attempt follows. If there are other machines, it
-        is never decided here.
+        An interrupt then only ends the processes sooner, and no other attempt follows. If there are other machines, the
+        outcome is never decided here.
         """
         report = self._report
         has_failed = report.failed or report.exits.keys() - report.returned.keys()
@@ -404,7 +404,7 @@ class Supervisor:
         if self._peers is None:
             return
         if self._peers.is_closed and self._peers in self._selector.get_map():
-            self._selector.unregister(self._peers)  # otherwise its end would wake the loop forever
+            self._selector.unregister(self._peers)  # its end would wake the loop forever
         if self._peers.must_end:
             self._begin_escalation()
 
@@ -417,7 +417,7 @@ class Supervisor:
             self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
 
     def _escalate_by(self, escalation: Escalation) -> None:
-        """Stop all ranks with these steps. Ranks that wait at a failure for the debugger run until they end."""
+        """Stop all ranks with these steps. Ranks that are kept at a failure for the debugger are released."""
         self._escalation = escalation
         if self._debugger is not None:
             self._debugger.release()
@@ -448,7 +448,7 @@ class Supervisor:
 
     def _abandon(self, rank: int) -> None:
         pid = self._group.pids().get(rank)
-        # A forkserver that blocks before it starts its workers has sent no pids.
+        # A forkserver that blocks before it starts its workers has not reported their pids.
         name, hint = f"rank {rank}", ""
         if pid is not None:
             name, hint = f"{name} (pid {pid})", f"; as root, cat /proc/{pid}/stack shows what it waits for"
@@ -590,4 +590,4 @@ class Supervisor:
 
 
 def _nothing() -> None:
-    """Do nothing: the end of a process only wakes the loop, which reaps it right after."""
+    """Do nothing, because the end of a process only wakes the loop, which then reaps the process."""

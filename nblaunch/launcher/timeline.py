@@ -39,7 +39,7 @@ _VALUES = {SpanKind.DATA: "elements", SpanKind.SAVE: "bytes", SpanKind.EVALUATIO
 _INSIDE = (SpanKind.COLLECTIVE, SpanKind.GARBAGE)
 """Spans that may lie within a forward pass."""
 
-_US_PER_S = 1_000_000  # the format counts in microseconds; whole ones keep the file small
+_US_PER_S = 1_000_000  # the format counts in microseconds; whole numbers keep the file small
 _COMPRESSION = 4
 _PID = 1  # the job's process in the file; its threads are the ranks
 _PIDS_PER_RANK = 1000  # for the processes of a trace
@@ -80,7 +80,7 @@ def write_timeline(
         spans: ranks, each with some of its spans, in order.
         path: path of the file; it is compressed if its name ends in ``.gz``.
         title: name of the job.
-        profiles: folder with traces of torch's profiler, which are added; None: no traces.
+        profiles: folder with traces of torch's profiler, which are added; None = no traces.
 
     Raises:
         OSError: the file can't be written, or there are no traces.

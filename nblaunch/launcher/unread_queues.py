@@ -146,14 +146,14 @@ class _Kept:
 
     Args:
         queue: queue of the kernel.
-        has_tensors: values may refer to memory of a rank, which must be taken over while the rank is alive.
+        has_tensors: whether values may refer to memory of a rank, which must be taken over while the rank is alive.
     """
 
     def __init__(self, queue: Any, has_tensors: bool) -> None:
         self._read_lock, self._write_lock = queue._rlock, queue._wlock
         self._has_tensors = has_tensors
         self._is_locked = False
-        # Duplicates, because the user may drop the queue. A pipe without a reader ends the writing thread.
+        # Duplicate descriptors, because the user may drop the queue. A pipe without a reader ends the writing thread.
         self.reader, self._writer = os.dup(queue._reader.fileno()), os.dup(queue._writer.fileno())
         descriptors.keep_from_children(self.reader, self._writer)
         self._messages: list[bytes | bytearray] = []

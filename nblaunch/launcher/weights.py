@@ -77,8 +77,8 @@ def load_back(
         what: name of these weights in the note.
 
     Returns:
-        the paths of the modules that have their weights, and notes about all modules. Missing or incomplete weights are
-        reported as warnings.
+        the paths of the modules that now have the trained weights, and notes about all modules. Missing or incomplete
+        weights are reported as warnings.
     """
     back: list[ArgPath] = []
     unchanged: list[ArgPath] = []
@@ -139,7 +139,7 @@ def load_into(module: Any, path: ArgPath, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the state does not fit; nothing was loaded.
     """
-    import torch  # imported here, because the process may only have followed the job
+    import torch  # imported here, because this process may only have followed the job
 
     if not isinstance(module, torch.nn.Module):
         raise ValueError(
@@ -186,7 +186,7 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
     named = ", ".join(f"{where} ({type(module).__name__})" for where, module in modules.items())
     verb, them = ("was", "it") if len(modules) == 1 else ("were", "them")
     return (
-        f"{named} of the notebook {verb} used by {name} without being in args, so the workers' changes to {them} are "
+        f"{name} used {named} of the notebook, which {verb} not in args, so the workers' changes to {them} are "
         f"lost. To get trained weights, pass {them} as an argument, as in "
         f"notebook_launcher({name.rpartition('.')[2]}, (model,))"
     )
@@ -291,7 +291,7 @@ def _made(module: Any, state: Mapping[str, Any], bare: set[str]) -> dict[str, An
 def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
     """Return how the workers' module differs from the kernel's (layers added, embeddings resized); empty if it fits.
 
-    The comparison comes first, because ``load_state_dict`` loads the entries that fit before it raises for the rest.
+    The comparison comes first, because ``load_state_dict`` loads the entries that fit before it raises an error.
     Modules with their own loading code are not compared: for example, observers of quantisation-aware training accept
     other shapes.
     """

@@ -1,4 +1,4 @@
-"""Workers forked from this process: they have the function, its closure and the model without copying.
+"""Workers forked from this process, which inherit the function, its closure and the model without copying.
 
 kernel ── prepare the device family, pause OpenMP pools, open this memory for comparing weights, freeze the heap,
        │   hold back signals, let other threads finish their work and release their locks
@@ -65,7 +65,7 @@ def fork_workers(call: FunctionCall, assignments: Sequence[Assignment], board: B
             with heap.frozen(), process_control.signals_blocked(), attached_debugger.kept_out():
                 # A thread that has work takes the interpreter's lock, and this thread waits until the lock is free.
                 time.sleep(_PAUSE_S)
-                files.flush()  # the thread may have written meanwhile
+                files.flush()  # other threads may have written during the pause
                 return _fork_all(assignments, run)
 
 
@@ -91,7 +91,7 @@ def _fork_all(assignments: Sequence[Assignment], run: Callable[[Assignment], Non
         try:
             pid = _fork()
         except OSError as error:
-            kill_and_reap(pids.values())  # those that were started before
+            kill_and_reap(pids.values())  # the workers that were already started
             raise LaunchError(_start_error(error, len(pids), len(assignments))) from error
         if pid == 0:
             run(assignment)
@@ -133,7 +133,7 @@ def _fork() -> int:
     if sys.version_info < (3, 12):  # older versions do not warn
         return attached_debugger.fork()
     with warnings.catch_warnings():
-        # Python warns about forking with threads; worker/ keeps workers from using anything that belongs to them.
+        # Python warns about forking with threads; worker/ keeps workers from using what belongs to other threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         return attached_debugger.fork()
 
@@ -178,7 +178,9 @@ def _ranks(assignments: Sequence[Assignment]) -> range:
 
 
 def _with_random_state(call: FunctionCall) -> Callable[[], FunctionCall]:
-    """Restore ``random`` before the call: Python reseeds it in every child, unlike numpy's and torch's generators."""
+    """Restore ``random`` before the call, because Python reseeds it in every child, unlike NumPy's and torch's
+    generators.
+    """
     state, unknown = random.getstate(), random_states.unknown_generators()
 
     def load() -> FunctionCall:
@@ -191,7 +193,7 @@ def _with_random_state(call: FunctionCall) -> Callable[[], FunctionCall]:
 
 @contextmanager
 def _originals_opened(assignments: Sequence[Assignment]) -> Iterator[Originals | None]:
-    """Open this process's memory for the workers: they compare their weights with it and send only changed ones."""
+    """Open this process's memory for the workers, which compare their weights with it and send only changed ones."""
     originals = Originals.of_this_process() if assignments[0].wanted_modules else None
     try:
         yield originals
@@ -261,7 +263,9 @@ def _loaded_name(line: str) -> str:
 
 
 _known: tuple[bytes | None, tuple[str, ...]] | None = None
-"""The last list of libraries and its time, because reading the maps of a process with torch takes a millisecond."""
+"""The last list of libraries, with the executable size at that time. Kept because reading the maps of a process with
+torch takes a millisecond.
+"""
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -278,8 +282,9 @@ class _SymbolInfo(ctypes.Structure):
 def _executable_size() -> bytes | None:
     """Return how much of this process's memory holds library code; None if the system does not report it.
 
-    The value grows when a library is loaded. nblaunch does not ask the loader for its count, because the loader calls
-    back under its lock: a thread that imports a module waits for that lock while it holds the interpreter's.
+    The value grows when a library is loaded. nblaunch does not ask the loader for a count, because the loader calls
+    back while it holds its lock. A thread that imports a module could wait for that lock while it holds the
+    interpreter's lock, which the callback needs.
     """
     match = _LIBRARIES_SIZE.search(proc.read_bytes(_OWN_STATUS))
     return match[1] if match else None

@@ -1,4 +1,4 @@
-"""Workers forked from a clean interpreter: for kernels that can't be forked; the model is still in memory only once.
+"""Workers forked from a clean interpreter, for kernels that can't be forked. The model is still in memory only once.
 
 kernel ── call by cloudpickle ──> server (fresh interpreter, loads it once)
    ^                                 ├── fork ──> worker 0
@@ -63,7 +63,7 @@ def start(
 
 
 class ForkserverGroup(WorkerGroup):
-    """Workers that are grandchildren: the server waits for them and reports."""
+    """Workers that are grandchildren of this process. The server waits for them and reports their starts and ends."""
 
     def __init__(self, server: int, report_fd: int, ranks: Sequence[int]) -> None:
         self._server = server
@@ -126,7 +126,7 @@ class ForkserverGroup(WorkerGroup):
         ended: list[tuple[int, ExitStatus]] = []
         while True:
             try:
-                report = os.read(self._report_fd, _REPORT.size)  # never partial: far below PIPE_BUF
+                report = os.read(self._report_fd, _REPORT.size)  # never partial: it is far below PIPE_BUF
             except BlockingIOError:
                 return ended
             if not report:
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
             # Until the launcher knows the workers, it sends interrupts to the server.
             signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
-        # No worker can report it yet, so the server reports it for the first rank.
+        # No worker can report the error yet, so the server reports it for the first rank.
         EventSender(first.event_fd).send(_as_failure(first.rank, error))
         output.flush()
         if isinstance(error, KeyboardInterrupt):
@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 def _start_workers(boot: Boot, call: FunctionCall) -> dict[int, int]:
     """Fork the workers; return rank -> process id.
 
-    If loading the call has used the device (one of its modules did so on import), copies of this process can't use the
-    device either. The workers are then fresh interpreters, and each of them loads the call.
+    If loading the call has used the device (one of its modules did so on import), forked copies of this process can't
+    use the device. The workers are then fresh interpreters, and each of them loads the call.
     """
     first = boot.assignments[0]
     backend = backends.find(first.backend, first.registered_backend)

@@ -33,7 +33,7 @@ def run_inline(
     Args:
         call: the function and its arguments.
         topology: topology of the only rank.
-        backend: the device family that it computes on.
+        backend: the device family that the function computes on.
         accelerator_defaults: as in :class:`nblaunch.context.ProcessContext`.
         emit: receives the function's events, such as metrics, in the thread that emits them.
         environment: additional variables to set during the call.

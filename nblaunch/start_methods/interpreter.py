@@ -22,7 +22,7 @@ from nblaunch.wire.channel import EventSender
 from nblaunch.wire.pickling import payload
 from nblaunch.worker import process_control
 
-# Set the kernel's search path first: nblaunch itself may have come from it.
+# Set the kernel's search path first, because nblaunch itself may be found only there.
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import main; main(sys.argv[1:])"
 _REST = "import os, pickle; os.environ.update(pickle.load(os.fdopen({fd}, 'rb'))); "
 
@@ -88,7 +88,7 @@ def report_left(boot: Boot) -> None:
 
 
 def registered_backend(name: str) -> bytes:
-    """Pickle a backend that only this process has registered; b"" for those that are part of nblaunch."""
+    """Pickle a backend that only this process has registered; return b"" for the backends of nblaunch."""
     backend = backends.registered(name)
     return b"" if backend is None else payload.to_bytes(backend, main_by_reference=False)
 

@@ -1,7 +1,8 @@
 """A snapshot of a call for fresh processes: function and arguments, and their surroundings.
 
 A launch that waits for its workers saves the call and starts them at once. A job that may start workers after the
-calling cell has finished saves the call at the launch: whatever the kernel does later, every attempt gets this state.
+calling cell has finished saves the call at the launch, so that every attempt gets this state, whatever the kernel does
+later.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SavedCall:
         argv: ``sys.argv``, which a function may parse.
         authkey: key that processes of ``multiprocessing`` share; workers need it to reach the kernel's managers.
         sources: file name -> text of the notebook's cells, for tracebacks and the debugger.
-        has_shell: this process is an IPython shell, so ``display`` must also work in workers.
+        has_shell: whether this process is an IPython shell, so that ``display`` must also work in workers.
         names: names of the notebook's variables, most of which the call does not contain.
     """
 
@@ -111,7 +112,7 @@ def save_call(
 
     Args:
         call: the function and its arguments.
-        advice: what to do if a call can't be pickled, beyond creating the object inside the function.
+        advice: what to do if a call can't be pickled, besides creating the object inside the function.
 
     Raises:
         PayloadError: a variable of the call can't be pickled; the message names it and says what to do.
@@ -153,7 +154,7 @@ def _text_of_script() -> Iterator[str]:
 def _hash_seed() -> dict[str, str]:
     """Return the variable that gives sets of strings the same order on all ranks, in each attempt and launch.
 
-    Each fresh interpreter would choose its own order: ranks that number the words of a set would disagree.
+    Otherwise each fresh interpreter would choose an order, and ranks that number the words of a set would disagree.
     """
     return {"PYTHONHASHSEED": str(hash("nblaunch") % (1 << 32))} if sys.flags.hash_randomization else {}
 

@@ -1,6 +1,6 @@
 """Workers that are fresh interpreters: the default of ``nblaunch launch``, where each worker loads the script.
 
-For a function of a notebook this is the last resort, because every worker must load everything itself.
+For a function from a notebook, this is the last resort, because every worker must load everything itself.
 """
 
 from __future__ import annotations

@@ -27,14 +27,14 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def process_groups(self) -> list[int]:
-        """Return every process group that must not outlive the launcher, helpers included.
+        """Return every process group that must not outlive the launcher, including helpers.
 
-        Leaders that were reaped are left out: the system may give their id to another process.
+        Groups whose leader was reaped are left out, because the system may give its id to another process.
         """
 
     @abstractmethod
     def waitables(self) -> list[int]:
-        """Return descriptors that become readable when :meth:`poll` may return ranks. If empty, poll at intervals."""
+        """Return descriptors that become readable when :meth:`poll` may return ranks; if none, poll at intervals."""
 
     @abstractmethod
     def poll(self) -> list[tuple[int, ExitStatus]]:
@@ -50,7 +50,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Kill the processes that are still running, reap them and all helpers, release descriptors. Called once.
+        """Kill the processes that are still running, reap them and all helpers, and release descriptors. Called once.
 
         Wait at most :data:`KILL_PATIENCE_S` for killed processes, and leave those that have not ended by then.
         """

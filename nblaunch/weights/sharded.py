@@ -4,7 +4,7 @@
     rank 1   ── TensorShard ──┼──> ShardedTensor ── copied shard by shard ──> the launcher's full tensor
     rank 2   ── TensorShard ──┘
 
-The shards belong to :class:`torch.distributed.tensor.DTensor` and DeepSpeed. This module also has the functions that
+The shards come from :class:`torch.distributed.tensor.DTensor` and DeepSpeed. This module also has the functions that
 recognise sharded tensors and models.
 """
 
@@ -84,7 +84,7 @@ class ShardedTensor:
 
 def is_sharded(value: Any) -> bool:
     """Return whether ``value`` is a sharded tensor, with one shard on this rank."""
-    module: Any = sys.modules.get("torch.distributed.tensor")  # not imported: no DTensor exists
+    module: Any = sys.modules.get("torch.distributed.tensor")  # if it is not imported, no DTensor exists
     return module is not None and isinstance(value, module.DTensor)
 
 
@@ -95,7 +95,7 @@ def is_sharded_model(model: Any) -> bool:
 
 def is_fsdp_module(module: Any) -> bool:
     """Return whether ``fully_shard`` was applied to ``module``."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: never applied
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, FSDP was never applied
     return isinstance(module, getattr(fsdp, "FSDPModule", ()))  # torch 2.6 and later
 
 
@@ -111,7 +111,7 @@ def is_fsdp1_module(module: Any) -> bool:
 
 def extent(shard: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the position of a shard in the full tensor: its offset and its shape, each with one number per dimension.
-    Uses torch's own arithmetic, which also handles shards of shards, as in FSDP2 over tensor parallelism.
+    The arithmetic is torch's own, which also handles shards of shards, as in FSDP2 over tensor parallelism.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # has no public name
 
@@ -125,7 +125,8 @@ def shards_to_send(state: Mapping[str, Any], topology: Topology, is_main: bool) 
     No rank waits for another. If several ranks of a machine hold the same shard, one of them sends it.
 
     Args:
-        state: a state dict of the parameters themselves (``keep_vars=True``); DeepSpeed attaches its shards to these.
+        state: a state dict of the parameters themselves (``keep_vars=True``); DeepSpeed attaches its shards to
+            parameters.
         topology: topology of this rank.
         is_main: whether this rank sends unsharded tensors.
     """
@@ -156,9 +157,9 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
     """Return whether no lower rank on this machine holds the same shard.
 
-    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same shape: with tensor
-    parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank counts as
-    the first.
+    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same shape, because with
+    tensor parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank
+    counts as the first.
     """
     mesh = shard.device_mesh
     at = tuple(

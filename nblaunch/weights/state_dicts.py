@@ -1,8 +1,8 @@
 """State dicts: their versions, whether a module can load one, names without wrappers, and quantised entries.
 
 :func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
-all that fits before it raises. :func:`give_own_memory` prepares a module's tensors so that values can be copied into
-them.
+all entries that fit before it raises an error. :func:`give_own_memory` prepares a module's tensors so that values can
+be copied into them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def without_wrappers_inside(module: Any) -> Any:
     """Return a module with the same tensors, in which no part is compiled or wrapped for communication.
 
     Modules on the way to such a part are shallow copies: they share parameters, buffers, hooks and all other attributes
-    with the user's. If no part is compiled or wrapped, the result is ``module`` itself.
+    with the user's modules. If no part is compiled or wrapped, the result is ``module`` itself.
     """
     parts = {id(part) for part in module.modules() if part is not module and _inside(part) is not part}
     return _copied(module, parts, {}) if parts else module

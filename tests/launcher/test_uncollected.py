@@ -100,7 +100,7 @@ FOUND: list[tuple[Callable[..., Any], str]] = [
 
 @pytest.mark.parametrize(("function", "named"), FOUND)
 def test_modules_used_without_arguments_are_named(function: Callable[..., Any], named: str) -> None:
-    assert describe_uncollected_modules(function, "train").startswith(f"{named} of the notebook w")
+    assert describe_uncollected_modules(function, "train").startswith(f"train used {named} of the notebook, ")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,9 @@ def test_functions_without_trainable_modules_get_no_note(function: Callable[...,
 
 
 def test_unusual_objects_are_harmless() -> None:
-    assert describe_uncollected_modules(uses_odd_things, "train").startswith("lazy (LazyLinear) of ")
+    assert describe_uncollected_modules(uses_odd_things, "train").startswith(
+        "train used lazy (LazyLinear) of "
+    )
 
 
 def test_only_training_cells_get_a_note(kernel: Kernel) -> None:
@@ -130,7 +132,7 @@ def evaluate():
     return net(torch.ones(1, 2)).item()
 """
     )
-    note = "net (Linear) of the notebook was used by train without being in args"
+    note = "train used net (Linear) of the notebook, which was not in args"
     trained = kernel.run("notebook_launcher(train, num_processes=2)").stdout
     assert note in trained
     assert "notebook_launcher(train, (model,))" in trained
@@ -138,4 +140,4 @@ def evaluate():
         "notebook_launcher(evaluate, num_processes=2)",
         "notebook_launcher(train, num_processes=2, sync_weights=False)",
     ):
-        assert "without being in args" not in kernel.run(quiet).stdout
+        assert "which was not in args" not in kernel.run(quiet).stdout

@@ -50,7 +50,7 @@ def test_sessions_start_without_the_debugger_and_say_so_once(debugged: Kernel) -
     debugged.run("attached_debugger._is_noted = False")
     launch = "notebook_launcher(look, num_processes=1, dashboard='text')"
     cells = [debugged.run(launch), debugged.run(launch)]
-    assert ["breakpoints of the front end" in cell.shown for cell in cells] == [True, False]
+    assert ["breakpoints set in the front end" in cell.shown for cell in cells] == [True, False]
     session = "with Session(2) as session:\n    values = session.run(look, return_all=True)\nvalues"
     assert debugged.run(session, timeout_s=120).value == [("0", "5\n"), ("1", "5\n")]
 
