@@ -8,7 +8,7 @@ rocm.py            AMD GPUs, RCCL
 xpu.py             Intel GPUs, XCCL
 mps.py             the GPU of a Mac, one process
 xla.py             TPUs, or the CPU as a stand-in
-xla_runtime.py     torch_xla: importing it, driving its devices as one, its world in a worker
+xla_runtime.py     torch_xla: its import, its SPMD mode, and its world in a worker
 torch_tpu.py       TPUs through TorchTPU
 compile_watch.py   which step of a loop made a lazy device compile
 first_use.py       whether forked workers could use the device, and which line of this process used it first
@@ -88,7 +88,7 @@ def find(name: str, pickled: bytes = b"") -> Backend:
 def choose(name: str) -> Backend:
     """Return the backend called ``name``; for ``"auto"``, the one that suits this machine best.
 
-    If that backend can't be used, return a usable one whose devices have this name in torch.
+    If that backend can't be used, return a usable backend whose devices torch calls by this name.
 
     Raises:
         ValueError: no backend has this name; the message lists the valid names.

@@ -78,7 +78,7 @@ class Backend(ABC):
     """The compilers that ``torch.compile`` can use for it, the default first."""
 
     is_lazy = False
-    """Whether values exist only after :meth:`step_boundary`, so that reading one earlier costs an extra execution."""
+    """Whether values exist only after :meth:`step_boundary`, so that an earlier read costs an extra execution."""
 
     prefetches_to_device = False
     """Whether loaders move a batch to the device while it computes on the previous one."""
@@ -182,8 +182,8 @@ class Backend(ABC):
     def preload(self) -> None:
         """Import packages in a clean process, so that the workers forked from it need not import them.
 
-        The clean process calls this before :meth:`fork_hazard`. Unlike a kernel, it has loaded only the call, and runs
-        no other code.
+        The clean process calls this before :meth:`fork_hazard`. Unlike a kernel, the clean process has loaded
+        only the call and runs no other code.
 
         Raises:
             RuntimeError: the device's library can't be imported, or the process has already used the device.
@@ -228,7 +228,7 @@ class Backend(ABC):
             raise ValueError(f"mixed_precision={precision!r} can't be used on {self.name}: {reason}")
 
     def join(self, topology: Topology, device: torch.device, timeout_s: float | None = None) -> None:
-        """Join the job's default process group unless this process is in it. A job without an address has no group."""
+        """Join the job's default process group unless it is already a member. A job without an address has no group."""
         process_group.join(self.dist_backend, topology, timeout_s)
 
     def enable_spmd(self) -> None:
@@ -236,10 +236,10 @@ class Backend(ABC):
 
         Raises:
             ValueError: the device has no such mode.
-            RuntimeError: too late: the process already uses one device.
+            RuntimeError: it is too late, because the process already uses one device.
         """
         raise ValueError(
-            f"strategy='spmd' needs XLA devices, but this process uses {self.name}; leave it out"
+            f"strategy='spmd' needs XLA devices, but this process uses {self.name}; leave the argument out"
         )
 
     @property
@@ -305,7 +305,7 @@ class Backend(ABC):
         )
 
     def switch_to_bf16(self) -> bool:
-        """Store fp32 as bf16 from now on if the device can; return whether it does, which replaces autocast."""
+        """Store fp32 as bf16 from now on, if the device can, so that autocast is not needed; return whether it does."""
         return False
 
     def seed(self, seed: int) -> None:
@@ -316,7 +316,7 @@ class Backend(ABC):
         module.to(device)
 
     def device_memory(self) -> tuple[int, int, int] | None:
-        """Return bytes of device memory: now used by this process, peak, and total of the device; None if unknown."""
+        """Return device memory in bytes: in use by this process, peak, and total of the device; None if unknown."""
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:

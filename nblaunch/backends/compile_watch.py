@@ -5,7 +5,7 @@ another branch, or a value that is read in the middle of the step. Each compilat
 like a hang. This module therefore reports it, once per cause, with the step, the shapes and the time.
 
 A correct loop may need several graphs: for steps inside an accumulation window, for steps after the optimizer has
-created its state, and for the last batch. The module therefore reports later steps that compile only if there are many.
+created its state, and for the last batch. The module therefore reports later compilations only if there are many.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from nblaunch import formatting
 from nblaunch.backends.base import tensors
 
 WARM_UP_STEPS = 2
-"""Number of first steps with a shape, which always compile: values created in the first step are inputs of the
-second."""
+"""Number of steps that compile for a new shape, because values created in the first step are inputs of the second."""
 
 _READING_STEPS = 3  # in a row, because an occasional read is not worth a report
 _CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs
@@ -135,9 +134,9 @@ class CompileWatch:
             self._note_cause(
                 f"{phase} shape",
                 f"{phase} step {steps.num_steps} compiled {formatting.count(num_graphs, 'new graph')} in "
-                f"{seconds:.1f} s: its batch is {shapes}, the others are {usual}. Every new shape is compiled: "
-                "keep one batch size (even_batches=True, or drop_last=True) and pad sequences to a few fixed "
-                "lengths",
+                f"{seconds:.1f} s: its batch is {shapes}, the others are {usual}. Every new shape costs a "
+                "compilation, so keep one batch size (even_batches=True, or drop_last=True) and pad sequences to a "
+                "few fixed lengths",
             )
         elif steps.shapes[shapes] > WARM_UP_STEPS:
             steps.num_late_steps += 1

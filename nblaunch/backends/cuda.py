@@ -69,7 +69,7 @@ class CudaBackend(GpuBackend):
         if model is not None and num_processes > 1 and env.read("NCCL_P2P_DISABLE") is None:
             notes.append(
                 "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 are set for the workers: with this driver, direct "
-                f"connections of {model} cards hang. Drivers 550.40.07 and later need neither"
+                f"connections between {model} cards hang. Drivers 550.40.07 and later need neither variable"
             )
         return tuple(notes)
 

@@ -95,7 +95,7 @@ def is_cuda_initialised() -> bool:
 
 
 def has_open_device(device_file: str, descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Return whether a process has a file open; without /proc, return torch's own flag.
+    """Return whether a process has a file open; False if the system has no /proc.
 
     Args:
         device_file: the file, or a prefix of its name.
@@ -132,7 +132,7 @@ def watch() -> None:
 def watch_torch(device_module: Any) -> None:
     """Record where a GPU is first initialised, even if ``torch.cuda`` or ``torch.xpu`` was imported long before.
 
-    torch runs its queue of calls in the thread that initialises the GPU, below the line that caused it.
+    torch runs its queue of calls in the thread that initialises the GPU, so the stack shows the line that caused it.
     """
     enqueue = getattr(device_module, "_lazy_call", None)
     if enqueue is not None and not device_module.is_initialized():
@@ -159,8 +159,8 @@ def _record() -> None:
 def gpu_in_use() -> str | None:
     """Return "CUDA" or "ROCm" if this process uses it; None otherwise.
 
-    Forked workers on the CPU would also fail: optimizers ask torch whether a GPU records a graph, and backward finds
-    that the threads for the GPUs are missing.
+    Forked workers on the CPU would also fail: optimizers ask torch whether a GPU is recording a graph, and backward
+    finds that the threads for the GPUs are missing.
     """
     return next((runtime.name for runtime in (CUDA, ROCM) if _is_in_use(runtime)), None)
 
@@ -193,7 +193,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do what a worker does first, in a probe process. Raises an error if torch rejects it."""
+    """Do in a probe process what a worker does first; raise an error if torch rejects it."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
@@ -244,7 +244,7 @@ def wanted_xla_device() -> str:
 
 
 def xla_first_use() -> str:
-    """Return the cell and line that most likely started the XLA runtime, in the words of :func:`first_match`."""
+    """Return the cell and line that most likely started the XLA runtime, in the format of :func:`first_match`."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return first_match(shell.user_ns.get("In", []) if shell is not None else [])
@@ -266,7 +266,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why a forked copy's first backward pass fails after one in this process; None if it does not fail.
+    """Return why forked workers can't run backward() after this process has done so; None if they can.
 
     torch_xla must have been imported.
     """
@@ -278,7 +278,7 @@ def xla_backward_hazard() -> str | None:
 
 
 def _xla_backward() -> None:
-    """Run the first backward pass on an XLA device in a probe process; on every host, the device is its CPU."""
+    """Run the first backward pass on an XLA device in a probe process; the device is the CPU, even on a TPU host."""
     env.apply({"PJRT_DEVICE": "CPU"})
     import torch
 
@@ -345,7 +345,7 @@ def _reply(reader: int, timeout_s: float) -> str | None:
 
 
 def _run_probe(attempt: Callable[[], None], writer: int) -> None:
-    """Run in the child. Never returns; writes only its reply, and runs none of the parent's exit handlers."""
+    """Run ``attempt`` in the child, write the reply, and end the child without the parent's exit handlers."""
     try:
         warnings.simplefilter("ignore")  # a warning would appear in the user's cell
         attempt()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADVICE_ON_DEVICE = (
     r"barrier\(\): using the device under current context|No device id is provided via `init_process"
 )
-"""Advice of torch's ``barrier()``, in the words of torch 2.11 and newer, and of earlier releases."""
+"""The warning of torch's ``barrier()``, as worded in torch 2.11 and newer, and in earlier releases."""
 _CHOSEN_BY_LOCAL_RANK = "NBLAUNCH_GPUS_BY_LOCAL_RANK"
 
 
@@ -80,8 +80,7 @@ class GpuBackend(Backend):
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
         changes = {**super().worker_env(topology), _CHOSEN_BY_LOCAL_RANK: "1"}
         if self.dist_backend == "nccl" and topology.num_nodes == 1:
-            # Only the rendezvous of one machine's processes uses it; their data goes through GPU links or shared
-            # memory.
+            # On one machine, only NCCL's rendezvous uses the interface: data goes through GPU links or shared memory.
             changes["NCCL_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
@@ -115,7 +114,8 @@ class GpuBackend(Backend):
     def precision_problem(self, precision: str) -> str | None:
         if precision == "fp8":
             return NO_FP8
-        # The launcher asks before it forks, and torch would create a context to answer. Workers check it themselves.
+        # The launcher asks before it forks, and torch would create a context to answer. Workers check the precision
+        # themselves.
         gpu = self._torch_module() if "torch" in sys.modules else None
         if precision != "bf16" or gpu is None or not gpu.is_initialized():
             return None
@@ -188,8 +188,8 @@ _LATER = (
 def explain(error: BaseException) -> tuple[str, ...]:
     """Explain an error of a GPU or of NCCL and what to try, one line each; return nothing for any other error.
 
-    The message alone decides: after most of these errors, CUDA answers every call with the same error. Errors that only
-    report the loss of another rank are not explained here; that rank's own error explains them.
+    Only the message is examined, because after most of these errors, CUDA answers every call with the same error.
+    Errors that only report the loss of another rank are not explained here; that rank's own error explains them.
 
     Args:
         error: the exception, with its causes.
@@ -221,8 +221,8 @@ FAULTS = (
         "An operation on the GPU got an index out of range: usually a class label that is not less than the "
         "number of the model's outputs, or a token that has no row in the embedding. This rank's log shows the "
         "failed check, as `Assertion ... failed`.",
-        "the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises at the failing line. "
-        f"{_LATER}",
+        "the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises the error at the failing "
+        f"line. {_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
@@ -240,14 +240,14 @@ FAULTS = (
     ),
     Fault(
         r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error",
-        "CUDA was in use in the process that this one was forked from, and can't be used in a fork of it. nblaunch "
+        "This process was forked from a process that had used CUDA, and can't use CUDA itself. nblaunch "
         "avoids such forks for its workers; here, a data loader or multiprocessing forked inside the function.",
         "datasets and collate functions that stay on the CPU (prepared loaders bring batches to the GPU), or "
         "DataLoader(..., multiprocessing_context='forkserver'); for the workers, start_method='forkserver'",
     ),
     Fault(
         r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED",
-        "A CUDA library could not be started: usually because the GPU's memory is full, or because an index out of "
+        "A CUDA library could not be started, usually because the GPU's memory is full, or because an index out of "
         "range has just stopped the GPU.",
         f"a smaller batch; the same function with backend='cpu'. {_LATER}",
     ),
@@ -261,7 +261,8 @@ FAULTS = (
         r"shared memory segment|/dev/shm/nccl",
         "NCCL found no space in /dev/shm, which GPUs without direct links communicate through; containers have 64 MB "
         "by default.",
-        "a container with --shm-size=8g, or --ipc=host; slower: os.environ['NCCL_SHM_DISABLE'] = '1' before the launch",
+        "a container with --shm-size=8g, or --ipc=host; or, more slowly, os.environ['NCCL_SHM_DISABLE'] = '1' before "
+        "the launch",
     ),
 )  # fmt: skip
 

@@ -94,8 +94,8 @@ def wait_for_members_alone() -> None:
     """Make ``new_group(ranks)`` wait for the members of the group, instead of all ranks of the job.
 
     ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which only the members
-    call ``new_group`` would then hang, although it runs under torchrun. The barrier stays for groups with gloo, whose
-    members open their connections in that call; other backends open theirs later.
+    call ``new_group`` would then hang, although it runs under torchrun. The barrier is still needed for groups with
+    gloo, whose members open their connections in that call; members of other groups open theirs later.
     """
     packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
 
@@ -182,7 +182,8 @@ def break_off() -> None:
         with suppress(OSError):
             if _identity_of_socket(fd) == identity:
                 with socket.socket(fileno=os.dup(fd)) as connection:
-                    # This raises for a listening socket: gloo would end the process if that socket were shut down.
+                    # getpeername() raises an error for a listening socket. gloo would end the process if such a
+                    # socket were shut down.
                     connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
     _connections.clear()

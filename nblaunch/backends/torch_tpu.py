@@ -1,7 +1,7 @@
 """TPU chips through TorchTPU, the successor of torch_xla: package ``torch_tpu``, device ``tpu``.
 
     kernel        torch_tpu is not imported: otherwise torch.manual_seed or backward() on the CPU would take the chips
-    forkserver    a clean process loads the call, imports torch_tpu once and forks the workers: one model, one import
+    forkserver    a clean process loads the call, imports torch_tpu once and forks the workers, which share both
     worker        one chip, which is ``tpu:0`` in each; process group ``cpu:gloo,tpu:tpu_dist``
 
 Operations run when they are called (there is no ``mark_step``), DDP averages gradients on the chips, and
@@ -173,8 +173,8 @@ class TorchTpuBackend(Backend):
 
     def prepare_worker(self, topology: Topology) -> None:
         package()
-        # The import registers it. It runs a barrier, which waits forever for a rank that has died; the end of the
-        # process releases the chip.
+        # The import registers this exit handler, which runs a barrier and would wait forever for a rank that has died.
+        # The end of the process releases the chip anyway.
         module = importlib.import_module("torch_tpu._internal.device._device_module")
         atexit.unregister(module.TpuDeviceModule._shutdown_runtime)
 
@@ -216,7 +216,7 @@ def package() -> Any:
     if hasattr(torch, "tpu") and "torch_tpu" in sys.modules:
         return sys.modules["torch_tpu"]
     try:
-        # It registers the device only if autoload is on, and nblaunch may have switched autoload off for torch.
+        # torch_tpu registers the device only if autoload is on, and nblaunch may have switched autoload off for torch.
         with env.patched({first_use.AUTOLOAD: "1"}):
             module = importlib.import_module("torch_tpu")
             importlib.import_module("torch_tpu._loader").load()

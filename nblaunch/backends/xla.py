@@ -85,7 +85,7 @@ class XlaBackend(Backend):
         if xla_runtime.kind() == "TPU":
             return 20 if xla_runtime.num_chips() else 0
         if xla_runtime.kind() == "CPU":
-            # If the environment does not request the CPU stand-in, it ranks below the CPU family.
+            # Unless the environment requests the CPU stand-in, this family ranks below the CPU family.
             return 5 if first_use.wanted_xla_device() else 1
         return 0
 
@@ -143,7 +143,7 @@ class XlaBackend(Backend):
             return None
         if not tpu.can_drive(count, count, "v7x" in kinds):
             return (
-                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}): the only valid value is 1. With "
+                f"the mesh of {count} such chips is unknown ({', '.join(kinds)}), so the only valid value is 1. With "
                 "strategy='spmd', one process drives all chips"
             )
         return f"a TPU host runs one worker, or one per chip: valid values are 1 and {count}"
@@ -279,8 +279,8 @@ class XlaBackend(Backend):
             if self._has_fp32_doubles:
                 variable, other = other, variable
                 types = "float is bfloat16, double is float32"
-            # The runtime reads these once, at the first tensor of the process. torch_xla 2.6 deprecated them without an
-            # equivalent; the value computed below shows whether they still work.
+            # The runtime reads these variables once, at the first tensor of the process. torch_xla 2.6 deprecated them
+            # without a replacement; the values computed below show whether they still work.
             env.apply({variable: "1", other: None})
             single, double = _computed_thirds()
             has_bf16_doubles = double == _THIRD_IN_BF16
@@ -297,14 +297,14 @@ class XlaBackend(Backend):
         else:
             self._fact("precision", "bf16: autocast")
             self._note(
-                "bf16: autocast, with weights in float32 (in this torch_xla, or because a tensor was already on "
-                f"the device, {variable} has no effect)"
+                f"bf16: autocast, with weights in float32 ({variable} has no effect, either in this "
+                "torch_xla, or because a tensor was already on the device)"
             )
 
     # --- worker's half: models and steps -------------------------------------------------------------------------
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
-        # Inner modules first, so that at most one layer's parameters are on the host twice.
+        # Move inner modules first, so that at most one layer's parameters are on the host twice.
         modules = list(module.modules())
         for part in reversed(modules):
             part.to(device)

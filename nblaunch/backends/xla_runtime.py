@@ -95,8 +95,7 @@ def _one_collection() -> Iterator[None]:
     """Collect garbage once at the end of an import, instead of dozens of times while the heap grows.
 
     Uncollected objects would be frozen with the kernel's heap, and permanently shared with workers. Later launches do
-    not
-    collect again: in a kernel with torch, that takes longer than the forks.
+    not collect again, because in a kernel with torch, that takes longer than the forks.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -159,9 +158,9 @@ def memory() -> tuple[int, int, int] | None:
 
 # --- SPMD: one process drives all devices of its host as one ----------------------------------------------------------
 
-# Tensors have their global shapes. An annotation says which part of a tensor each device holds; from it, XLA's compiler
-# derives how to split every operation, and the collectives between operations. Without an annotation, every
-# device holds the whole tensor.
+# Tensors have their global shapes. An annotation says which part of a tensor each device holds. From the annotations,
+# XLA's compiler derives how to split every operation, and which collectives to run in between. Without an annotation,
+# every device holds the whole tensor.
 
 _AXIS = "devices"
 
@@ -170,7 +169,7 @@ def use_spmd() -> None:
     """Make the runtime of this process drive all devices as one device.
 
     Raises:
-        RuntimeError: it already drives one device.
+        RuntimeError: the runtime already drives one device.
     """
     runtime = package().runtime
     if runtime.is_spmd():
@@ -220,9 +219,9 @@ def cut_batch(batch: Any, note: Callable[[str], None]) -> None:
 
 # --- the world that torch_xla itself sees in a worker ----------------------------------------------------------------
 
-# For functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes only if it is
-# initialised the way its own launcher does. Otherwise each worker is a world of one process: xr.world_size() is 1, and
-# xm.optimizer_step reduces nothing. On the CPU, this is always the case.
+# This section is for functions that use torch_xla without nblaunch's Accelerator. torch_xla knows the other processes
+# only if it is initialised the way its own launcher does. Otherwise each worker is a world of one process:
+# xr.world_size() is 1, and xm.optimizer_step reduces nothing. On the CPU, this is always the case.
 
 # Functions of torch_xla's extension that its Python code calls when it first needs a device, or the world.
 _ENTRIES = (

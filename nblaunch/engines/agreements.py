@@ -170,6 +170,6 @@ class NodeBallots:
         return 0 < ballot.stop_proposal == ballot.stop_decision and ballot.num_checks >= ballot.stop_proposal
 
     def withdraw(self) -> None:
-        """Stop following: the ranks continue, and are interrupted wherever they are."""
+        """Stop following the coordinator, so that the ranks continue and are interrupted wherever they are."""
         if not self.is_settled:
             self.take(Proposal(self._subject, 0, 0, is_last=True))

@@ -149,7 +149,7 @@ class AllCalls:
     def read(self) -> dict[int, RankCalls] | None:
         """Ask all nodes; return the last calls once all have answered, None until then.
 
-        A node that has not answered in time is asked again: without its ranks, the wrong rank could be blamed.
+        A node that has not answered in time is asked again, because without its ranks, the wrong rank could be blamed.
         """
         if self._query is None or (self._query.is_done and not self._query.is_complete):
             self._query = self._ask()

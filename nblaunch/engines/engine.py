@@ -27,7 +27,8 @@ class NodesWanted:
     Args:
         spec: settings of the launch, including the engine's own.
         log_path: returns the file for the output of the program on the n-th machine.
-        check: called several times a second while an engine waits; raises if the job was interrupted or cancelled.
+        check: called several times a second while an engine waits; raises an error if the job was interrupted or
+            cancelled.
         note: receives a line for the user.
         path: module search path of this process.
         folder: working folder of this process; None if it was removed.
@@ -77,7 +78,7 @@ class NodeHandle(ABC):
 
 
 class Engine(ABC):
-    """Starts the node program on machines. Must be closed, and then leaves nothing behind.
+    """Starts the node program on machines. An engine must be closed, and then leaves nothing behind.
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.
@@ -91,7 +92,7 @@ class Engine(ABC):
     def start_nodes(self, wanted: NodesWanted) -> list[NodeHandle]:
         """Start the program on at least ``wanted.spec.min_nodes`` machines, and on up to ``max_nodes``.
 
-        Called again after a node was lost, with all handles closed.
+        The job calls this again after a node was lost, once all handles are closed.
 
         Raises:
             LaunchError: there are too few machines. The message lists the requested and the available ones.

@@ -84,10 +84,10 @@ class Nodes:
         """Return the settings of a launch on these nodes.
 
         Args:
-            given: the same settings in the call to the launcher, which must have their defaults or these values.
+            given: these settings as passed to the launcher; each must have its default or the value of this object.
 
         Raises:
-            ValueError: one of them has a different value.
+            ValueError: a setting has a different value.
         """
         defaults = LaunchSpec(function=_nothing)
         for name, value in given.items():
@@ -137,7 +137,7 @@ class KeptEngine(Engine):
         """Reserve the nodes for a launch, which closes the engine at its end.
 
         Raises:
-            LaunchError: another launch has them, they were closed, or another process started them.
+            LaunchError: another launch uses the nodes, they were closed, or another process started them.
         """
         if os.getpid() != self._pid:  # their pipes are closed here
             raise LaunchError(
@@ -173,7 +173,7 @@ class KeptEngine(Engine):
         self._kept = list(handles)
 
     def close(self) -> None:
-        """End the launch's use of the nodes. It has already closed all handles that it did not keep."""
+        """End the launch's use of the nodes. The launch has already closed all handles that it did not keep."""
         if not self._kept or self._is_retired:
             for handle in self.take_kept():
                 handle.close(_CLOSE_S)
@@ -183,10 +183,10 @@ class KeptEngine(Engine):
         self._close_if_retired()  # if another thread has called retire() since
 
     def retire(self) -> None:
-        """End the nodes, now or at the end of the launch that uses them; not in a forked process."""
+        """End the nodes, now or at the end of the launch that uses them. In a forked process, leave them alone."""
         if os.getpid() != self._pid:
-            # Its pipes are already closed here, and other files may have reused their descriptors, which Python must
-            # not close.
+            # The engine's pipes are already closed in this process, and other files may have reused their descriptors,
+            # which Python must not close.
             _never_collected.append(self)
             return
         self._is_retired = True

@@ -54,7 +54,7 @@ class Hello:
     def of_this_process(cls) -> Hello:
         """Return the versions of this process."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
-        # Nothing here may import the package above it.
+        # This package may not import the top-level package.
         return cls(socket.gethostname(), python, sys.modules["nblaunch"].__version__)
 
 
@@ -91,7 +91,7 @@ class Boot:
         is_same_machine: whether paths of the launching process are valid here.
         address: address at which other nodes reach this node; empty if the program determines it.
         number: number of the node among those that were started.
-        is_kept: the node program is kept for further jobs, each of which begins with a message of this kind.
+        is_kept: the node program is kept for further jobs, each of which begins with another :class:`Boot`.
     """
 
     key: bytes = field(repr=False)
@@ -319,7 +319,7 @@ class CallMarks:
 
 @dataclass(frozen=True)
 class LogsSent:
-    """Answers :class:`AskLogs`, after all the data that it requests."""
+    """Answers :class:`AskLogs`; sent after all of the requested data."""
 
     number: int
 

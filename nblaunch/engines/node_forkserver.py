@@ -67,7 +67,7 @@ def serve(boot: Boot, channel: Channel, wait_for_boot: Callable[[Channel], Boot 
 def _import(modules: Iterable[str]) -> None:
     with heap.growing():
         for name in modules:
-            with suppress(Exception):  # jobs report it, if they need it
+            with suppress(Exception):  # a job reports the error if it needs the module
                 importlib.import_module(name)
 
 

@@ -7,8 +7,8 @@ machine.
     end of the channel ──> the ranks end, and this process with them
     Leave ──> this process ends, and another runs the next job on the same channel (node_forkserver.py)
 
-It is a clean process with one thread, so that its ranks can be forked and share the model. Only the coordinator makes
-decisions about other nodes (``coordinator.py``).
+The node program is a clean process with one thread, so that its ranks can be forked and share the model. Only the
+coordinator makes decisions about other nodes (``coordinator.py``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from nblaunch.wire.board import create_memory_file
 from nblaunch.worker import process_control
 
 _KINDS = (LaunchError, ValueError, TypeError, RuntimeError)
-"""Errors that the launching process raises with their type; it raises any other as a LaunchError."""
+"""Errors that the launching process raises with their type; it raises any other error as a LaunchError."""
 
 _TERMINATION_GRACE_S = 20.0
 
@@ -139,8 +139,8 @@ class NodeProgram:
             shipping.install(boot.modules, _made(self._log.path / "modules"))
         if lacking := shipping.missing(boot.required):
             raise LaunchError(
-                f"modules that the call needs are missing there: {', '.join(lacking)}. Install them for its Python, "
-                f"{sys.executable}"
+                f"modules that the call needs are missing on this node: {', '.join(lacking)}. Install them for its "
+                f"Python, {sys.executable}"
             )
         saved.restore_surroundings()
         if boot.registered_backend:
@@ -149,7 +149,9 @@ class NodeProgram:
             with process_control.ending_with(self._channel.reading_fd):
                 (function, args), _ = saved.load()
         except (Exception, SystemExit) as error:
-            raise LaunchError(f"the call can't be loaded there: {type(error).__name__}: {error}") from error
+            raise LaunchError(
+                f"the call can't be loaded on this node: {type(error).__name__}: {error}"
+            ) from error
         saved.close()
         spec = replace(boot.spec, function=function, args=args)
         with heap.growing():
@@ -193,7 +195,7 @@ class NodeProgram:
         """Run the ranks of this node until they end, and send their results.
 
         Args:
-            later: messages to these ranks that arrived together with the order.
+            later: messages to these ranks that arrived together with :class:`StartRanks`.
         """
         self._requests = requests = JobRequests()
         uplink = Uplink(self._channel, requests, self._id, self._host, self._address)

@@ -158,7 +158,7 @@ class _Driver:
         return self.ended.get(number, "")
 
     def close(self) -> None:
-        """Let the driver process end, without waiting for it: the job is over, and the user should not have to wait."""
+        """Let the driver process end without waiting for it: the job is over, so the user should not have to wait."""
         for connection in self._own:
             _close(connection)
         if self._life_fd < 0:

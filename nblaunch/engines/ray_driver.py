@@ -158,8 +158,8 @@ class Driver:
             self._ray.init(address=address, **settings)
             if env.read("RAY_AUTH_MODE") != "token":
                 notes.append(
-                    f"the Ray cluster at {address} takes commands from every process that reaches it: RAY_AUTH_MODE is "
-                    "not 'token'"
+                    f"the Ray cluster at {address} takes commands from every process that reaches it, because "
+                    "RAY_AUTH_MODE is not 'token'"
                 )
         else:
             self._owns_cluster = True

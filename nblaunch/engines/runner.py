@@ -5,7 +5,7 @@
     after a failure      ──> the same nodes again; after a lost node, new ones
 
 Only the attempts differ from a job on one machine, so EngineRunner works in a kernel, in the background, and in the
-process of a detached job. None of these processes talks to a cluster: an engine that needs a library for that uses a
+process of a detached job. None of these processes connects to a cluster: an engine that needs a library for that uses a
 separate process (``ray.py``).
 """
 
@@ -152,7 +152,7 @@ class EngineRunner(JobRunner):
         except _NodeEnded as ended:
             if not kept:
                 raise LaunchError(str(ended)) from None
-            self._note(f"the programs of all nodes start again: {ended}")
+            self._note(f"the programs of all nodes start again, because {ended}")
             end_all(self._links)
         else:
             self._adopt_plan()
@@ -204,7 +204,7 @@ class EngineRunner(JobRunner):
         if len({plan.backend for plan in plans}) > 1:
             kinds = ", ".join(f"{link.label}: {link.ready.backend}" for link in self._links if link.ready)
             raise LaunchError(
-                f"nodes have different kinds of devices ({kinds}): choose one for all with backend=..."
+                f"nodes have different kinds of devices ({kinds}); choose one kind for all nodes with backend=..."
             )
         size = world_size(self._links)
         self.topology = Topology(world_size=size, local_world_size=size, master_addr=first.address)
@@ -287,7 +287,7 @@ class _Gathering:
         links: links to the nodes. Unreachable nodes are removed as long as enough are left.
         min_nodes: how many must be ready.
         boots: creates the first message to each node.
-        check: raises if the job was interrupted or cancelled.
+        check: raises an error if the job was interrupted or cancelled.
         note: receives a line for the user.
     """
 
@@ -323,8 +323,8 @@ class _Gathering:
             labels = ", ".join(link.label for link in missing)
             if now > deadline:
                 raise LaunchError(
-                    f"not all nodes were ready within {timeout_s:g} s: {labels} did not answer. rdzv_timeout_s allows "
-                    "more time"
+                    f"not all nodes were ready within {timeout_s:g} s: {labels} did not answer. A larger "
+                    "rdzv_timeout_s allows more time"
                 )
             if now > note_s:
                 note_s = float("inf")

@@ -201,7 +201,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the modules among these that imports don't find here."""
+    """Return the modules in ``names`` that imports don't find here."""
     return [name for name in names if not _is_found(name)]
 
 
@@ -215,7 +215,7 @@ def _is_found(name: str) -> bool:
 
 
 def adopt_paths(path: Sequence[str], folder: str | None) -> None:
-    """Search modules in the launching process's user folders that exist on this machine."""
+    """Make imports search the launching process's user folders that exist on this machine."""
     if folder is not None and os.path.isdir(folder):
         os.chdir(folder)
     for entry in path:

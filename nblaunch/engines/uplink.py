@@ -3,9 +3,9 @@
     supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
-For this node's supervisor, it represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of their
-files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends data that is
-not urgent, so the coordinator's work does not grow.
+To this node's supervisor, Uplink represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of
+their files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends data that
+is not urgent, so the coordinator's work does not grow.
 """
 
 from __future__ import annotations
@@ -131,8 +131,7 @@ class Uplink:
         self._logs = {rank: _Log(attempt.log.log_path(rank, attempt.number)) for rank in attempt.ranks}
         self._pace_s = attempt.topology.num_nodes / _MESSAGES_PER_S
 
-    # --- Peers: from the coordinator
-    # ----------------------------------------------------------------------------------
+    # --- Peers: from the coordinator -----------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when the coordinator has sent something."""
@@ -192,7 +191,7 @@ class Uplink:
         return following
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return environment variables for this node's ranks: the interface that other nodes reach it through."""
+        """Return variables that make this node's ranks use the interface through which other nodes reach it."""
         if topology.num_nodes == 1:
             return {}
         present = env.snapshot()
@@ -206,8 +205,7 @@ class Uplink:
         }
         self._queries.append((message.number, LocalStacks(self._attempt, pids)))
 
-    # --- to the coordinator
-    # --------------------------------------------------------------------------------------------
+    # --- to the coordinator --------------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
         """Send an event, at once if others wait for it."""

@@ -37,7 +37,7 @@ def carry(tag: int) -> None:
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
-    # The system has no such limit, or this is the tag of an enclosing job.
+    # Nothing has set this limit, or it is the tag of an enclosing job.
     if soft == resource.RLIM_INFINITY or soft >= _LOWEST_TAG:
         with suppress(OSError, ValueError):
             resource.setrlimit(_LIMIT, (tag, hard))

@@ -37,7 +37,7 @@ def forks_held_back() -> Iterator[None]:
     """Make forks in other threads wait while the block runs.
 
     ``subprocess.Popen`` waits until no process holds the writing end of its pipe: if another thread forked a child
-    in the meantime, it would wait as long as that child is alive.
+    in the meantime, ``Popen`` would wait as long as that child is alive.
     """
     with _forking:
         yield
@@ -56,7 +56,7 @@ def forget(*fds: int) -> None:
 
 
 def occupy_standard_ones() -> None:
-    """Open ``/dev/null`` wherever 0, 1 or 2 is closed.
+    """Open ``/dev/null`` for each of the descriptors 0, 1 and 2 that is closed.
 
     Otherwise the next pipe would get that number, and a child's output would go into it.
     """
@@ -106,7 +106,7 @@ def moved_high(fd: int) -> int:
 
 def _close_in_child() -> None:
     global _forking
-    _forking = threading.RLock()  # a thread that does not exist in this child may hold the old one
+    _forking = threading.RLock()  # a thread that does not exist in this child may hold the old lock
     for fd in _kernel_only:
         os.close(fd)
     _kernel_only.clear()

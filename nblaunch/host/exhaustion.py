@@ -18,7 +18,7 @@ def is_exhausted(error: OSError) -> bool:
 
 
 def when_free(call: Callable[[], T], patience_s: float) -> T:
-    """Return ``call()``; wait up to ``patience_s`` seconds while it raises because there is no free descriptor."""
+    """Return ``call()``; wait up to ``patience_s`` seconds while it fails because no descriptor is free."""
     until_s = time.monotonic() + patience_s
     while True:
         try:

@@ -1,8 +1,8 @@
 """Files that are replaced atomically, and folders that are private to a user.
 
 A private folder is opened once (:func:`open_private`): nblaunch reads its owner and mode from the open descriptor, and
-opens its files relative to it. A user who may rename the folder, or one above it, can't put another in its place
-between the check and the use.
+opens its files relative to it. A user who may rename the folder, or one above it, can't put another folder in its
+place between the check and the use.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     Like :func:`replace`, for paths that the user chooses: the file gets the mode that ``write`` gives it.
 
     Raises:
-        Exception: as ``write`` does; the file is unchanged.
+        Exception: ``write`` raised it; the file is unchanged.
         OSError: for example, the disk is full; the file is unchanged.
     """
     aside = path.with_name(f".{path.name}.partial")

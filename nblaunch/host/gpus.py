@@ -33,7 +33,7 @@ _CLASSES = Path("/sys/class")
 _INTEL = "0x8086"
 _INTEGRATED = "0000:00:02.0"  # PCI address of the GPU inside Intel's processors
 _WITHOUT_P2P = "RTX 40"
-_TRUTHFUL_DRIVER = (550, 40, 7)  # newer drivers no longer claim P2P for them
+_TRUTHFUL_DRIVER = (550, 40, 7)  # since this version, drivers no longer claim P2P where it fails: lacks_p2p()
 
 
 # --- utilisation of devices, of any family ---------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class DeviceMeter:
     """
 
     def read(self) -> list[float | None]:
-        """Return the utilisation of each device, in the order of local ranks. Never raises.
+        """Return the utilisation of each device, in the order of local ranks; raise no error.
 
         The utilisation is the fraction of recent time in which the device computed, 0 to 1; None if unknown.
         """
@@ -100,7 +100,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def uncounted() -> str | None:
-    """Return why this host's GPUs can't be counted; None if they can, or there are none."""
+    """Return why this host's GPUs can't be counted; None if they can, or if there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
     if device is None:
         return None
@@ -122,10 +122,10 @@ def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
     Args:
         gpus: GPUs of the host.
         setting: ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs that may be abbreviated, separated by commas. The list ends
-            at the first entry that names no device, and a device that is named twice makes it empty. None: all.
+            at the first entry that names no device, and is empty if a device is named twice. None: all devices.
 
     CUDA shows a process a single MIG instance, and then no other device. This function returns all instances, since
-    each worker sees its own. An index, or a GPU's own UUID, stands for all instances of that GPU.
+    each worker sees its own instance. An index, or a GPU's own UUID, stands for all instances of that GPU.
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
     """
     if setting is None:
@@ -179,8 +179,9 @@ def _is_numbered_alike() -> bool:
 def lacks_p2p() -> str | None:
     """Return the model of the visible GPUs if the driver reports direct connections that fail; else None.
 
-    Collectives over them hang or fail. The fault affects several GeForce RTX 40 cards in one machine with a driver
-    before 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not affected).
+    Collectives over such connections hang or fail. The fault affects several GeForce RTX 40 cards in one machine with a
+    driver before 550.40.07. Source: NVIDIA/nccl-tests issue 117; huggingface/accelerate issue 2328 (3090s are not
+    affected).
     """
     names = [gpu.name for gpu in _may_be_visible() if _WITHOUT_P2P in gpu.name]
     if not names or len(visible()) < 2:
@@ -294,7 +295,7 @@ def _describe(pynvml: Any, handle: Any) -> Gpu:
     try:
         is_partitioned = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
     except pynvml.NVMLError:
-        is_partitioned = False  # it does not support MIG
+        is_partitioned = False  # this GPU does not support MIG
     instances = tuple(_mig_uuids(pynvml, handle)) if is_partitioned else ()
     return Gpu(uuid, instances, name, is_partitioned)
 

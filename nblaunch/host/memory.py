@@ -56,7 +56,7 @@ def proportional_bytes(pid: int | str = "self") -> int | None:
 def is_shared(address: int, num_bytes: int) -> bool:
     """Return whether other processes share this memory, for example after a fork; False if unknown.
 
-    It checks three pages.
+    The function checks three pages.
 
     Source: kernel documentation, admin-guide/mm/pagemap: bit 63 "present", bit 56 "exclusively mapped".
     """
@@ -114,7 +114,7 @@ def _host_memory() -> dict[str, int]:
 def _reclaimable(folder: Path) -> int:
     """Return the page cache that the group would release before the system kills a process."""
     values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
-    # Version 1 reports both, and its usage includes the groups below this one.
+    # Version 1 of control groups reports both values, and its usage includes the groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 

@@ -38,8 +38,8 @@ _outermost: held_back | None = None
 class held_back:
     """Holds Python's signal handlers back in ``with held_back():``, which may be nested.
 
-    The end of the outermost block calls each of them once, in the order of their signals. Outside the main thread,
-    where Python calls no handlers, nothing happens.
+    The end of the outermost block calls the held-back handlers, each once and in the order of their signals. Outside
+    the main thread, where Python calls no handlers, nothing happens.
 
     This class does not use ``contextmanager``, which would run its own lines after handlers are released.
     """
@@ -86,7 +86,7 @@ def run_arrived() -> None:
 
 
 def take(number: int) -> bool:
-    """Return whether a signal has arrived whose handler is held back; if so, drop the signal."""
+    """Drop a signal that has arrived while its handler is held back; return whether there was one."""
     if number not in _arrived:
         return False
     _arrived.remove(number)

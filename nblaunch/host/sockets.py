@@ -1,4 +1,4 @@
-"""Connections of this process to other programs: their addresses, and who serves them."""
+"""Connections of this process to other programs: their addresses, and which processes serve them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from nblaunch.host import proc
 
 Address = tuple[str, int]
-"""Host and port of TCP; path and 0 of a socket in the file system."""
+"""Host and port of a TCP socket, or path and 0 of a socket in the file system."""
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group; source: unix(7), SO_PEERCRED
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
@@ -66,7 +66,7 @@ def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
     """Return the connections that this process has opened to programs that it has not started.
 
     Connections to this process itself, and connections that others have opened, are left out. Connections within the
-    machine are left out if the system does not show who serves them.
+    machine are left out if the system does not show which process serves them.
 
     Args:
         fds: descriptors of this process's sockets.
@@ -88,7 +88,7 @@ def connections_to_others(fds: Iterable[int]) -> tuple[Connection, ...]:
 
 
 def _stream(fd: int) -> _Stream | None:
-    """Return the socket of a descriptor; None if it is of another kind, or if others have opened it."""
+    """Return the socket of a descriptor; None if it is of another kind, or if another program has opened it."""
     try:
         connection = socket.socket(fileno=fd)
     except OSError:  # closed in the meantime
@@ -139,7 +139,7 @@ def _place(stream: _Stream) -> str:
 
 
 def _served_by_own_programs(streams: list[_Stream]) -> set[int]:
-    """Return the descriptors of ``streams`` that this process or its descendants serve, or an unknown program."""
+    """Return the descriptors of ``streams`` served by this process, by its descendants or by an unknown program."""
     pids = {os.getpid(), *proc.descendants(os.getpid())}
     ours = {stream.fd for stream in streams if stream.server in pids}
     tcp = [stream for stream in streams if not stream.server]

@@ -46,8 +46,8 @@ _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 _V7X_BOUNDS = {1: "1,1,1", 2: "1,1,1,2", 8: "2,2,1,2"}
 
 # All variables that may decide, before a worker starts, which chips it owns and which are its peers. torch_xla only
-# sets those that are unset, so a variable left over from the image or from another library would silently win
-# (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
+# sets those that are unset, so a variable left over from the image or from another library would silently take
+# precedence (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
 TOPOLOGY_VARIABLES = (
     "TPU_PROCESS_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS",
@@ -80,7 +80,7 @@ def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
 
     Args:
         pci: folder of the bus's devices.
-        vfio: folder of the device files of VFIO groups: only chips of an existing group count; None: all do.
+        vfio: folder of the device files of VFIO groups: only chips of an existing group count. None: all chips count.
     """
     counts: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
@@ -103,7 +103,7 @@ def device_files_in(dev: Path, names_tpu: bool) -> int:
 
     Args:
         dev: folder of the device files.
-        names_tpu: whether the environment names a TPU: VFIO groups may belong to any device.
+        names_tpu: whether the environment names a TPU; if not, VFIO groups don't count, since others may own them.
     """
     accelerators = [path for path in dev.glob("accel*") if re.fullmatch(r"accel\d+", path.name)]
     groups = [path for path in dev.glob("vfio/*") if path.name.isdigit()] if names_tpu else []
@@ -168,7 +168,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_problem(is_ours: bool, where: str = "") -> str | None:
-    """If a process has taken the chips, return why they can't be used now and what to do; otherwise None.
+    """Return why the chips can't be used now and what to do, if a process has taken them; otherwise None.
 
     Args:
         is_ours: whether this process is known to use them.
@@ -250,7 +250,7 @@ class TpuSlice:
 
 
 def slice_of_host(num_chips: int) -> TpuSlice:
-    """Return the slice of this host, which has ``num_chips`` chips, however they were counted."""
+    """Return the slice of this host, whose number of chips is ``num_chips``."""
     server = None if env.read("TPU_SKIP_MDS_QUERY") else ask_metadata_server("tpu-env")
     match = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
     named = env.read("TPU_ACCELERATOR_TYPE") or (match[1] if match else "")
@@ -265,7 +265,7 @@ def slice_of_host(num_chips: int) -> TpuSlice:
 
 @cache
 def ask_metadata_server(key: str) -> str | None:
-    """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Once per process."""
+    """Return the value of ``key`` on a Cloud VM's metadata server; None if there is none. Asks once per process."""
     request = urllib.request.Request(_METADATA + key, headers={"Metadata-Flavor": "Google"})
     # Don't use a proxy: the server has a link-local address.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,7 +1,7 @@
 """Waits that nothing outside a process can end, read from ``/proc``.
 
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
-``futex``, with a flag that says that no other process shares the memory it waits on. Without a deadline, only a signal
+``futex``, with a flag that marks the memory as private to the process. Without a deadline, only a signal
 handler or another thread of the same process can wake it. If all threads of a process sleep this way, the process
 certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
 processes share sleeps in another system call, without the flag, or with a deadline.
@@ -191,7 +191,7 @@ _ENDS_NO_WAIT = sum(
 """Signals that a worker always has handlers for: for an interrupt, and for crashes."""
 
 _CLASSIC = (1 << 31) - 1
-"""Signals 1 to 31. The launcher asks for stacks with a higher one, a real-time signal."""
+"""Signals 1 to 31. The launcher asks for stacks with a real-time signal, whose number is higher."""
 
 
 def _may_be_woken_by_signal(pid: int) -> bool:

@@ -54,7 +54,10 @@ def awaited_by(pid: int, system_call: Sequence[str]) -> list[str]:
 
 
 def are_private(pid: int, channels: Collection[str]) -> bool:
-    """Return whether no other process has one of these channels. A read from a pipe without a writer ends."""
+    """Return whether no other process has one of these channels.
+
+    Pipes without a writer need no check, because a read from such a pipe ends at once.
+    """
     wanted = set(channels)
     if not wanted <= _all_names(Path(f"/proc/{pid}/fd")):  # the other end of a pair of sockets is elsewhere
         return False
@@ -69,7 +72,7 @@ def are_private(pid: int, channels: Collection[str]) -> bool:
 
 
 def _polled(pid: int, address: int, number: int) -> Sequence[int]:
-    """Return the descriptors in an array of ``struct pollfd``; none if other processes' memory can't be read."""
+    """Return the descriptors in an array of ``struct pollfd``; empty if other processes' memory can't be read."""
     try:
         with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
             memory.seek(address)

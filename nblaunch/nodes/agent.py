@@ -155,7 +155,7 @@ class NodeAgent:
 
         If nodes have failed or were lost, the launcher, which knows about them, makes the agent leave.
         """
-        # Without the store, the results of this node's workers remain.
+        # If the store is lost, the results of this node's workers are still valid.
         with suppress(RuntimeError, RendezvousError):
             num_finished = world.store.add("nblaunch/finished", 1)
             while num_finished < world.world_size:

@@ -54,7 +54,7 @@ class AgentClient:
 
     Raises:
         LaunchError: the rendezvous is impossible here, because the port is in use or the address is unknown; or the
-        system denied the process.
+        system did not allow the agent's process to start.
     """
 
     def __init__(self, spec: LaunchSpec, num_workers: int, log_path: str) -> None:
@@ -148,12 +148,12 @@ class AgentClient:
             return
         deadline = time.monotonic() + patience_s
         while process.poll() is None and time.monotonic() < deadline:
-            self._receiver.receive()  # otherwise it could wait at a full pipe
+            self._receiver.receive()  # otherwise the agent could block on a full pipe
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_EXIT_POLL_S)
         if process.poll() is None:
             kill_and_reap([process.pid])
-            process.poll()  # otherwise it would seem to be still running
+            process.poll()  # otherwise the process would seem to be still running
         descriptors.close(self._writing, self._reading)
 
     def fileno(self) -> int:

@@ -289,7 +289,7 @@ class HeartbeatExchange:
         if self._is_store_lost or not self._others:
             return True
         if self._rendezvous.listen_fd < 0:
-            # The second heartbeat acknowledges the last one of the node that hosts the store.
+            # This node's second heartbeat acknowledges the last heartbeat of the node that hosts the store.
             return self._published > count
         return self._published >= count and all(self._has_received(other, count) for other in self._others)
 

@@ -201,7 +201,7 @@ class NodeLink:
         self._is_finished = False
 
     def _keep_agent(self) -> bool:
-        """Return whether there is an agent; start another if it lost the connection to the store."""
+        """Return whether there is an agent; replace an agent that has lost the connection to the store."""
         agent = self._agent
         if agent.ended is None and self._has_met and not self._is_finished and agent.is_cut_off():
             agent.end(f"the rendezvous at {agent.rendezvous.endpoint} no longer responds", can_retry=True)
@@ -209,7 +209,7 @@ class NodeLink:
         if ended is None:
             return True
         if ended.can_retry and self._has_met and self._restarts_left > 0 and not self._is_finished:
-            self._note(f"{ended.error}; waiting for it to come back")
+            self._note(f"{ended.error}; waiting for the rendezvous to come back")
             self._restarts_left -= 1
             agent.restart(self._restarts_left)
             return True
@@ -260,8 +260,8 @@ class NodeLink:
             if self._counts.has_risen(heartbeat) and heartbeat.settings != settings:
                 self._agent.leave("was launched with different settings")
                 raise LaunchError(
-                    f"{heartbeat} was launched with {heartbeat.settings}, but this one (node "
-                    f"{self._spec.node_rank}) with {settings}: use the same settings on all nodes"
+                    f"{heartbeat} was launched with {heartbeat.settings}, but this node (node "
+                    f"{self._spec.node_rank}) with {settings}; use the same settings on all nodes"
                 )
 
     def _note_joining(self, last_note: str) -> str:

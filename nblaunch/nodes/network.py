@@ -21,8 +21,8 @@ def resolve(host: str, port: int, *, is_shared: bool = True) -> str:
     """Resolve a host name to its first address.
 
     Args:
-        is_shared: other machines must reach it. On Debian and Ubuntu, /etc/hosts maps the machine's own name to
-        127.0.1.1; such a name then resolves to the address on the default route.
+        is_shared: other machines must be able to reach the host. On Debian and Ubuntu, /etc/hosts maps the machine's
+            own name to 127.0.1.1; such a name then resolves to the address on the default route.
 
     Raises:
         LaunchError: the host is unknown, or no other machine can reach it.

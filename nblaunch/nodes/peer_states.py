@@ -190,9 +190,9 @@ class NodesStopAgreement:
 
     Any node may start it. The lowest node with a running rank leads. Once all its ranks have returned, it proposes and
     decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat contains the
-    last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step. So proposals
-    only increase, and the highest one is valid. Heartbeats take about half a second, so the proposed step is further
-    ahead than on one node.
+    last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step. Proposals
+    therefore only increase, and the highest one is valid. Heartbeats take about half a second, so the proposed step is
+    further ahead than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.

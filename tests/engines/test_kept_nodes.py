@@ -118,7 +118,7 @@ def test_a_kept_node_lost_while_loading_restarts_all_nodes(kept: Kernel) -> None
     kept.run(f"times = 1\n{ENDING}")
     cell = kept.run("launch(lambda ending: rank(), Ending(), return_all=True)", timeout_s=120)
     assert cell.value == [0, 1, 2, 3]
-    assert "start again: the program of node" in cell.shown
+    assert "start again, because the program of node" in cell.shown
     assert "SIGKILL" in cell.shown
     assert kept.run("set(before) & set(node_programs())").value == set()
     kept.run(NEW_PROGRAMS)
