@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         r"Cannot re-initialize CUDA in forked subprocess|CUDA error: initialization error",
-        "This process was forked from a process that had used CUDA, and can't use CUDA itself. nblaunch "
+        "CUDA can't be used in a fork of a process that has used CUDA, and this process is such a fork. nblaunch "
         "avoids such forks for its workers; here, a data loader or multiprocessing forked inside the function.",
         "datasets and collate functions that stay on the CPU (prepared loaders bring batches to the GPU), or "
         "DataLoader(..., multiprocessing_context='forkserver'); for the workers, start_method='forkserver'",
