@@ -181,7 +181,9 @@ def test_missing_strategy_features_do_nothing_or_raise() -> None:
         accelerator.backward(model(torch.ones(1, 1)).sum())
     assert model.weight.grad.tolist() == [[1.0]]
     with (
-        pytest.warns(UserWarning, match="join_uneven_inputs has no effect in this toy: all ranks") as caught,
+        pytest.warns(
+            UserWarning, match="join_uneven_inputs has no effect in this toy, because all ranks"
+        ) as caught,
         accelerator.join_uneven_inputs([model]),
     ):
         pass

@@ -705,7 +705,7 @@ def test_a_truncated_checkpoint_changes_nothing(tmp_path: Path, name: str, damag
     size = path.stat().st_size
     if damage == "cut":
         path.write_bytes(path.read_bytes()[: size // 2])
-        expected = f"{name} has {size // 2:,} bytes of {size:,}"
+        expected = f"{name} has {size // 2:,} bytes instead of {size:,}"
     else:
         path.unlink()
         expected = f"{name} is missing"

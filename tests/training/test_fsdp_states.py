@@ -63,7 +63,7 @@ def test_models_and_optimizers_come_back(kind: str, tmp_path: Path) -> None:
         assert names == ["optimizer.bin", "pytorch_model_fsdp.bin"]
         return
     assert names == ["optimizer_0", "pytorch_model_fsdp_0"]
-    with pytest.raises(CheckpointError, match="do you mean"):
+    with pytest.raises(CheckpointError, match="did you mean"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "merged")
     assert cli.main(["merge-weights", str(tmp_path), str(tmp_path / "merged")]) == 2
     shards, merged = str(tmp_path / "pytorch_model_fsdp_0"), str(tmp_path / "by_command")
@@ -150,7 +150,7 @@ def test_missing_shards_are_reported(tmp_path: Path) -> None:
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
-    with pytest.raises(CheckpointError, match=r"do you mean .*pytorch_model_fsdp_0"):
+    with pytest.raises(CheckpointError, match=r"did you mean .*pytorch_model_fsdp_0"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "out")
 
 

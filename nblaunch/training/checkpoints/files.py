@@ -4,10 +4,10 @@ File names are the same as in Hugging Face Accelerate:
 
     model.safetensors (or pytorch_model.bin), optimizer.bin, scheduler.bin, sampler.bin, scaler.pt,
     random_states_<rank>.pkl, custom_checkpoint_<i>.pkl; the second file of a kind has _1 in its name
-    custom_checkpoint_<i>_rank<rank>.pkl, if a rank's state of a registered object differs from rank 0's
+    custom_checkpoint_<i>_rank<rank>.pkl, if a registered object's state differs from rank 0's
 
-If ranks hold shards of models, there are folders instead, with one file per rank: for FSDP2, ``pytorch_model_fsdp_0``
-has the weights, and ``optimizer_0`` the optimizer.
+If ranks hold shards of models, there are folders instead, with one file per rank. For FSDP2, ``pytorch_model_fsdp_0``
+contains the weights, and ``optimizer_0`` contains the optimizer's states.
 
 ``nblaunch_checkpoint.json`` lists every file with its size and a checksum. With this manifest, nblaunch detects an
 incomplete folder or changed bytes before it loads anything. Checkpoints of other tools have the same file names but no
@@ -75,9 +75,7 @@ def numbered(name: str, index: int) -> str:
 
 
 def custom(index: int, rank: int = 0) -> str:
-    """Return the name of the file for the n-th registered object; for ranks above 0, of the file for the rank's own
-    state.
-    """
+    """Return the name of the file with the n-th registered object's state on ``rank``."""
     return f"custom_checkpoint_{index}.pkl" if rank == 0 else f"custom_checkpoint_{index}_rank{rank}.pkl"
 
 
@@ -87,13 +85,13 @@ def random_states(rank: int) -> str:
 
 
 def loader_state(index: int, rank: int) -> str:
-    """Return the name of the file with a rank's state of the n-th stateful loader."""
+    """Return the name of the file with the n-th stateful loader's state on ``rank``."""
     name = numbered(LOADER, index)
     return name if rank == 0 else f"{name.removesuffix('.bin')}_rank{rank}.bin"
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the number in an automatic name; None if the name is not automatic."""
+    """Return the number of an automatically named checkpoint; None for any other folder."""
     match = _NUMBERED.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -119,7 +117,7 @@ class Manifest:
         sharded_by: the strategy whose ranks wrote shards of weights and optimizers; empty for full states.
         files: size of every file in bytes, by its path in the folder.
         checksums: checksum of every file, by its path in the folder.
-        places: the tensors of registered objects that ranks held in shards, see ``registered.py``.
+        places: the tensors of registered objects that ranks held in shards; see ``registered.py``.
     """
 
     world_size: int
@@ -216,7 +214,7 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
         if name not in sizes:
             wrong.append(f"{name} is missing")
         elif sizes[name] != size:
-            wrong.append(f"{name} has {sizes[name]:,} bytes of {size:,}")
+            wrong.append(f"{name} has {sizes[name]:,} bytes instead of {size:,}")
     by_size = sorted(manifest.checksums, key=lambda name: (-manifest.files.get(name, 0), name))
     share = by_size[rank::world_size] if not wrong else []
     try:
@@ -224,8 +222,8 @@ def check_files(folder: Path, manifest: Manifest, rank: int = 0, world_size: int
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}. {_other_than(folder)}") from error
     wrong += [
-        f"{name} has the checksum {value} instead of {manifest.checksums[name]}: bytes have changed since it was "
-        "written, because of a fault in the disk, the memory or a copy"
+        f"{name} has the checksum {value} instead of {manifest.checksums[name]}: its bytes have changed since "
+        "it was written, because of a faulty disk, faulty memory or a faulty copy"
         for name, value in read.items()
         if value != manifest.checksums[name]
     ]
@@ -263,7 +261,7 @@ def weights_file(folder: Path, index: int, manifest: Manifest | None) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise CheckpointError(
-        f"checkpoint {folder} has no weights for model {index}: there is no {' and no '.join(candidates)}"
+        f"checkpoint {folder} has no weights for model {index}: there is no {' or '.join(candidates)}"
     )
 
 
@@ -279,7 +277,7 @@ def write_object(state: Any, path: Path) -> None:
 def read_object(
     path: Path, map_location: Any = "cpu", weights_only: bool = True, owner: Any = None, **options: Any
 ) -> Any:
-    """Read a state dict, with ``torch.load`` and its arguments; raise CheckpointError if that fails.
+    """Read a state dict with ``torch.load``; raise CheckpointError if that fails.
 
     Args:
         path: the file.
@@ -299,7 +297,7 @@ def read_object(
 
 
 def unreadable(path: Path, error: Exception, advice: str = "") -> CheckpointError:
-    """Return the error for a damaged file. ``advice`` follows if the file may have objects of untrusted classes."""
+    """Return the error for an unreadable file; add ``advice`` if the file may have objects of untrusted classes."""
     # torch's message starts with suggestions such as weights_only=False.
     reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
     if isinstance(error, pickle.UnpicklingError):

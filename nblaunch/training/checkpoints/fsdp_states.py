@@ -48,10 +48,10 @@ def save_fsdp_model(
         output_dir: the folder; created if it does not exist.
         model_index: the model's number, for the file's name.
         adapter_only: write only trained parameters.
-        use_dcp: True: torch.distributed.checkpoint writes shards, which any number of ranks can load.
+        use_dcp: must be True: torch.distributed.checkpoint writes shards, which any number of ranks can load.
 
     Raises:
-        ValueError: ``use_dcp=False``.
+        ValueError: ``use_dcp`` is False.
     """
     _check_dcp(use_dcp)
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -152,7 +152,7 @@ def merge_fsdp_weights(
         raise ValueError(f"{output_path} is inside {folder}, which will be removed: choose another folder")
     if not (folder / ".metadata").is_file():
         inside = [path.parent.name for path in sorted(folder.glob("*/.metadata"))]
-        hint = f"; do you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
+        hint = f"; did you mean {' or '.join(str(folder / name) for name in inside)}?" if inside else ""
         raise CheckpointError(f"{folder} contains no shards of a model: it has no .metadata file{hint}")
     with shard_files.loading(folder / ".metadata", _UNREADABLE):
         entries = shard_files.read_metadata(folder).state_dict_metadata

@@ -4,8 +4,8 @@ is it intact? ── read all but weights ── does it fit?
     ── only then: shards (then hooks), or hooks (then weights) ─ optimizers ─ ... ─ random states
 
 Shards, and weights that are loaded after hooks, can be checked only while they are loaded. For other weights,
-``load_state`` checks names and shapes beforehand, not values. With a different number of ranks, random states stay
-unchanged, and loaders continue after the samples that were seen.
+``load_state`` checks names and shapes beforehand, but not values. If a different number of ranks saved the checkpoint,
+random states stay unchanged, and loaders continue after the samples that were already read.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Checkpoint:
         self.is_sharded = manifest is not None and bool(manifest.sharded_by)
         self.is_of_this_size = manifest is None or manifest.world_size == live.world_size
         self._reading = reading
-        # For all states except optimizers': generators, for example, accept states only from the CPU.
+        # Read all states except the optimizers' to the CPU, because generators, for example, accept no others.
         self._on_cpu = {**reading, "map_location": "cpu"}
 
     def read(self, strict: bool) -> tuple[list[dict[str, Any]], list[Callable[[], object]]]:
@@ -223,7 +223,7 @@ class _Checkpoint:
     # --- other states --------------------------------------------------------------------------------------------
 
     def _read_others(self) -> Iterator[Callable[[], object]]:
-        """Read the states of schedulers, loaders, scaler, registered objects and generators; yield their loaders."""
+        """Read all states except weights and the optimizers' states; yield functions that load them."""
         live, folder = self.live, self.folder
         for index, scheduler in enumerate(live.preparer.schedulers):
             saved = files.read_object(folder / files.numbered(files.SCHEDULER, index), **self._on_cpu)
@@ -237,7 +237,7 @@ class _Checkpoint:
         for index, entry in enumerate(live.registered):
             saved = states.read(entry, index)
             yield partial(registered.load, entry.obj, saved, states.places(index), live.preparer.models)
-        # Random states come last, because loading the others may draw random numbers.
+        # Random states come last, because loading other states may draw random numbers.
         yield self._read_random_states()
 
     def _read_loader(self, index: int, loader: PreparedLoader) -> Callable[[], object]:
@@ -246,15 +246,15 @@ class _Checkpoint:
         if manifest is None or not path.is_file():
             return partial(
                 warn,
-                f"checkpoint {folder} has no position for loader {index}, so that loader starts its first epoch",
+                f"checkpoint {folder} has no position for loader {index}, which therefore starts its first epoch",
             )
         order = files.read_object(path)
         if not self.is_of_this_size and not resuming.can_continue(loader, order):
             raise CheckpointError(
                 f"loader {index} was in the middle of an epoch when {manifest.world_size} processes saved it, and "
-                f"{live.world_size} processes can't continue there, because the DataLoader's worker processes or "
-                f"the dataset share its stream. Start {manifest.world_size} processes, save at the end of an "
-                "epoch, or read the stream with num_workers=0"
+                f"{live.world_size} processes can't continue there, because its stream is divided by the "
+                f"dataset or among the DataLoader's worker processes. Start {manifest.world_size} processes, save at "
+                "the end of an epoch, or read the stream with num_workers=0"
             )
         state: dict[str, Any] | None = None
         file = self._of_this_rank(partial(files.loader_state, index))
@@ -292,7 +292,7 @@ class _Checkpoint:
         return load
 
     def _of_this_rank(self, name_of: Callable[[int], str]) -> tuple[Path, int] | None:
-        """Return this rank's file, or else rank 0's, with the rank; None if neither exists."""
+        """Return this rank's file, or else rank 0's, and the rank that it belongs to; None if neither exists."""
         candidates = ((self.folder / name_of(rank), rank) for rank in (self.live.rank, 0))
         return next((candidate for candidate in candidates if candidate[0].is_file()), None)
 
@@ -311,7 +311,7 @@ def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> No
 
 
 def _in_own_order(optimizer: Any, state: Any, models: Sequence[torch.nn.Module], path: Path) -> Any:
-    """Sort the parameters of a state into the optimizer's order, if its keys are names.
+    """Sort the parameters of a state into the optimizer's order, if the state is keyed by names.
 
     Hugging Face Accelerate's FSDP version 1 stores parameters in the order of its flat parameters.
     """

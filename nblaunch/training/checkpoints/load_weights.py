@@ -2,7 +2,7 @@
 
 has memory        the module's ``load_state_dict`` copies the file's tensor into it
 is on meta        the file's tensor, converted and moved if necessary, replaces it without a second copy
-is quantised      it is only compared: it is frozen, and its module may be unable to load it
+is quantised      the two are only compared, because quantised tensors are frozen and may not be loadable
 
 :func:`load_checkpoint_in_model` and :func:`load_checkpoint_and_dispatch` load whole models, and have the names that
 Hugging Face Accelerate gave them. Device maps that split a model need Accelerate to be installed.
@@ -43,7 +43,7 @@ _SPLIT_ARGUMENTS = (
 )  # fmt: skip
 """Arguments for a model that is split over devices."""
 _LOADING_ARGUMENTS = ("keep_in_fp32_modules", "offload_8bit_bnb")
-"""Arguments that only load_checkpoint_in_model has. If the first is set, Accelerate loads any model."""
+"""Arguments that only load_checkpoint_in_model has. Given the first, Accelerate may load a model that is not split."""
 _MAX_NAMED = 8  # names in one message
 _MAX_NAMES_SHOWN = 3  # example names, if a file and a model have none in common
 
@@ -70,8 +70,8 @@ def load_checkpoint_in_model(
     Args:
         model: a module, wrapped or not, filled in place.
         checkpoint: a weight file, an index, or a folder with one of them.
-        device_map: None, or ``{"": device}``, where tensors without memory go. Any other map needs Accelerate to be
-            installed; nblaunch passes all arguments on to it.
+        device_map: None: tensors without memory go to the CPU; ``{"": device}``: they go to this device. Any other map
+            needs Accelerate to be installed; nblaunch passes all arguments on to it.
         offload_folder: Accelerate's argument for a map with ``"disk"``.
         dtype: the dtype for floating point tensors without memory; None: keep the model's.
         strict: raise an error if names in the files and the model differ.
@@ -195,7 +195,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
-    """Raise CheckpointError if shapes in a weight file, or names if ``strict``, differ from the model's.
+    """Raise CheckpointError if the shapes in a weight file (if ``strict``, also the names) differ from the model's.
 
     Modules that override the loading method are not checked.
     """
@@ -215,7 +215,7 @@ def check_weights(model: nn.Module, path: Path, strict: bool) -> None:
         may_miss = {name for name in state if views.get(name) in held or name.startswith(special)} | frozen
         missing = [name for name in state if name not in saved and name not in may_miss]
         unknown = [name for name in saved if name not in state and not name.startswith(special)]
-        wrong += [f"{name} is missing in the file" for name in missing]
+        wrong += [f"{name} is missing from the file" for name in missing]
         wrong += [f"{name} is not in the model" for name in unknown]
     if wrong:
         raise CheckpointError(f"{path} does not fit the model. {formatting.first(wrong, _MAX_NAMED, '; ')}")
@@ -276,7 +276,7 @@ def _in_own_names(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[
     is_known = bool(current.keys() & set(names.values()))
     front = "module." if not is_known and all(name.startswith("module.") for name in names.values()) else ""
     names = {name: plain.removeprefix(front) for name, plain in names.items()}
-    count = Counter(names.values())  # keep two names unchanged that would become the same
+    count = Counter(names.values())  # names that would become the same stay unchanged
     renamed = {plain if count[plain] == 1 else name: saved[name] for name, plain in names.items()}
     paths = {
         path: plain_name(f"{path}.").removeprefix(front).removesuffix(".")
@@ -290,13 +290,15 @@ def _describe_strangers(module: nn.Module, source: Path, saved: list[str], curre
     """Return the error message for a file that shares no name with the module."""
     text = (
         f"{source} has no weights of the {type(module).__name__}: no name matches. The file has "
-        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model {formatting.first(current, _MAX_NAMES_SHOWN)}"
+        f"{formatting.first(saved, _MAX_NAMES_SHOWN)}, and the model has "
+        f"{formatting.first(current, _MAX_NAMES_SHOWN)}"
     )
     for longer, shorter, where in ((saved, current, "in the file"), (current, saved, "in the model")):
         end = next((name for name in shorter if longer[0].endswith(f".{name}")), None)
         if end is not None:
             text += (
-                f". {longer[0].removesuffix(end)!r} precedes the names {where}: load the file into that part"
+                f". {longer[0].removesuffix(end)!r} precedes the names {where}: load the file into the module that "
+                "has exactly the file's names"
             )
             break
     return text
@@ -320,7 +322,7 @@ def _drop_quantised(
     entries = quantised_entries(module, current)
     for name, is_weight in entries.items():
         saved = weights.pop(name, None)
-        # The values that libraries store with quantised weights may differ in their last digits.
+        # Compare only weights: other values that libraries store with them may differ in their last digits.
         if not is_weight or not isinstance(saved, torch.Tensor):
             continue
         held = current[name]
@@ -336,7 +338,7 @@ def _drop_quantised(
 def _fill_bare(
     module: torch.nn.Module, weights: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> set[str]:
-    """Replace tensors on the meta device with tensors from ``weights``; remove these from it and return their names."""
+    """Replace meta tensors with tensors from ``weights``; remove those from ``weights``, and return their names."""
     tensors = [entry for entry in _tensors(module) if entry[2].is_meta and not is_sharded(entry[2])]
     made: dict[int, torch.Tensor] = {}  # id of the meta tensor, which tied names share -> its replacement
     addresses: set[int] = set()
@@ -351,7 +353,7 @@ def _fill_bare(
             else saved.to(device, to)
         )
         if filled.numel() and filled.data_ptr() in addresses:
-            filled = filled.clone()  # the files share it under two names, but the module has two tensors
+            filled = filled.clone()  # two names of one tensor in the files, but of two tensors in the module
         addresses.add(filled.data_ptr())
         is_parameter = isinstance(bare, torch.nn.Parameter)
         made[id(bare)] = torch.nn.Parameter(filled, bare.requires_grad) if is_parameter else filled

@@ -1,8 +1,8 @@
 """Weight files: one file, or several with an index, in safetensors' or torch's format.
 
 safetensors files hold only tensors: reading one executes no code, and other libraries can read it. Tensors that share
-memory are written once, and the file's header lists their other names. Callers choose the paths; :func:`files_of` knows
-the folders that :func:`save_sharded` writes.
+memory are written once, and the file's header lists their other names. Callers choose the paths; :func:`files_of` finds
+the files in a folder that :func:`save_sharded` wrote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
     tensor = dtensor.local(tensor)
     if hasattr(tensor, "__tensor_flatten__") or torch.nn.parameter.is_lazy(tensor):
         return None, 0
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # devices that hide their memory return 0, as XLA's do
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:  # 0 if the device hides its memory, as XLA does
         return None, 0
     # A lazily conjugated or negated view differs from its base only by a flag.
     is_lazy = (tensor.is_conj(), tensor.is_neg())
@@ -56,7 +56,7 @@ def view_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...] | None, int]:
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save with ``torch.save`` on the main process, without an Accelerator; other ranks do nothing.
+    """Save ``obj`` with ``torch.save`` on the main process, without an Accelerator; other ranks do nothing.
 
     If saving to a path fails, an existing file stays unchanged.
 
@@ -75,11 +75,11 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def save_object(obj: Any, f: Any, safe_serialization: bool, is_writer: bool) -> None:
-    """Save as :func:`save` does, if ``is_writer``; reject shards on every rank."""
+    """Save ``obj`` as :func:`save` does if ``is_writer`` is set; reject shards on every rank."""
     count = dtensor.num_sharded(obj)
     if count:
         raise CheckpointError(
-            f"save got {formatting.count(count, 'sharded tensor')}, and would write only the main process's "
+            f"save got {formatting.count(count, 'sharded tensor')}, but would write only the main process's "
             "shards. Save full weights with accelerator.save_model(model, "
             "folder), or with accelerator.save(accelerator.get_state_dict(model), path), on all ranks; "
             "accelerator.save_state also saves optimizers"
@@ -156,7 +156,7 @@ def save_sharded(
     limit = formatting.parse_size(max_shard_size)
     for name, tensor in weights.items():
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            raise RuntimeError(f"{name!r} is on the meta device: it has no values to save")
+            raise RuntimeError(f"{name!r} is on the meta device, so it has no values to save")
     shards = list(_shards(weights, limit))
     stem, suffix = (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME).rsplit(".", 1)
     names = [f"{stem}.{suffix}"]
@@ -219,7 +219,7 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     Args:
         f: a path, or an open binary file.
         map_location: the device to read tensors to; None: the device that they were saved from.
-        **kwargs: further arguments of :func:`torch.load`; ``weights_only=False`` for files that you trust.
+        **kwargs: further arguments of :func:`torch.load`. Pass ``weights_only=False`` only for files that you trust.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 

@@ -6,8 +6,8 @@
 Ranks compare their states when they save together. Any number of ranks can load a state that is the same on all ranks,
 or that is sharded. If the states differ, each belongs to one rank, and only the same number of ranks can load them.
 
-Ranks do not compare the buffers of a module: replicas keep their own batch normalisation statistics, and
-checkpoints hold rank 0's, as for prepared models.
+Ranks do not compare the buffers of a module, because replicas keep their own batch normalisation statistics.
+Checkpoints contain rank 0's buffers, as they do for prepared models.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Registered:
 
     Args:
         obj: an object with ``state_dict`` and ``load_state_dict``.
-        per_rank: whether to save each rank's state separately; None: if the states differ.
+        per_rank: whether to save each rank's state separately; None: only if the states differ.
     """
 
     obj: Any
@@ -104,7 +104,7 @@ def capture(registered: Sequence[Registered], rank: int, side: Coordinator | Par
             captured.places[name] = {str(number): dtensor.dimensions(leaf) for number, leaf in shards.items()}
             state = _like(state, dtensor.gather(state, keep=rank == 0))
         if rank == 0:
-            # Convert it to bytes at once, because a user's object may hold anything, and can't be copied safely.
+            # Convert the state to bytes at once: a user's object may hold anything, so it can't be copied safely.
             captured.objects[name] = as_bytes(state)
         elif _is_own(entry, looks[index], main[index : index + 1]):
             captured.objects[files.custom(index, rank)] = as_bytes(state)
@@ -240,10 +240,10 @@ class SavedStates:
         self._reading = reading
 
     def read(self, entry: Registered, index: int) -> Any:
-        """Return this rank's state of the n-th registered object, with full tensors.
+        """Return the n-th registered object's state on this rank, with full tensors.
 
         Raises:
-            CheckpointError: the file is damaged, or a different number of ranks wrote states that differ.
+            CheckpointError: the file is damaged, or a different number of ranks wrote states that differ between ranks.
         """
         name, places = files.custom(index), self.places(index)
         # Map the file if tensors are sharded, so that each rank reads only its own part.
@@ -251,8 +251,8 @@ class SavedStates:
         state = files.read_object(self._folder / name, owner=entry.obj, **{**mapped, **self._reading})
         if any(is_sharded(leaf) for leaf in nested.leaves(state)):
             raise CheckpointError(
-                f"{self._folder / name} holds only the shards of rank 0, because Hugging Face Accelerate wrote it: "
-                "the shards of the other ranks are lost. Create the object again from the full weights in the "
+                f"{self._folder / name} holds only the shards of rank 0, because Hugging Face Accelerate wrote it. "
+                "The shards of the other ranks are lost. Create the object again from the full weights in the "
                 "checkpoint"
             )
         rank_file = self._own_file(entry, index)

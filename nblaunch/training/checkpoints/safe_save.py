@@ -72,7 +72,7 @@ def finish_commit(target: Path) -> None:
     committed = target / _COMMITTED
     if not committed.is_dir():
         return
-    with suppress(FileNotFoundError):  # this list is removed last: without it, the commit is complete
+    with suppress(FileNotFoundError):  # this list is removed last, so without it the commit is complete
         for name in json.loads((committed / _OBSOLETE).read_text()):
             with suppress(FileNotFoundError):
                 (target / name).unlink()

@@ -166,12 +166,12 @@ class _Mail:
 def _lost(error: RuntimeError) -> CheckpointError:
     return CheckpointError(
         f"save_state can't reach the other ranks, because the job's store has ended ({error}), perhaps with rank 0 "
-        "or the launcher. Every rank must call save_state as often as rank 0"
+        "or the launcher. Every rank must call save_state as often as rank 0 does"
     )
 
 
 def _wait_for(look: Callable[[], T | None]) -> T:
-    """Call ``look`` until it returns a value other than None, and return that. An interrupt can end the wait."""
+    """Call ``look`` until it returns a value other than None, and return this value. An interrupt can end the wait."""
     pause_s = _BUSY_S[0]
     while (value := look()) is None:
         time.sleep(pause_s)
@@ -202,7 +202,7 @@ _side: Any = None
 def side_of(backend: Backend, rank: int) -> Any:
     """Return this rank's side of the save rounds: a Coordinator on rank 0, otherwise a Participant.
 
-    The first call for a process group creates it.
+    The first call for a process group creates the side.
     """
     global _side
     if _side is None or not _side.is_current():
@@ -229,7 +229,7 @@ class Coordinator(_Side):
 
     def open(self) -> list[int]:
         """Open a round, wait until every other rank has arrived or passed, and return the ranks that passed."""
-        # Hold the store: it may live in this process, and would end with the group.
+        # Hold the store, because it may live in this process, where it would end with the group.
         self._held = _default_store()
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1
@@ -256,7 +256,7 @@ class Coordinator(_Side):
         return False if is_ahead else None
 
     def begin(self, folder: str, target: str, iteration: int, compares: bool = False) -> None:
-        """Make the present ranks write to ``folder``; with ``compares``, after comparing states."""
+        """Make the present ranks write to ``folder``; if ``compares`` is set, they compare states first."""
         self._is_decided, self._target = True, target
         round = Round(self._number, True, tuple(self.present), folder, target, iteration, compares)
         self._mail.post("round", round)
@@ -306,7 +306,7 @@ class Coordinator(_Side):
         report = self._mail.read(f"report/{rank}", Report)
         if report is not None and report.number == self._number:
             return report
-        has_left = where is not None and where.has_left  # before it has reported
+        has_left = where is not None and where.has_left  # before reporting
         return Report(self._number, _LEFT.format(self._target, rank)) if has_left else None
 
     def announce(self, outcome: SaveOutcome) -> None:
@@ -317,7 +317,7 @@ class Coordinator(_Side):
             self._mail.post("round", Round(self._number, True, tuple(self.present)))
 
     def wait_until_known(self) -> None:
-        """Wait until the present ranks have read the outcome: the store may live in this process, and end with it."""
+        """Wait until the present ranks have read the outcome, because the store may end with this process."""
         for rank in self.present:
             _wait_for(partial(self._is_through, rank))
         self._held = None
@@ -334,19 +334,19 @@ class Coordinator(_Side):
 
 
 class Participant(_Side):
-    """Another rank's side, with a thread that answers rank 0 until the process group ends."""
+    """The side of a rank other than 0, with a thread that answers rank 0 until the process group ends."""
 
     def __init__(self, backend: Backend, rank: int) -> None:
         super().__init__(backend)
         self._rank = rank
         self._store = _default_store()
         self._thread_mail = _Mail(self._store)  # the thread waits with this object
-        # Held while this rank answers that it is present, and while it takes the round that it answered.
+        # Held while this rank replies that it is present, and while it takes the round to which it replied.
         self._lock = threading.Lock()
         self._is_present = False
         self._num_taken = 0
         self.is_complete = False  # whether all ranks are present in the last round
-        self.compares = False  # whether the ranks compare states in it
+        self.compares = False  # whether the ranks compare states in the last round
         self._is_stopping = False
         self._problem: CheckpointError | None = None  # the error that ended the thread
         self._wake = threading.Event()
@@ -431,7 +431,7 @@ class Participant(_Side):
             thread.join(max(deadline_s - time.monotonic(), 0.0))
 
     def _ring_for_itself(self) -> None:
-        with suppress(CheckpointError):  # the store may have gone with its host
+        with suppress(CheckpointError):  # the store may have ended with its host process
             _Mail(self._store, is_shared=True).ring([self._rank])
 
     def _answer_rank_0(self) -> None:
@@ -448,7 +448,7 @@ class Participant(_Side):
         except CheckpointError as error:
             self._problem = error  # arrive() raises it
         finally:
-            with suppress(CheckpointError):  # the store may have gone with its host
+            with suppress(CheckpointError):  # the store may have ended with its host process
                 self._thread_mail.post(f"rank/{self._rank}", Whereabouts(0, False, True, {}))
 
     def _answer(self) -> bool:
@@ -469,7 +469,7 @@ def _collectives_begun(backend: Backend) -> dict[str, int]:
     The backend counts collectives that a device runs outside of torch's process groups.
     """
     counts = {"device": backend.num_own_collectives}
-    # torch has no public functions for the groups and their counts. Its flight recorder reads them like this.
+    # torch has no public functions for the groups and their counts. Its flight recorder reads them in the same way.
     groups: Collection[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
     for group, name in groups:
         try:

@@ -29,7 +29,7 @@ from nblaunch.training.joining import is_distributed, waiting
 
 
 class Saver:
-    """Saves checkpoints, one at a time. A thread on every other rank answers rank 0's messages from the start."""
+    """Saves checkpoints, one at a time. On every rank but 0, a thread answers rank 0's messages from the start."""
 
     def __init__(self, live: CheckpointedObjects) -> None:
         self._live = live
@@ -77,7 +77,7 @@ class Saver:
             self._copies = CpuCopies()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise the error if it could not be written."""
+        """Wait until the last checkpoint is written; raise the error if writing it failed."""
         if self._thread is not None:
             self._thread.join()  # after an interrupt here, the next call joins it
             self._thread = None
@@ -86,7 +86,7 @@ class Saver:
             raise error
 
     def _side_of_round(self) -> Any:
-        """Return this rank's side of the save rounds, on rank 0 a Coordinator; None in a single process."""
+        """Return this rank's side of the save rounds, a Coordinator or a Participant; None in a single process."""
         if self._live.world_size == 1 or not is_distributed():
             return None
         return side_of(self._live.shared.process.backend, self._live.rank)
@@ -136,14 +136,15 @@ class Saver:
             warn(
                 f"save_state was called {who}: the other ranks have entered another collective or ended. Their "
                 "random states, and states of registered objects that differ from rank 0's, are not in the "
-                "checkpoint. Call it on all ranks to be able to continue exactly, or pass main_process_only=True"
+                "checkpoint. To be able to continue exactly, call save_state on all ranks; or pass "
+                "main_process_only=True"
             )
 
     def _open(self, target: Path) -> Staging:
         if self._project.automatic_checkpoint_naming:
             if target.exists():
                 raise ValueError(
-                    f"checkpoint {target} already exists; call load_state() first, which continues its numbers, or set "
+                    f"checkpoint {target} already exists; call load_state() first to continue its numbering, or set "
                     "ProjectConfiguration(iteration=...)"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ class Saver:
         staging = Staging(target)
         try:
             staging.create()
-        except OSError as error:  # a full disk, or one without inodes
+        except OSError as error:  # a full disk, or no free inodes
             raise CheckpointError(_not_saved(target, 0, error)) from error
         return staging
 
@@ -251,7 +252,7 @@ class Saver:
         participant.outcome(round.number).check()
 
     def _checksums_of_own(self, snapshot: Snapshot, folder: Path) -> dict[str, str]:
-        """Return checksums of this rank's files: the rank that wrote a file can read it quickly, from the cache."""
+        """Return checksums of this rank's files. The rank that wrote a file can read it quickly from the cache."""
         pattern = self._live.strategy.shard_files.format(rank=self._live.rank)
         shards = [path.relative_to(folder).as_posix() for path in folder.glob(pattern)] if pattern else []
         return files.checksums(folder, [*snapshot.objects, *shards])
@@ -292,7 +293,7 @@ class Saver:
             if window.modules:
                 where += f", of the {', '.join(type(model).__name__ for model in window.modules)}"
             warn(
-                f"save_state in the middle of gradient accumulation ({where}): accumulated gradients are not saved. "
+                f"save_state was called during gradient accumulation ({where}): accumulated gradients are not saved. "
                 "Save where accelerator.sync_gradients is True to continue training exactly."
             )
 

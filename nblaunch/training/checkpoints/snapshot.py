@@ -1,7 +1,7 @@
 """The contents of a checkpoint, from the live objects of a process to the files in its folder.
 
     CheckpointedObjects  the live objects of one process
-    Snapshot             their states, or copies of these so that training can continue
+    Snapshot             their states, or copies of the states so that training can continue
     folder               their files; each rank writes its own
 
 States are stored as plain numbers and tensors, so reading a checkpoint executes no code from it. Only DeepSpeed
@@ -115,7 +115,7 @@ class CheckpointedObjects:
         self,
         registered: tuple[Sequence[Registered], Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]],
     ) -> None:
-        """Register the objects and hooks of another process. Hooks get new handles, as each process numbers its own."""
+        """Register another process's objects and hooks. Hooks get new handles, because each process numbers its own."""
         objects, save_hooks, load_hooks = registered
         self.registered.extend(objects)
         for hooks, carried in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
@@ -287,7 +287,7 @@ def _own_objects(live: CheckpointedObjects) -> dict[str, bytes]:
 
 
 class CpuCopies:
-    """Copies nested state dicts, into the same memory every time.
+    """Copies nested state dicts into the same memory every time.
 
     A first copy spends most of its time on new memory, which the system clears page by page. This object therefore
     keeps its copies. It holds only one state of each part at a time.

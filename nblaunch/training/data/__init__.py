@@ -1,7 +1,7 @@
 """Prepared data loaders.
 
 prepare.py          turns the user's loader into a prepared one
-adapter.py          wraps the loader that reads, from torch or torchdata; its options and the state of its epoch
+adapter.py          wraps the loader from torch or torchdata that reads the data; its options and the state of its epoch
 samplers.py         the samplers nested in a loader; a seeded sampler, and one that skips the first batches
 sharding.py         which samples a rank gets, and which remain in an epoch, for any number of ranks
 loader.py           reads the samples: ``PreparedLoader``, and ``DataLoaderShard`` for a rank that reads its own shard

@@ -1,4 +1,4 @@
-"""The base class of prepared loaders: a wrapper around the loader that reads, its options, and the state of its epochs.
+"""The base class of prepared loaders, which wraps the loader that reads the data and keeps the state of its epochs.
 
     DataLoaderAdapter ── base_dataloader: torch's DataLoader, or torchdata's StatefulDataLoader
 
@@ -22,8 +22,8 @@ from nblaunch.training.data.sharding import EpochPosition
 from nblaunch.training.joining import current_topology
 from nblaunch.training.shared_state import get_shared_state
 
-FINISHED = "_iterator_finished"  # torchdata sets it in every state: whether the epoch was read to its end
-ORDER = "_order"  # nblaunch adds it to torchdata's entries
+FINISHED = "_iterator_finished"  # torchdata's entry in every state: whether the epoch was read to its end
+ORDER = "_order"  # the entry that nblaunch adds to torchdata's
 
 
 class DataLoaderStateMixin:
@@ -37,7 +37,7 @@ class DataLoaderStateMixin:
     end_of_dataloader = False
     remainder = -1
     shard: Any = None
-    """Knows how many rows of the last global batch are real; None if no rows are ever added."""
+    """The object that counts the real rows in the last global batch; None if no rows are ever added."""
     completed_rows = 0
     """Rows in the last global batch, including padding; without padding, rows in a full batch; 0: unknown."""
     adds_nothing = False
@@ -156,8 +156,8 @@ class DataLoaderAdapter(Base):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the current epoch, without the batch that was read ahead.
 
-        The state has torchdata's format, and each of the two loaders accepts the other's state. If torchdata's state
-        does not cover the epoch and the order of the samples, an extra entry does.
+        The state has torchdata's format: this loader and torchdata's accept each other's states. If torchdata's state
+        lacks the epoch or the order of the samples, nblaunch adds an entry for them.
 
         Raises:
             AttributeError: the loader was created without ``use_stateful_dataloader=True``.
@@ -207,11 +207,11 @@ class DataLoaderAdapter(Base):
         """Make the base loader begin its next epoch at the start, even if a state was loaded."""
         self.epochs.batches_behind = self.epochs.batches_to_drop = 0
         if self.use_stateful_dataloader:
-            # torchdata's load_state_dict({}) does not clear it.
+            # torchdata's load_state_dict({}) does not clear this attribute.
             vars(self.base_dataloader)["next_iter_state"] = None
 
     def _note_position(self, is_end: bool = False) -> None:
-        """Store the current state: called before each batch is read ahead, and at the end of the epoch."""
+        """Store the current state. Called before each batch is read ahead, and at the end of the epoch."""
         if self.use_stateful_dataloader:
             base: Any = self.base_dataloader
             self.epochs.state = self._with_order({**base.state_dict(), FINISHED: is_end}, is_end)
@@ -261,7 +261,7 @@ class _Progress:
 def _loses_rows(dataset: Any, num_batches: int) -> bool:
     """Return whether a stream of ``datasets`` shuffles in a buffer, whose rows its state does not include.
 
-    Warn that ``num_batches`` are read again for this reason.
+    Warn that ``num_batches`` batches are read again for this reason.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     while parts:

@@ -77,7 +77,7 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         self.split_batches = split_batches
         self.slice_fn = slice_fn
-        # The first rows of this epoch, as a list of tensors, and the same from a loaded state.
+        # The first rows of this epoch, as a list of tensors, and the first rows from a loaded state.
         self._first_rows: list[torch.Tensor] = []
         self._resumed_rows: list[torch.Tensor] = []
 
@@ -211,9 +211,10 @@ class DataLoaderDispatcher(PreparedLoader):
         self._resumed_rows = state.get("first_rows", [])
 
     def _note_first_rows(self, head: Any) -> Any:
-        """Return the first round of the epoch, of which this loader may have read only ``head``, a later round.
+        """Return the epoch's first round, and record its first rows for states.
 
-        A stream that continues from its own state does not return its first rows again, so states include them.
+        ``head`` is the first round that this loader has read. If a stream continues from its own state, ``head`` is a
+        later round, and the epoch's first rows come from the loaded state.
         """
         resumed, self._resumed_rows, self._first_rows = self._resumed_rows, [], []
         is_kept = self.use_stateful_dataloader and not (self._needs_first_round or self._drops_last)
@@ -283,7 +284,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 def _check_leaves(batch: Any) -> None:
-    """Raise TypeError if a leaf is not a tensor: every rank would get the whole leaf with its part of the rows."""
+    """Raise TypeError if a leaf is not a tensor, because every rank would get all of it with its part of the rows."""
     for leaf in nested.leaves(batch):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(

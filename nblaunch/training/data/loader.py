@@ -94,7 +94,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader, **options)
         if options.get("batch_sampler") is not None:
-            # With a batch sampler, torch sets these to None and to a sequential sampler. Users read them.
+            # With a batch sampler, torch sets batch_size to None and sampler to a sequential one. Users read both.
             vars(self).update(
                 batch_size=getattr(self.batch_sampler, "batch_size", None),
                 sampler=sampler_of(self.batch_sampler),
@@ -113,7 +113,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._loop: Loop | None = None
         self._is_rest = False
         self._begins_at = EpochPosition()
-        # This loader was created to begin at a given position, so it ignores the saved one.
+        # A saved position that this loader ignores, because it was created to begin at another one.
         self._left_position: EpochPosition | None = None
         self._global_now: torch.Tensor | None = None
 
@@ -176,7 +176,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             has_trained = (
                 shared.losses.num_trained > num_trained and shared.loops.last_training == loop.number
             )
-            # Reading one batch without training, as next(iter(loader)) does, only looks at the data.
+            # A loop that reads one batch without training, as next(iter(loader)) does, only looks at the data.
             is_look = not (is_complete or has_trained) and loop.step - first_step <= 1
             is_epoch = not is_look and loop.state is WorkerState.TRAINING
             if self._loop is loop:  # a loop that began later may still be running
@@ -210,7 +210,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             current = next(batches, nothing)
             if current is nothing:
                 return
-            # Look these up once: with cheap samples, every tenth of a microsecond per step matters.
+            # Look these up once, because every tenth of a microsecond per step matters if samples are cheap.
             loops, is_shown, slot = shared.loops, shared.is_shown, shared.process.slot
             count = nested.count_rows if is_shown and shared.counts_samples else _count_none
             rows = count(current)
@@ -244,8 +244,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _has_even_batches(self) -> bool:
         """Whether all batches but the last have the same number of rows, so that counting batches gives a position.
 
-        A stream is not even: each worker process may end with a short batch. A custom collate_fn may return any number
-        of rows.
+        A stream does not guarantee this, because each worker process may end with a short batch. A custom collate_fn
+        may return any number of rows.
         """
         is_even = not isinstance(self.dataset, IterableDataset) and self.collate_fn is default_collate
         return is_even and not self.use_stateful_dataloader and self._are_cut_by_torch
@@ -399,7 +399,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _are_cut_by_torch(self) -> bool:
-        """Whether torch's ``BatchSampler`` forms the batches: all but the last have the same size."""
+        """Whether torch's ``BatchSampler`` forms the batches, so that all but the last have the same size."""
         return type(innermost(index_sampler_of(self))) is BatchSampler
 
     def _num_samples(self) -> int | None:
@@ -460,7 +460,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _rounds_behind(self) -> int:
-        """Number of this rank's batches, at their present size, that precede the loader's first one."""
+        """Number of this rank's batches, at their current size, that precede the loader's first one."""
         return self._begins_at.samples // self.rounds(1).samples
 
     def beginning_at(self, position: EpochPosition) -> PreparedLoader:
@@ -470,7 +470,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         rest = copy.copy(self)  # shares ``epochs``
         rest._loop = None
-        rest._left_position = self.epochs.saved_position  # it begins at ``position`` instead
+        rest._left_position = self.epochs.saved_position  # ``rest`` begins at ``position`` instead
         self._forget_base_state()
         num_rounds = position.samples // self.rounds(1).samples
         is_whole = position == self.rounds(num_rounds)
@@ -511,7 +511,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
         Args:
             is_inside: an epoch is being read.
-            is_end: the epoch has ended: return the states for the next one.
+            is_end: the epoch has ended, so return the states for the next one.
         """
         generators = (
             self.epochs.start if is_inside else [generator.get_state() for generator in self._generators()]
@@ -565,7 +565,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.dataset.set_epoch(epoch)
 
     reads_on_every_rank = True
-    """Whether each rank reads data, rather than rank 0 for all."""
+    """Whether each rank reads data itself; otherwise rank 0 reads for all."""
 
     batches_per_round = 1
     """Number of batches that the reading process reads for one batch of this rank."""

@@ -152,7 +152,7 @@ def _is_sharded(loader: DataLoader, target: LoaderTarget, config: DataLoaderConf
     """Return whether each rank's loader already reads only that rank's part.
 
     Raises:
-        ValueError: the dataset is divided, but not among the job's ranks; or it may already be divided.
+        ValueError: the dataset is divided, but not among the job's ranks; or it knows its rank, so it may be divided.
     """
     if config.data_is_sharded is not None or target.world_size == 1:
         return bool(config.data_is_sharded) and target.world_size > 1

@@ -97,7 +97,7 @@ def _rest_of(loader: PreparedLoader, num_batches: int | None) -> PreparedLoader:
     if num_batches is None and saved is not None:
         return loader.beginning_at(saved)
     if num_batches is None and loader.use_stateful_dataloader:
-        return loader  # only its own state may know the position in a stream
+        return loader  # the position in a stream may only be in the loader's own state
     return loader.beginning_at(loader.rounds(num_batches or 0))
 
 

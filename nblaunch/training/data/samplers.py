@@ -1,4 +1,4 @@
-"""The samplers nested in a loader, from the index sampler to the sampler of single indices; two new samplers.
+"""The samplers nested in a loader, from the index sampler to the sampler of single indices; two samplers of nblaunch.
 
 Ranks share an order because ``prepare.py`` gives the user's sampler a generator, and ``loader.py`` sets it to rank 0's
 state at the start of each epoch. Only ``use_seedable_sampler`` replaces the sampler with a

@@ -42,8 +42,8 @@ class BatchSamplerShard(BatchSampler):
             that all ranks get the same number of batches of equal size. If the sampler has no ``batch_size``, add whole
             batches. False: some ranks may get one batch fewer, or a shorter batch.
 
-    Once an epoch has been read to its end, ``tail_rows`` is the number of real rows in the last global batch, or 0
-    without padding. ``completed_rows`` is the number of rows in that batch, including padding.
+    Once an epoch has been read to its end, ``tail_rows`` is the number of real rows in the last global batch; 0 if
+    there is no padding. ``completed_rows`` is the number of rows in that batch, including padding.
 
     Raises:
         ValueError: ``split_batches`` is set, and the batch sampler has no ``batch_size``, or one that is not a multiple
@@ -141,7 +141,7 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole()
 
     def _cut_flat(self, sampler: Any) -> Iterator[list[list[int]]]:
-        """Yield lists of this rank's batches, the same as :meth:`_iter_whole` yields, from a sampler of indices.
+        """Yield lists of this rank's batches from a sampler of indices. The batches are those in :meth:`_iter_whole`.
 
         If the sampler draws a permutation, the first list holds the batches of all complete rounds.
         """
@@ -255,7 +255,7 @@ class IterableDatasetShard(IterableDataset):
         dataset: the stream; kept as ``.dataset``.
         batch_size: rows in each rank's block; with ``split_batches``, rows in the global batch. None: the stream
             yields whole batches, and each rank gets one per round.
-        drop_last: drop an incomplete round instead of filling it up from the first one.
+        drop_last: drop an incomplete round instead of filling it up from the first round.
         num_processes: number of ranks.
         process_index: this rank.
         split_batches: ``batch_size`` is the size of the global batch.
@@ -364,7 +364,8 @@ class EpochPosition:
     Args:
         samples: number of rows, if the loader forms batches from an order. The batch size may then change when the
             epoch continues.
-        batches: number of batches of the user's loader for any other order, or of items for a stream without batches.
+        batches: for any other order, number of batches of the user's loader; for a stream without batches, number of
+            items.
     """
 
     samples: int = 0

@@ -12,8 +12,8 @@ A :class:`TrainingSetup` gives a strategy the ranks, the device, the precision a
     optimizer          for each optimizer, after all models
     scheduler          for each scheduler, after all optimizers
 
-A strategy does not take part in preparing loaders. To add a strategy, write one file with its plugin and its strategy,
-in this folder or in a user's own code.
+A strategy does not take part in preparing loaders. To add a strategy, write one file with the plugin and the
+strategy, in this folder or in a user's own code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TrainingSetup:
 
 
 class ShardWriter(ABC):
-    """Copies of this rank's shards, to write while training continues. Every rank calls one of the methods."""
+    """Copies of this rank's shards, to be written while training continues. Every rank calls one of the methods."""
 
     @abstractmethod
     def write(self, folder: Path) -> None:
@@ -113,7 +113,7 @@ class StrategyPlugin(ABC):
         if isinstance(value, cls):
             return value
         raise TypeError(
-            f"{argument}={value!r:.80} is a {type(value).__module__}.{type(value).__name__}; pass a "
+            f"{argument}={value!r:.80} is a {type(value).__module__}.{type(value).__name__}; pass an "
             f"nblaunch.{cls.__name__}, which has the same fields"
         )
 
@@ -278,13 +278,13 @@ class Strategy(ABC):
     def join_uneven_inputs(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which ranks that have run out of data join the steps of other ranks.
 
-        It yields an object with an attribute ``is_last``: once the block has ended on all ranks, it says whether this
-        rank took all steps. It yields None if ranks without data can't join.
+        It yields an object whose attribute ``is_last`` says, once the block has ended on all ranks, whether this rank
+        took all steps. It yields None if ranks without data can't join.
         """
         if self.unjoined:
             warn(
-                f"join_uneven_inputs has no effect {self.unjoined}: all ranks take part in every step; keep "
-                "even_batches=True"
+                f"join_uneven_inputs has no effect {self.unjoined}, because all ranks take part in every step; "
+                "keep even_batches=True"
             )
         return nullcontext()
 
@@ -316,7 +316,7 @@ class Strategy(ABC):
     def shard_writer(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], copy: Callable[[Any], Any]
     ) -> ShardWriter | None:
-        """Return a writer for the present values of this rank's shards; None: call :meth:`save_shards` instead.
+        """Return a writer for the current values of this rank's shards; None: call :meth:`save_shards` instead.
 
         Args:
             models: the prepared models.

@@ -1,4 +1,4 @@
-"""The common base of strategies with sharded weights, as DTensors over any mesh.
+"""The common base of strategies whose weights are sharded as DTensors over any mesh.
 
 This module computes the norm of all shards, converts shards to full states and back, and saves and loads states.
 ``shard_files.py`` reads and writes the files. The caller decides when the files are moved to their final place in the
@@ -40,9 +40,9 @@ class DTensorStrategy(Strategy):
 
     def __init__(self, process: JoinedProcess, setting: str) -> None:
         if not hasattr(torch.nn.utils, "get_total_norm"):
-            # torch 2.6 added it, together with fully_shard and checkpoints that a single rank writes.
+            # torch 2.6 added this function, fully_shard, and checkpoints that a single rank writes.
             raise RuntimeError(
-                f"{setting} needs torch 2.6 or newer, and this is {torch.__version__}: pip install -U torch"
+                f"{setting} needs torch 2.6 or newer, but this is {torch.__version__}: pip install -U torch"
             )
         self._process = process
         self._saving_group: Any = None
@@ -129,9 +129,9 @@ class DTensorStrategy(Strategy):
 class _MixedGroups:
     """Turns off ``foreach`` and ``fused`` during a step, for groups that mix shards (DTensors) and full tensors.
 
-    torch can't step such a mixed list at once, as it would by default on GPUs. Partly sharded models have mixed groups:
-    with tensor parallelism or ``ignored_modules``. Step hooks check the groups each time, because a script may replace
-    parameters, add groups and load settings at any time before a step.
+    torch can't step such a mixed list at once, as it would by default on GPUs. Models that are only partly sharded have
+    mixed groups, for example with tensor parallelism or ``ignored_modules``. Step hooks check the groups each time,
+    because a script may replace parameters, add groups and load settings at any time before a step.
     """
 
     def __init__(self) -> None:
@@ -155,9 +155,9 @@ class _MixedGroups:
 class CopiedShards(ShardWriter):
     """Copies of a rank's shards, which torch.distributed.checkpoint writes from a thread.
 
-    The ranks exchange their plans in a separate process group, because collectives in a thread interleave differently
-    with training's collectives on every rank. (torch's ``async_save`` writes one state like this. Here, one thread
-    writes several states in the same order on all ranks.)
+    The ranks exchange their plans in a separate process group, because a thread's collectives interleave with
+    training's collectives differently on every rank. (torch's ``async_save`` writes one state like this. Here, one
+    thread writes several states in the same order on all ranks.)
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def _states(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Iterator[
 
 
 def load_model(module: nn.Module, folder: Path, is_alone: bool, adapter_only: bool = False) -> Any:
-    """Load this rank's shards of a module from ``folder``; with ``adapter_only``, only of trained parameters."""
+    """Load this rank's shards of a module from ``folder``; with ``adapter_only``, only trained parameters."""
     from torch.distributed.checkpoint import state_dict as states
 
     options = states.StateDictOptions(ignore_frozen_params=adapter_only)
@@ -269,7 +269,7 @@ def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]
 
     Args:
         state: keyed by parameter names.
-        names_here: the possible names of each parameter, by groups; a parameter that layers share has several.
+        names_here: the possible names of each parameter, by group; a parameter that layers share has several.
 
     Raises:
         ValueError: the optimizer's groups have different parameters.
@@ -302,7 +302,7 @@ def load_by_places(optimizer: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _gradients(optimizer: Any, are_there: bool) -> Iterator[None]:
-    """Set all gradients in the block, or none, and restore them afterwards.
+    """Give every trained parameter a gradient in the block, or none; restore the gradients afterwards.
 
     If torch finds neither gradients nor a state, it creates a state for every parameter by taking a step with zero
     gradients.

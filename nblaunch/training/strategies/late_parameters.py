@@ -6,7 +6,7 @@ or replaced later, each rank keeps its own gradients for it. :class:`LateParamet
 forward pass, in the same way on all ranks, and averages their gradients after a backward pass that synchronises.
 
 DDP also waits for the gradients of parameters that were frozen or removed later. Until then it averages no gradient of
-the same bucket, and torch raises an error only in the next forward pass, so :class:`LateParameters` raises one before.
+the same bucket. torch raises an error only in the next forward pass, so :class:`LateParameters` raises one earlier.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LateParameters:
         named = dict(module.named_parameters())
         ignored = vars(module).get("_ddp_params_and_buffers_to_ignore") or ()  # set by the user
         covered = {name: parameter for name, parameter in named.items() if name not in ignored}
-        self._kept = list(named.values())  # keeps them alive: otherwise new parameters could get their ids
+        self._kept = list(named.values())  # keeps them alive, so that new parameters can't get their ids
         self._covered = {name: parameter for name, parameter in covered.items() if parameter.requires_grad}
         self._removed: set[int] = set()
         self._frozen = [parameter for parameter in covered.values() if not parameter.requires_grad]
@@ -90,7 +90,7 @@ class LateParameters:
     def _look(self, model: torch.nn.Module, inputs: Any) -> None:
         """Find late and removed parameters before a forward pass with gradients."""
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return  # a compiled wrapper traces its hooks only once, with the parameters of that moment
+            return  # a compiled wrapper traces its hooks only once, with the parameters that exist then
         is_changed = self._num_registrations != _Registrations.count
         if is_changed or True in map(_is_trained, self._frozen):
             self._find(model)
@@ -120,7 +120,7 @@ class LateParameters:
 
     def _check_covered(self, model: Any) -> None:
         """Raise RuntimeError if DDP's reducer would wait for gradients of parameters that were frozen or removed."""
-        if model.static_graph and learns_graph(model):  # it will wait for the parameters of this pass
+        if model.static_graph and learns_graph(model):  # DDP will wait for this pass's parameters
             self._covered = {
                 name: parameter
                 for name, parameter in self._covered.items()
@@ -163,8 +163,8 @@ class LateParameters:
         if is_joining and self.parameters:
             raise RuntimeError(
                 f"{len(self.parameters)} parameters were unfrozen or added after prepare. In join_uneven_inputs, "
-                "ranks at the end of their data can't take part in averaging these. Unfreeze or add parameters before "
-                "prepare, or train with even_batches=True outside of join_uneven_inputs"
+                "ranks at the end of their data can't take part in averaging these gradients. Unfreeze or add "
+                "parameters before prepare, or train with even_batches=True outside of join_uneven_inputs"
             )
         groups: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in self.parameters:
@@ -203,7 +203,7 @@ def _report(model: torch.nn.Module, names: Sequence[str]) -> None:
     if operations.rank() == 0:
         text = (
             f"{_listing(names)} of the {type(model.module).__name__} became trainable after prepare; nblaunch averages "
-            "its gradients, because DistributedDataParallel does not"
+            "the new gradients, because DistributedDataParallel does not"
         )
         context.current().emit(Note.of_job(text))
 

@@ -8,7 +8,7 @@ another strategy (``Accelerator._choose_strategy``).
     SingleStrategy         a single process
 
 XLA averages gradients inside the graph of a step. A wrapper that reduces them in backward would split this graph. On
-XLA, each rank keeps its own buffers, such as the statistics of batch normalisation; checkpoints save rank 0's.
+XLA, each rank keeps its own buffers, such as batch normalisation statistics; checkpoints contain rank 0's buffers.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class ReduceAtStepStrategy(Strategy):
         """Broadcast the weights of rank 0 that differ from other ranks' weights.
 
         Ranks compare checksums, so workers that share the kernel's model send nothing. They compare only after the
-        move: workers that build their models one after the other start when the previous worker has moved its model.
+        move, because workers that build their models one after the other wait until the previous one has moved its own.
         """
         checksums = self._checksums.pop(models.bare_module(model), None) or _checksums(model)
         everyones = operations.gather_object([checksums])
         if len({len(each) for each in everyones}) > 1:
             counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(everyones))
             raise ValueError(
-                f"the {type(model).__name__} has different numbers of tensors on the ranks ({counts})"
+                f"the {type(model).__name__} has a different number of tensors on some ranks ({counts})"
             )
         for tensor, *values in zip(_tensors(model), *everyones, strict=True):
             if len(set(values)) > 1 or None in values:  # weights from a device can't be compared
@@ -73,7 +73,7 @@ class ReduceAtStepStrategy(Strategy):
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return parameters and buffers, tied tensors once per name, because XLA's move separates them until it ends."""
+    """Return parameters and buffers. Tied tensors appear once per name, because XLA separates them during a move."""
     named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return [tensor.detach() for tensors in named for _, tensor in tensors]
 
@@ -248,8 +248,8 @@ class _EndingHook(JoinHook):
 def _common_frozen(model: torch.nn.Module) -> list[str]:
     """Return the names of frozen weights that DDP must not send: equal weights in host memory, and unsupported kinds.
 
-    A collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of a base model
-    would then each get a copy of it.
+    This is a collective. DDP would send rank 0's frozen weights to all ranks. Ranks that share the memory of a base
+    model would then each get a copy of it.
     """
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     # DDP can't send tensors that consist of several tensors, like torchao's quantised weights.

@@ -3,8 +3,8 @@
     pytorch_model_fsdp_0/    the weights of the first model: .metadata, and one file per rank
     optimizer_0/             the same for the first optimizer
 
-Names and contents are the same as in Hugging Face Accelerate's checkpoints, so users can keep theirs. Any number of
-ranks can load the files; each rank reads only what it needs.
+Names and contents are the same as in Hugging Face Accelerate's checkpoints, so users can keep their checkpoints. Any
+number of ranks can load the files; each rank reads only what it needs.
 
 torch unpickles ``.metadata`` and all values that are not tensors, such as an optimizer's settings, without checking
 their contents. This module creates only the classes that such files need, so a malicious file can't run code.
@@ -88,7 +88,7 @@ def read(
     from torch.distributed.checkpoint._nested_dict import set_element
 
     class Reader(dcp.FileSystemReader):
-        # Without ``kwargs`` in the signature: otherwise torch would look for other files after an error.
+        # The signature has no ``kwargs``, because torch would otherwise look for other files after an error.
         def read_metadata(self) -> Any:
             metadata = read_metadata(folder)
             if getattr(metadata, "storage_meta", None) is None:
@@ -184,7 +184,7 @@ def loading(path: Path, problem: str = _UNFIT) -> Iterator[None]:
 
 
 def _expect_no_group() -> None:
-    """Permanently silence torch's warning that a single process has no group, as threads share warning filters."""
+    """Permanently silence torch's warning that a single process has no group, because threads share warning filters."""
     warnings.filterwarnings("ignore", message=_DISABLED)
 
 

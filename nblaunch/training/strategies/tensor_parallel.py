@@ -1,7 +1,7 @@
 """Tensor parallelism: every rank holds a shard of each layer, and the ranks process the same data together.
 
-The user passes a sharded model: torch's ``parallelize_module`` or transformers' ``tp_plan`` created DTensors over the
-mesh's dimension ``tp``. This strategy only makes the weights equal on ranks that hold the same shard.
+The user passes a model that torch's ``parallelize_module`` or transformers' ``tp_plan`` has sharded: its weights are
+DTensors over the mesh's ``tp`` dimension. This strategy only makes the weights equal on ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorParallelPlugin(StrategyPlugin):
     name = "tensor_parallel"
 
     def build(self, setup: TrainingSetup) -> Strategy:
-        assert setup.parallelism is not None  # tp_size in it chose this plugin
+        assert setup.parallelism is not None  # its tp_size chose this plugin
         return TensorParallelStrategy(setup.process, setup.parallelism)
 
 
@@ -51,7 +51,7 @@ def warn_of_unsharded(model: nn.Module) -> None:
     if operations.rank() == 0:
         warn(
             f"tp_size is more than 1, but the {type(model).__name__} is not sharded, so all ranks of a tensor "
-            "parallel group compute the same. Before prepare, call "
+            "parallel group do the same work. Before prepare, call "
             'torch.distributed.tensor.parallel.parallelize_module(model, accelerator.torch_device_mesh["tp"], '
             'plan), or load it with from_pretrained(..., tp_plan="auto")'
         )

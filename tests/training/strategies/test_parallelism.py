@@ -349,7 +349,7 @@ def test_old_torch_is_rejected_at_once(settings: dict[str, Any], asked: str) -> 
     def use() -> None:
         del torch.nn.utils.get_total_norm  # as in torch 2.5
         with pytest.raises(
-            RuntimeError, match=f"^{asked} needs torch 2.6 or newer, and this is .*: pip install"
+            RuntimeError, match=f"^{asked} needs torch 2.6 or newer, but this is .*: pip install"
         ):
             Accelerator(**settings)
 

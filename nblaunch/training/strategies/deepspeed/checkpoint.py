@@ -116,7 +116,8 @@ def _check_stage(engine: Any, folder: Path) -> None:
 def _converted(folder: Path, tag: str, process: JoinedProcess) -> Iterator[Path]:
     """Convert a checkpoint to the layout that any number of ranks can load; remove the result after the block.
 
-    It is created next to the checkpoint, because all machines must see it. Rank 0 converts it in its own process.
+    The result is created next to the checkpoint, because all machines must see it. Rank 0 converts the checkpoint in
+    its own process.
     """
     universal = folder.with_name(f".{folder.name}.{tag}.{_UNIVERSAL}")
     problem: str | None = None

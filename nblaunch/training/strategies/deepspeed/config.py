@@ -264,7 +264,7 @@ def _schedule(scheduler: DummyScheduler, prepared: EngineInputs) -> Iterator[tup
 
 
 def _fill_params(config: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:
-    """Fill in "auto" values of ``section.params``. Without a value, remove the key to get the class's default."""
+    """Fill in "auto" values of ``section.params``. Remove keys without a value, so that defaults apply."""
     for key in list(autos(config.get(section, {}), f"{section}.")):
         name = key.rpartition(".")[2]
         if name in values:
@@ -335,7 +335,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def set_or_check(config: dict[str, Any], key: str, value: Any, source: str) -> None:
-    """Set a key that is missing or "auto"; raise ValueError if its value is not ``value`` from ``source``."""
+    """Set a key that is missing or "auto"; raise ValueError, naming ``source``, if it has another value."""
     present = get(config, key)
     if present is None or present == AUTO:
         put(config, key, value)

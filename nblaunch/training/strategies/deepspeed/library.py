@@ -1,6 +1,6 @@
 """Import DeepSpeed when a job uses it, set it up for this process's device, and turn off what the job does not need.
 
-``checkpoint.py`` also imports two of its submodules. Nothing here decides how to train a model.
+``checkpoint.py`` also imports two of DeepSpeed's submodules. Nothing here decides how to train a model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _EXPECTED = (
     "**** You are using ZeRO with an untested optimizer",  # nblaunch accepts any torch optimizer
 )
 
-# In every step, DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates. Remove once it uses new names.
+# In every step, DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates. Remove this once DeepSpeed uses
+# the new names.
 _DEPRECATED = re.compile(
     r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", re.IGNORECASE
 )
@@ -60,7 +61,7 @@ def load(process: JoinedProcess) -> Any:
     """Import ``deepspeed``, and make it use this process's device type and process group."""
     with suppress(importlib.metadata.PackageNotFoundError):  # a source folder has no version
         version = importlib.metadata.version("deepspeed")
-        if TorchVersion(version) < OLDEST:  # would train incorrectly without an error
+        if TorchVersion(version) < OLDEST:  # it would train incorrectly without raising an error
             raise ImportError(
                 f"DeepSpeed {version} is too old: stage 2 accumulates gradients wrongly in 0.17 and fails in 0.18; "
                 f"{OLDEST} or newer is needed: pip install -U deepspeed"
@@ -78,8 +79,8 @@ def load(process: JoinedProcess) -> Any:
     if library.get_accelerator().device_name().partition(":")[0] != kind:
         chosen.ds_accelerator = None  # DeepSpeed chose a device when the kernel imported it
         library.get_accelerator()
-    # Turn off DeepSpeed's shared-memory all-reduce, which only inference uses: each rank would compile it for half a
-    # minute once there is a process group.
+    # Turn off DeepSpeed's shared-memory all-reduce, which only inference uses. Otherwise each rank would spend half
+    # a minute compiling it once there is a process group.
     getattr(library.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
     # Every stage of ZeRO checks whether its optimizer is Muon. Muon's module (0.19) decorates functions with
     # ``torch.compile``, which imports the compiler: 1 s of processor time per worker (2 to 4 s on busy cores), 45 MB,
@@ -111,8 +112,8 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 def _take_over_group() -> None:
     """Make DeepSpeed use this process's process group, and forget the group of an earlier launch.
 
-    A group inherited through a fork is kept without being used: destroying it would wait for threads that a fork does
-    not copy.
+    A group inherited through a fork is kept without being used, because destroying it would wait for threads that a
+    fork does not copy.
     """
     global _group, _owner_pid
     comm: Any = importlib.import_module("deepspeed.comm.comm")

@@ -110,7 +110,7 @@ class DeepSpeedSettings:
             raise ValueError(
                 f"the DeepSpeed configuration has no {_ZERO!r}; set the stage: {{{_ZERO!r}: {{'stage': 2}}}}"
             )
-        # A configuration without a stage means DeepSpeed's default.
+        # If a configuration has no stage, DeepSpeed's default applies.
         defaults = {**_DEFAULTS, "zero_stage": 0} if is_configured else _DEFAULTS
         for name, value in defaults.items():
             if get(self.deepspeed_config, _KEYS[name]) is None:

@@ -62,7 +62,7 @@ class DeepSpeedStrategy(Strategy):
     def __init__(self, plugins: DeepSpeedPlugins, setup: TrainingSetup) -> None:
         deepspeed_library.check_installed()
         reason = setup.process.backend.precision_problem(setup.precision.name)
-        if reason is not None:  # the device can't compute in it, with or without an engine
+        if reason is not None:  # the device can't compute in this precision, with or without an engine
             raise ValueError(
                 f"mixed_precision={setup.precision.name!r} can't be used with DeepSpeed: {reason}"
             )
@@ -87,8 +87,8 @@ class DeepSpeedStrategy(Strategy):
         for kind, passed in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
             if len(passed) > 1:
                 raise ValueError(
-                    f"prepare was given {len(passed)} {kind}, but a DeepSpeed engine has one; call prepare once for "
-                    "each model, each with its own Accelerator and plugin: "
+                    f"prepare was given {len(passed)} {kind}, but a DeepSpeed engine takes only one; call prepare "
+                    "once for each model, each with its own Accelerator and plugin: "
                     "Accelerator(deepspeed_plugins={'student': ..., 'teacher': ...})"
                 )
         loaders = [obj for obj in objects if isinstance(obj, DataLoader)]
@@ -195,7 +195,7 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        # Make the engine expect more micro-steps: its own ``no_sync`` does not support stages 2 and 3.
+        # Make the engine expect more micro-steps, because its own ``no_sync`` does not support stages 2 and 3.
         before, self._is_unsynced = self._is_unsynced, True
         try:
             yield
@@ -298,7 +298,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         for name, plugin in self.by_name.items():
             if not isinstance(plugin, DeepSpeedPlugin):
                 raise TypeError(
-                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass a "
+                    f"the DeepSpeed plugin {name!r} is a {type(plugin).__module__}.{type(plugin).__name__}; pass an "
                     "nblaunch.DeepSpeedPlugin, which has the same fields"
                 )
         self.select(next(iter(self.by_name)))
@@ -333,7 +333,7 @@ class DeepSpeedPlugins(StrategyPlugin):
 
 
 def _check_group(process: JoinedProcess) -> None:
-    """Reject GPU ranks that communicate over gloo: with DeepSpeed, they would wait for each other forever."""
+    """Reject GPU ranks that communicate over gloo, because with DeepSpeed they would wait for each other forever."""
     size = process.topology.world_size
     if process.device.type != "cpu" and size > 1 and is_distributed() and dist.get_backend() == "gloo":
         raise ValueError(

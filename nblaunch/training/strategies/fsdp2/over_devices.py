@@ -95,7 +95,7 @@ class DeviceShardsStrategy(Strategy):
             self._backend.shard(parameter.grad, self._dimensions[parameter])
 
     def _send_parts(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Shard weights over the devices before they are loaded: ``copy_`` would send all of them to each device."""
+        """Shard weights over the devices before loading, because ``copy_`` would send all of them to each device."""
         for name, parameter in module.named_parameters(recurse=False):
             loaded, dimension = state.get(prefix + name), self._dimensions.get(parameter)
             if dimension is not None and isinstance(loaded, torch.Tensor) and loaded.shape == parameter.shape:
@@ -103,7 +103,7 @@ class DeviceShardsStrategy(Strategy):
                 self._backend.shard(sent, dimension)
                 state[prefix + name] = sent
 
-    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights/state_dicts.py asks
+    _send_parts.keeps_names_and_shapes = True  # type: ignore[attr-defined]  # as weights/state_dicts.py requires
 
     def _cut_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Shard activations by rows, to make the compiler gather weights rather than activations."""

@@ -58,8 +58,8 @@ class ShardingSettings:
 
     Args:
         fsdp_version: must be 2.
-        sharding_strategy: the older form of the next field: ``"FULL_SHARD"``, ``"SHARD_GRAD_OP"``; ``"HYBRID_SHARD"``
-            and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
+        sharding_strategy: the older form of ``reshard_after_forward``: ``"FULL_SHARD"`` or ``"SHARD_GRAD_OP"``.
+            ``"HYBRID_SHARD"`` and ``"HYBRID_SHARD_ZERO2"`` shard inside each machine and replicate over machines.
         reshard_after_forward: True (default): free a layer's weights after its forward pass, and gather them again for
             backward. False: keep them until then, which needs more memory and less communication. A number: keep them
             sharded over this many ranks.
@@ -86,7 +86,7 @@ class ShardingSettings:
         param_init_fn: initialises a module that is on the meta device on every rank. It is called with each module that
             directly holds such weights or buffers, in CPU memory. None: call the module's ``reset_parameters``, then
             the model's ``_init_weights``, if they exist. Tensors that remain without values are an error.
-        limit_all_gathers: accepted without effect; version 2 never gathers further ahead than memory allows.
+        limit_all_gathers: accepted, but has no effect: version 2 never gathers further ahead than memory allows.
         backward_prefetch, forward_prefetch, state_dict_config: fields of version 1, ignored with a warning.
         optim_state_dict_config, use_orig_params, sync_module_states: fields of version 1, ignored with a warning.
 
@@ -167,12 +167,12 @@ class ShardingSettings:
     def set_mixed_precision(
         self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Gather and reduce in this precision, unless a policy is set already.
+        """Gather and reduce in this precision, unless a policy is already set.
 
         Args:
             mixed_precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
             buffer_autocast: a field of version 1 without effect: buffers keep their own precision.
-            override: replace a policy that is set.
+            override: replace a policy that is already set.
 
         Raises:
             ValueError: the precision is unknown.

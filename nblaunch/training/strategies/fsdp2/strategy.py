@@ -144,8 +144,8 @@ class Fsdp2Strategy(DTensorStrategy):
         """Shard a model that each rank holds whole or on the meta device; return its size in bytes."""
         device = self._process.device
         may_be_sent = self._settings.cpu_ram_efficient_loading is not False
-        # Keep trained weights in fp32 if layers compute in 16 bits, even if the weights were loaded in 16 bits:
-        # otherwise small steps would be lost.
+        # Keep trained weights in fp32 if layers compute in 16 bits, even if the weights were loaded in 16 bits,
+        # because small steps would otherwise be lost.
         trained_dtype = torch.float32 if self._dtype is not None else None
         weights = FullWeights(model, ignored, device, may_be_sent, trained_dtype)
         weights.move_to_meta()

@@ -36,7 +36,7 @@ from nblaunch.training.models import repeated_blocks
 MIN_NUM_PARAMS = 100_000_000
 """Default minimum number of parameters in a unit, as in torch's size-based policy."""
 
-# Containers, and the layer in nn.MultiheadAttention that uses its weights without calling the layer.
+# Containers, and the layer whose weights nn.MultiheadAttention uses without calling the layer.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
@@ -247,7 +247,7 @@ def _without_split_ties(model: nn.Module, units: list[tuple[str, nn.Module]]) ->
 
 
 def return_no_views(module: nn.Module) -> None:
-    """Make ``module`` return no views. Call this before ``fully_shard``: its hooks must run after this one."""
+    """Make ``module`` return no views. Call this before ``fully_shard``, whose hooks must run after this one."""
     module.register_forward_hook(_without_views_uncompiled(), with_kwargs=True)
 
 
@@ -307,16 +307,16 @@ class _AsOwnTensor(torch.autograd.Function):
 
 # --- recomputed activations -------------------------------------------------------------------------------------------
 
-# transformers' argument names for the caches where generating models keep tokens.
+# transformers' names for the arguments that hold caches of generated tokens.
 _CACHES = ("past_key_value", "past_key_values", "layer_past")
 
 
 def checkpoint_activations(module: nn.Module, is_offloaded: bool) -> None:
     """Make ``module`` recompute its activations in backward, instead of keeping them.
 
-    This wraps the module's ``forward`` inside the hooks that gather and free weights: the second forward pass uses the
-    weights gathered for backward. Empty caches of a generating model are left out, because the first forward pass would
-    fill them.
+    This wraps the module's ``forward`` inside the hooks that gather and free weights, so that the second forward pass
+    uses the weights gathered for backward. Empty caches of a generating model are left out, because the first
+    forward pass would fill them.
     """
     forward = module.forward
 
@@ -384,7 +384,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], mesh: Any, units: Sequ
 
 
 def reject_copies(module: nn.Module) -> None:
-    """Make copying a sharded module raise an error that says what to do, which torch's own error does not."""
+    """Make copying a sharded module raise an error that, unlike torch's own, says what to do."""
     type(module).__deepcopy__ = _reject_copy  # type: ignore[attr-defined]
 
 
@@ -408,7 +408,7 @@ def is_reducing(module: nn.Module) -> bool:
 
 
 def gather_for_training(module: nn.Module) -> None:
-    """Make a unit gather its weights outside of ``torch.inference_mode``: training can't use inference tensors."""
+    """Make a unit gather its weights outside of ``torch.inference_mode``, whose tensors can't be used in training."""
     for group in _groups(module):
         for name in ("unshard", "wait_for_unshard"):
             setattr(group, name, _outside_inference_mode(getattr(group, name)))

@@ -33,14 +33,14 @@ _UNKNOWN = "unknown"
 class FullWeights:
     """Keeps a model's full weights during sharding, and fills the shards from them without another full copy.
 
-    A collective: ranks compare where each tensor is, and rank 0 sends the tensors that only it has.
+    This is a collective: ranks compare where each tensor is, and rank 0 sends the tensors that only it has.
 
     Args:
         model: the model as the user built it.
         ignored: parameters that are not sharded; replacing one of them also replaces it in this set.
         device: this rank's device, for unsharded tensors and for communication; :meth:`fill_shards` takes the device
             of the shards.
-        may_be_sent: whether rank 0 may send weights that only it has to other ranks.
+        may_be_sent: whether rank 0 may send other ranks the weights that only rank 0 has.
         trained_dtype: the dtype of the shards of trained weights; None: as in the model.
     """
 
@@ -75,8 +75,7 @@ class FullWeights:
         return self._trained_dtype if is_trained and self._trained_dtype is not None else parameter.dtype
 
     def move_to_meta(self) -> None:
-        """Replace the parameters to be sharded with meta tensors that have the same ties, and move the rest to the
-        device.
+        """Replace the parameters to be sharded with meta tensors tied in the same way; move the rest to the device.
 
         The rest are buffers and ignored parameters, which every rank holds in full.
         """
@@ -95,7 +94,7 @@ class FullWeights:
     def _place_full(self, name: str, tensor: torch.Tensor) -> None:
         """Move a tensor that every rank holds in full to the device, and make it equal to rank 0's."""
         if isinstance(tensor, nn.Parameter) and is_quantised_weight(tensor):
-            if tensor.device != self._device:  # its own to() also moves the data stored with it
+            if tensor.device != self._device:  # the tensor's own to() also moves the data stored with it
                 self._replace(tensor, tensor.to(self._device))  # type: ignore[arg-type]
             return
         # If only rank 0 has the tensor, other ranks allocate memory to receive it.
@@ -175,7 +174,7 @@ class FullWeights:
         return full
 
     def _initialise(self, initialise: Callable[[nn.Module], Any] | None) -> None:
-        """Give all ranks the same initial weights, module by module: a rank holds only one full module at a time."""
+        """Give all ranks the same initial weights, module by module, so that each holds one full module at a time."""
         nowhere = {name for name, origin in self._origins.items() if origin == "nowhere"}
         make = initialise or constructor(self._model)
         made: set[int] = set()
@@ -211,7 +210,7 @@ class FullWeights:
         stand_ins.hide_again(module)
         left = set()
         for name, value in made.items():
-            # A tensor that replaced the blank one, as ``to_empty`` does, may hold any values.
+            # A tensor that replaced the blank one, as in ``to_empty``, may hold any values.
             if value.data_ptr() == blank[name] and is_unwritten(value.detach()):
                 left.add(name)
             elif is_sharded(tensors[name]):
@@ -300,13 +299,13 @@ def _own_name(name: str) -> str:
 
 # --- initialising a model on the meta device, one module after the other, so that no rank ever holds all of it --------
 
-#     StandIns        the model's tensors until then: only shapes, except in the current module
+#     StandIns        the model's tensors during initialisation: only shapes, except in the current module
 #     unwritten       creates tensors that show which elements were not written
 #     constructor     writes the tensors as building the model on the CPU would
 
 
 class StandIns:
-    """Replaces all tensors of a model with meta tensors that have the same ties, in a ``with`` block.
+    """Replaces all tensors of a model with meta tensors tied in the same way, in a ``with`` block.
 
     The code that initialises one module may also write to others: ``_init_weights`` of transformers' attention layers
     writes to their projections. Such writes to meta tensors do nothing and cost nothing. Quantised weights that
