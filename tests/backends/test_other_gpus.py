@@ -126,7 +126,7 @@ def test_a_mac_has_one_fresh_worker(mac: simulated.FakeModule) -> None:
     assert chosen.backend.device(Topology()) == torch.device("mps")
     with pytest.raises(ValueError, match="num_processes=2, but this machine has 1 Apple GPU"):
         planned(num_processes=2)
-    with pytest.raises(LaunchError, match=r"start_method='fork' is not possible here: .* through a spawn"):
+    with pytest.raises(LaunchError, match="start_method='fork' is not possible here"):
         planned(start_method="fork")
     on_cores = planned(num_processes=2, backend="cpu")
     assert (on_cores.num_processes, on_cores.start_method) == (2, "spawn")
