@@ -1,22 +1,22 @@
-"""The command line: ``nblaunch <command>``, also as ``python -m nblaunch``.
+"""The command line: ``nblaunch <command>`` or ``python -m nblaunch <command>``.
 
 :func:`main` calls the function that :data:`COMMANDS` names. The function adds a description and options to the
-command's parser. It also sets the default ``run``, which executes the command and returns the exit code, and optionally
-``explain_unknown``, which returns the message for unknown options.
+command's parser. It also sets defaults of the parser: ``run``, which executes the command and returns the exit code,
+and optionally ``explain_unknown``, which returns the message for unknown options.
 
 No module imports torch or other slow packages before ``run``. A usage error prints one line with the problem and
 advice, and exits with code 2.
 
     config.py            ``nblaunch config`` and its questions
       launch.py          ``nblaunch launch``
-      script_job.py      its job in a terminal: output, signals, exit code
+      script_job.py      the job of ``launch`` in a terminal: output, signals, exit code
     jobs.py              ``nblaunch jobs``, ``attach``, ``logs`` and ``stop``: jobs launched with ``detach=True``
     run_notebook.py      ``nblaunch run-notebook``
       notebook_client.py runs the notebook in its own kernel and prints the output of its cells
     selfcheck.py         ``nblaunch test``
-      selfcheck_jobs.py  its checks; each is a launch
+      selfcheck_jobs.py  the checks of ``test``; each is a launch
     estimate.py          ``nblaunch estimate-memory``
-      memory_needs.py    its arithmetic
+      memory_needs.py    the arithmetic of the estimate
     merge.py             ``nblaunch merge-weights``
     environment.py       ``nblaunch env``
     completion.py        ``nblaunch completion``
@@ -88,7 +88,7 @@ COMMANDS = {
     "run-notebook": ("run_notebook:set_up", "execute a notebook and show its progress"),
     "completion": ("completion:set_up", "print a script that completes commands in a shell"),
 }
-"""Command -> the function that sets up its parser, and its line in the help. The help has the same order."""
+"""Command -> the function that sets up its parser, and its line in the help, which lists commands in this order."""
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
@@ -107,18 +107,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     finally:
-        # A command may ignore interrupts because its program ends, but the program that called main(argv) continues.
+        # A command may ignore interrupts because its program is about to end, but the program that called main(argv)
+        # continues.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, before)
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End this program as Python does, but without releasing torch's modules, which takes almost a second."""
+    """End this program as Python does, but skip the release of torch's modules, which takes almost a second."""
     is_own_program = ipython_shell() is None  # not ``%run -m nblaunch env`` in a cell
     if "torch" in sys.modules and is_own_program:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        # If the streams can't be flushed, Python reports it.
+        # If a flush fails, ``sys.exit`` below lets Python report the error.
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -175,13 +176,13 @@ def suggestion(word: str, words: Iterable[str]) -> str:
 
 
 def parser_of(commands: Container[str]) -> argparse.ArgumentParser:
-    """Return a parser with the options of the command in ``argv``, and only the names of the other commands."""
+    """Return a parser with the options of ``commands``, and only the names and summaries of the other commands."""
     parser = Parser(
         prog="nblaunch",
         description="Run PyTorch training on every device of one machine or several machines.",
         allow_abbrev=False,
     )
-    # This file may not import the package above it.
+    # This file must not import the package above it.
     version = f"nblaunch {sys.modules['nblaunch'].__version__}"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", metavar="<command>", title="commands")

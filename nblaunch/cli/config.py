@@ -1,7 +1,7 @@
 """``nblaunch config``: asks questions; the answers become the defaults of later launches.
 
 nblaunch config            ask questions and write the file
-nblaunch config default    write the default answers, and a precision
+nblaunch config default    write the default answers, with the precision of --mixed_precision
 nblaunch config update     rewrite a file with the setting names of this version
 
 Each answer is a line of input, typed or piped: the number or first word of a choice, or a value.
@@ -84,7 +84,7 @@ def write_basic_config(
         save_location: path of the file; None = the default file of ``nblaunch launch``.
 
     Returns:
-        The path; False if the file already exists, which leaves it unchanged.
+        The path; False if the file already exists, in which case it remains unchanged.
 
     Raises:
         ValueError: the precision is unknown.
@@ -111,7 +111,7 @@ def _write_default(path: Path, mixed_precision: str | None) -> int:
 
 
 def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
-    """Write the defaults for this machine, and the precision unless it is None; ``label`` names it in messages."""
+    """Write the defaults for this machine, and the precision unless it is None; messages call the latter ``label``."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
         values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)
@@ -139,13 +139,14 @@ def _how(path: Path) -> str:
 
 
 Convert = Callable[[str], Any]
-"""Converts typed text to a value; raises ValueError with the reason if it is invalid."""
+"""Converts typed text to a value; raises ValueError with the reason if the text is invalid."""
 
 
 class Asker:
-    """Asks questions on standard output and reads a line for each from standard input; an empty line means the default.
+    """Asks questions on standard output and reads answers, one per line, from standard input.
 
-    It repeats a question after an invalid answer, and raises an error if the input ends before a valid answer.
+    An empty line selects the default answer.
+    The asker repeats a question after an invalid answer, and raises an error if the input ends before a valid answer.
     """
 
     def choose(self, question: str, labels: Sequence[str], default: int) -> int:
@@ -171,7 +172,7 @@ class Asker:
         return int(self.enter(f"{question}\n{lines}", numbers[default], convert))
 
     def enter(self, question: str, default: str, convert: Convert) -> Any:
-        """Ask for a typed value. An empty answer selects ``default``; without a default, it is an error."""
+        """Ask for a typed value. An empty answer selects ``default``, or is invalid if there is no default."""
         problem = ""
         while True:
             print(f"{question}{f' [{default}]' if default else ''}: ", end="", flush=True)
@@ -251,7 +252,7 @@ def ask_all(asker: Asker, machine: Machine) -> Answers:
     """Ask all questions that apply and return the settings.
 
     Args:
-        asker: asks one question.
+        asker: asks the questions.
         machine: devices for the default answers.
     """
     answers: Answers = {}
@@ -262,7 +263,7 @@ def ask_all(asker: Asker, machine: Machine) -> Answers:
 
 
 def detected(machine: Machine) -> Answers:
-    """Return the settings if all defaults are accepted."""
+    """Return the settings that result if the user accepts all defaults."""
     backend = machine.best
     return {
         "backend": backend,
@@ -336,7 +337,7 @@ def _has_own_memory(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    """Return a test of the answers: at least this ZeRO stage is chosen, and state can be offloaded from the devices."""
+    """Return a test of the answers: the ZeRO stage is at least ``stage``, and the devices have their own memory."""
     return lambda answers: (
         _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )

@@ -44,7 +44,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Report versions, devices, memory, the start method of a launch from a fresh kernel, and problems of this "
-        "machine. For bug reports; the report contains no secrets."
+        "machine. The output is meant for bug reports and contains no secrets."
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -111,7 +111,7 @@ def _render(report: Report, problems: Sequence[str], notes: Sequence[str]) -> st
 def _versions() -> dict[str, str]:
     versions = {name: _version(name) for name in _PACKAGES}
     return {
-        "nblaunch": sys.modules["nblaunch"].__version__,  # this file may not import the package above it
+        "nblaunch": sys.modules["nblaunch"].__version__,  # this file must not import the package above it
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         **{name: version for name, version in versions.items() if version},
@@ -192,7 +192,7 @@ def _launch(plan: LaunchPlan) -> dict[str, str]:
 
 
 def _config() -> tuple[dict[str, str], list[str]]:
-    """Return the configuration file of `nblaunch launch` with its settings, and why it is invalid."""
+    """Return the configuration file of `nblaunch launch` with its settings, and the problem if the file is invalid."""
     path = files.default_path()
     try:
         layers = files.find_layers(None)
@@ -261,4 +261,4 @@ def _host_problems(plan: LaunchPlan | None) -> Iterator[str]:
 
 
 def _nothing() -> None:
-    """Do nothing. Stands in for the function of the planned launch."""
+    """Do nothing; the planned launch needs a function."""

@@ -1,7 +1,7 @@
-"""``nblaunch estimate-memory``: memory of a model on each device, by strategy, without launching it.
+"""``nblaunch estimate-memory``: estimates the memory that a model needs on each device, by strategy.
 
-The number of parameters is given, or counted on the meta device, which allocates no weights. ``memory_needs.py`` has
-the arithmetic and its sources.
+Nothing is launched. The user passes the number of parameters, or the command counts them on the meta device, which
+allocates no weights. ``memory_needs.py`` has the arithmetic and its sources.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def model_size(arguments: argparse.Namespace) -> ModelSize:
         name = arguments.model
         if arguments.library_name == "timm":
             name, settings = "timm:create_model", {"model_name": name, **settings}
-        elif ":" not in name:  # None would prompt the user
+        elif ":" not in name:  # if it were None, transformers would prompt the user
             settings.setdefault("trust_remote_code", arguments.trust_remote_code)
         size = measure(_load(name, settings))
     if arguments.trainable is None:
@@ -78,7 +78,7 @@ def parse_count(option: str, text: str) -> int:
 
 
 def measure(model: nn.Module) -> ModelSize:
-    """Count parameters and buffers of a model; count shared ones once."""
+    """Return the size of a model; shared parameters and buffers count once."""
     # Imported here, because it imports torch.
     units: Any = importlib.import_module("nblaunch.training.strategies.fsdp2.units")
     remaining = {id(parameter): parameter.numel() for parameter in model.parameters()}
@@ -152,7 +152,7 @@ def _from_transformers(name: str, arguments: dict[str, Any]) -> Any:
             f"{name} is a file; write its module and a name in it, such as {Path(name).stem}:build_model"
         )
     if not Path(name).exists():
-        # Without a network, transformers tries for a minute.
+        # Without a network, transformers keeps trying for a minute.
         print(f"looking for {name} in transformers' cache and on the Hugging Face hub", file=sys.stderr)
     config = transformers.AutoConfig.from_pretrained(name, **arguments)
     trusts = bool(arguments["trust_remote_code"])
@@ -180,7 +180,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="package.module:Class or package.module:function (called without arguments), or the name or folder of a "
         "transformers model",
     )  # fmt: skip
-    parser.add_argument("--parameters", metavar="COUNT", help="instead of a model: 7e9, 7B, 350M")
+    parser.add_argument(
+        "--parameters", metavar="COUNT", help="number of parameters, instead of a model: 7e9, 7B, 350M"
+    )
     parser.add_argument("--trainable", metavar="COUNT", help="number of trainable parameters; default: all")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="argument for the class or function"
@@ -300,7 +302,8 @@ def _render(
     ]
     if not model.block:
         lines.append(
-            "without a model, the size of the largest block, which fsdp2 and sharded inference gather, is unknown"
+            "without a model, the size of the largest block is unknown; fsdp2 and sharded inference need more memory "
+            "to gather it"
         )
     for purpose, label in (("training", "mixed precision"), ("inference", "weights")):
         chosen = [row for row in rows if row["purpose"] == purpose]

@@ -24,10 +24,10 @@ _LOOK_S = 0.1
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch jobs``."""
     parser.description = (
-        "List the jobs of this user that were launched with detach=True, newest last. The files of the last "
-        "NBLAUNCH_KEEP_JOBS jobs are kept. Status lost: the job's process was killed, and its workers ended with "
-        "it; waiting: the disk has no space for the return value; damaged: files of the job can't be read; on "
-        "NAME: the job runs on another machine that shares the folder."
+        "List your jobs that were launched with detach=True, newest last. The files of the last "
+        "NBLAUNCH_KEEP_JOBS jobs are kept. The status `lost` means that the job's process was killed and its workers "
+        "ended with it; `waiting`, that the disk has no space for the return value; `damaged`, that files of the job "
+        "can't be read; `on NAME`, that the job runs on another machine that shares the folder."
     )
     parser.set_defaults(run=_list)
 
@@ -55,7 +55,7 @@ def set_up_stop(parser: argparse.ArgumentParser) -> None:
     """Set up ``nblaunch stop``."""
     parser.description = (
         "Ask a job to stop: accelerator.should_stop becomes true at the same step on every rank. A function that "
-        "never checks it keeps running; use the options to end it."
+        "never checks should_stop keeps running; end such a job with --interrupt or --kill."
     )
     _add_job_argument(parser)
     how = parser.add_mutually_exclusive_group()
@@ -109,7 +109,8 @@ def _attach(arguments: argparse.Namespace) -> int:
 
     folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
-    # Python could ignore an exception, for example in a finalizer, or raise it while the thread starts.
+    # Interrupts are recorded, because Python could ignore a KeyboardInterrupt, for example in a finalizer, or raise it
+    # while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)
@@ -151,5 +152,5 @@ def _stop(arguments: argparse.Namespace) -> int:
     reply = endpoint.ask(request)
     if reply != TAKEN:
         raise UsageError(f"{folder.id} did not accept the request: {reply or 'its process does not reply'}")
-    print(f"sent to {folder.id}; `nblaunch jobs` shows its status")
+    print(f"request sent to {folder.id}; `nblaunch jobs` shows the job's status")
     return 0

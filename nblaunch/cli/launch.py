@@ -46,7 +46,7 @@ SHORTHANDS: dict[str, tuple[str, str, str]] = {
     "use_fsdp": ("strategy", "fsdp", "shard models over the processes: --strategy fsdp"),
     "use_deepspeed": ("strategy", "deepspeed", "train with DeepSpeed: --strategy deepspeed"),
 }
-"""Option -> the setting, its value, and the help."""
+"""Option -> setting, value that the option gives to it, and line in the help."""
 
 _UNUSED_OPTIONS = {name: count for name, count in UNUSED.items() if count is not None}
 
@@ -126,7 +126,7 @@ def layer_of(arguments: argparse.Namespace) -> Layer:
 
 
 def explain_unknown(options: Iterable[str]) -> str:
-    """Return one line about unknown options: a misspelling, or a feature that nblaunch does not have."""
+    """Return one line that says for each option whether it is misspelt, or belongs to a feature that nblaunch lacks."""
     valid = {*SETTINGS, *SHORTHANDS, "config_file", "module", "print_plan", "timeline"}
     sentences = []
     for option in options:

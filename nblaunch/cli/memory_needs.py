@@ -1,10 +1,11 @@
 """Memory for training and inference, computed as bytes per parameter times parameters per device.
 
-Memory of a training step with Ψ parameters, of which Ψt are trained, on N devices, with k optimizer states for each (2
-for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gradient, in bytes:
+The table shows the bytes that a training step needs on each device. Ψ is the number of parameters, Ψt the number of
+trained parameters, N the number of devices, and k the number of optimizer states per trained parameter (2 for Adam).
+``p`` is the size of a stored weight and ``g`` the size of a gradient, in bytes.
 
     strategy   parameters  gradients  optimizer     buffers                                precision
-    single     pΨ          gΨt        4kΨt          -                                      p = g = 4, with autocast too
+    single     pΨ          gΨt        4kΨt          -                                      p = g = 4, even in autocast
     ddp        pΨ          gΨt        4kΨt          gΨt  (buckets of the all-reduce)       p = g = 4
     fsdp2      pΨ/N        gΨt/N      4kΨt/N        c(root + 2 blocks) + g block, c: 4|2   p = g = 4
     zero1      pΨ          gΨt        (4k+4)Ψt/N    g min(Ψt, 5e8)                         p = g = 2 (fp32: 4)
@@ -14,7 +15,7 @@ for Adam), where ``p`` is the size of a stored weight and ``g`` the size of a gr
 
 Autocast frees its 16-bit copies of weights before gradients are allocated, so they do not add to the peak. On GPUs the
 default implementation of optimizers (foreach) needs another 4Ψt (fsdp2: 4Ψt/N) during a step. Activations, the Python
-process and the device's runtime are not counted: they depend on the batch, the code and the driver.
+process and the device's runtime are not counted, because they depend on the batch, the code and the driver.
 
 Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3
 and figure 1, for the three stages; DeepSpeed's configuration reference for the sizes of its buffers

@@ -36,7 +36,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge, and return the exit code."""
+    """Merge the shards and return the exit code."""
     from nblaunch.training.checkpoints.fsdp_states import merge_fsdp_weights
 
     try:

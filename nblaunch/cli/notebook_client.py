@@ -1,13 +1,13 @@
 """Executes a notebook in its own kernel, and shows the output of its cells on a screen.
 
 terminal                          kernel
-Ctrl-C  ──interrupt──>            the cell gets KeyboardInterrupt, a launch in it stops its workers
-Ctrl-C, again, or a kernel
-that does not stop ──kill──>      workers end with their kernel
+Ctrl-C  ──interrupt──>            the cell gets KeyboardInterrupt, and a launch in it stops its workers
+Ctrl-C again, if the cell
+does not stop ──kill──>           the kernel ends, and the workers with it
         <──output, updates──      output of cells; the table of processes as text
 
 On a terminal the table is redrawn in place, below printed lines. Elsewhere (a file, the log of a batch system) it is
-written at intervals, and again when its cell has ended.
+written at intervals, and once more when its cell has ended.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Screen:
         self._next_s = self._clock()
 
     def text(self, text: str) -> None:
-        """Show printed text; it may end within a line."""
+        """Show printed text, which may end in the middle of a line."""
         if not self._is_live:
             text = without_colours(text)
         if not self._num_drawn:

@@ -21,7 +21,7 @@ from nblaunch.host.files import replace_file
 from nblaunch.packages import is_installed
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Values of parameters that are not Python literals."""
+"""Words that parameters may have as values in addition to Python literals, and what they stand for."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
     SIGINT             interrupt: ``finally`` blocks run; a second SIGINT kills the workers
     SIGTERM, SIGHUP    termination with time for a checkpoint, see ``launcher/escalation.py``
-    exit code          0; 1 if the script raised an exception; the code of the rank that ended on its own;
+    exit code          0; 1 if the script raised an exception; the exit code of the rank whose process died;
                        128 + N after signal N; 2 if nothing was started
 
 ``--print_plan`` shows every setting with its source, and the plan of the launch on this machine.
@@ -91,7 +91,7 @@ def launch_script(
         resolved: the settings.
         script: path of the script, or name of a module.
         arguments: arguments of the script.
-        is_module: whether it is a module.
+        is_module: whether ``script`` is the name of a module.
         timeline: file for the timeline of the ranks; None: no timeline.
 
     Raises:
@@ -101,7 +101,7 @@ def launch_script(
     plan = _plan_of(spec, checks_port=True)
     preloader = _TorchPreloader() if plan.num_processes > 1 and plan.start_method != "fork" else None
     failures = _Failures()
-    # Print all lines of all ranks: programs may read them.
+    # Print all lines of all ranks, because programs may read them.
     if resolved["dashboard"] == "none":
         shown: list[Dashboard] = [GuardedDashboard(LinesPrinter(shortens=False))]
     else:
@@ -110,7 +110,8 @@ def launch_script(
         runner = make_runner(spec, plan, [*shown, failures, *([preloader] if preloader else [])])
     except LaunchError as problem:
         raise UsageError(_in_one_line(problem)) from None
-    # An interrupt after the script has ended, or one that it handled on every rank, does not change the exit code.
+    # The exit code does not change if an interrupt arrives after the script has ended, or if the script handles it on
+    # every rank.
     with suppress(KeyboardInterrupt), _signals_to(runner, resolved["stop_grace_s"]) as received:
         runner.run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job has ended; only messages follow
@@ -176,7 +177,7 @@ def _plan_of(spec: LaunchSpec, *, checks_port: bool = False) -> LaunchPlan:
 
 @final
 class _Failures(Dashboard):
-    """Keeps the failures of ranks, for the traceback of the root cause."""
+    """Keeps the failures of ranks, to print the traceback of the root cause."""
 
     def __init__(self) -> None:
         self._failed: dict[int, Failed] = {}
@@ -255,7 +256,7 @@ class _TorchPreloader(Dashboard):
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, AttemptStarted) and self._thread is not None:
-            self._thread.join()  # a restart looks up torch's types, and torch must be fully imported
+            self._thread.join()  # a restart looks up torch's types, so torch must be fully imported
         elif isinstance(event, Started) and self._thread is None:
             self._thread = threading.Thread(target=importlib.import_module, args=("torch.distributed",))
             self._thread.start()

@@ -29,7 +29,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
         "Run small jobs on the devices of this machine and check collectives, gradients, metrics, checkpoints, "
-        "weights and errors. Prints one line per check; the exit code is 1 if a check fails."
+        "weights and errors. Print one line per check, and exit with code 1 if a check fails."
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -118,4 +118,4 @@ def _verdict(failed: list[str]) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing. Stands in for the function of the planned launch."""
+    """Do nothing; the planned launch needs a function."""

@@ -44,7 +44,7 @@ class Setup:
 
     Args:
         spec: settings of a job that does nothing.
-        tolerance: largest relative difference of weights, because the order of summation may differ.
+        tolerance: largest relative difference of weights that passes, because the order of summation may differ.
     """
 
     spec: LaunchSpec
@@ -125,9 +125,9 @@ def check_gradients(setup: Setup) -> str:
 
 
 def check_sharded(setup: Setup) -> str:
-    """Check the same for sharded weights."""
+    """Check that training with sharded weights gives the same weights as training in one process."""
     setup.expect_no_errors(_gradients, setup.tolerance, FullyShardedDataParallelPlugin())
-    return "the same with sharded weights (FSDP2)"
+    return "sharded weights (FSDP2) equal the weights of a single process with the same samples"
 
 
 def _gradients(tolerance: float, plugin: FullyShardedDataParallelPlugin | None = None) -> list[str]:
@@ -241,7 +241,10 @@ CHECKS: dict[str, Check] = {
 
 
 def supported(backend: Backend) -> list[str]:
-    """Return the names of a backend's checks: FSDP2 needs torch 2.6, and does not run on XLA devices."""
+    """Return the names of the checks that can run on a backend.
+
+    FSDP2 needs torch 2.6 and does not run on XLA devices.
+    """
     can_shard = hasattr(torch.distributed.fsdp, "fully_shard") and not backend.reduces_gradients_at_step
     return [name for name in CHECKS if name != "sharded" or can_shard]
 

@@ -67,7 +67,7 @@ class _ForwardingModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python sets an imported submodule as attribute of its parent, but ``utils.tqdm`` must remain the function.
+        # Python sets an imported submodule as an attribute of its parent, but ``utils.tqdm`` must remain the function.
         if not (isinstance(value, ModuleType) and name in HOMES[self.__name__]):
             super().__setattr__(name, value)
 
@@ -79,7 +79,7 @@ class _ForwardingModule(ModuleType):
 
 
 class _Finder:
-    """Finds the modules of the table, and raises an explanation for unsupported modules."""
+    """Finds the modules of the table, and raises an ImportError with an explanation for unsupported modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -89,8 +89,8 @@ class _Finder:
                 raise LaunchError(system_problem())  # instead of an error about a missing Python module
             installation.check_import()
         if fullname in HOMES:
-            # Modules are packages, because Python then calls the finders for missing submodules, which raise the
-            # explanation.
+            # The modules are packages, so that Python asks the finders for missing submodules, and this finder can
+            # raise the explanation.
             return ModuleSpec(fullname, _Loader(), is_package=True)
         reason = explanation(fullname.rpartition(".")[2]) if fullname.startswith("nblaunch.") else ""
         if reason:
@@ -115,12 +115,14 @@ class _Loader(Loader):
 
 
 def from_accelerate(name: str) -> Any:
-    """Return Hugging Face Accelerate's object, or a placeholder that raises when used if Accelerate is not installed.
+    """Return Hugging Face Accelerate's object, or a placeholder if Accelerate is not installed.
+
+    The placeholder raises an ImportError when it is used.
 
     nblaunch trains models. It does not split models for inference, and lacks some helpers and constants that
     Accelerate exports. Programs that train and split models import such names along with names for training, and
     libraries import them without using them. Each name is therefore Accelerate's own object, and can be imported even
-    without Accelerate.
+    if Accelerate is not installed.
 
     Args:
         name: a name in :data:`nblaunch.compat.names.DELEGATED`, or a function of ``accelerate.big_modeling``.
@@ -129,7 +131,7 @@ def from_accelerate(name: str) -> Any:
         value = getattr(importlib.import_module(DELEGATED.get(name, "accelerate.big_modeling")), name)
     except (ImportError, AttributeError, RecursionError) as error:
         return _without_accelerate(name, error)
-    if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants have none
+    if not str(getattr(value, "__module__", "accelerate.")).startswith("accelerate."):  # constants lack it
         # Another package, perhaps nblaunch itself, is imported under Accelerate's name.
         return _without_accelerate(name, None)
     return value
@@ -150,12 +152,11 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
     return type(name, (), {"__init__": reject, "__doc__": reject.__doc__}) if name[0].isupper() else reject
 
 
-# --- systems that can't run jobs
-# -------------------------------------------------------------------------------------
+# --- systems that can't run jobs -------------------------------------------------------------------------------------
 
 
 def system_problem() -> str | None:
-    """Return why no job can run on this system, and what to do; None if jobs can."""
+    """Return why no job can run on this system, and what to do; None if jobs can run."""
     if hasattr(os, "fork") and sys.platform != "emscripten":
         return None
     return (

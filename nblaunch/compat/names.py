@@ -273,7 +273,7 @@ _MIXED = "use accelerator.autocast() with Accelerator(mixed_precision='bf16')"
 _SHARDING = "use accelerator.prepare(model) with Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())"
 _TRACKER = (
     "nblaunch has trackers for tensorboard, wandb, mlflow, comet_ml, swanlab, trackio and jsonl. For others, write "
-    "a subclass of nblaunch.tracking.GeneralTracker: Accelerator(log_with=MyTracker(...))"
+    "a subclass of nblaunch.tracking.GeneralTracker and pass an instance: Accelerator(log_with=MyTracker(...))"
 )
 
 _INSTEAD = {
@@ -296,13 +296,13 @@ _INSTEAD = {
     _TRACKER: (
         "AimTracker", "ClearMLTracker", "DVCLiveTracker",
     ),
-    "the command line is nblaunch: nblaunch launch, nblaunch config; in Python it is nblaunch.launch(function, args)": (
+    "use the command line (nblaunch launch, nblaunch config), or nblaunch.launch(function, args) in Python": (
         "commands", "prepare_extend_env_parallelism_config",
     ),
 }  # fmt: skip
 
 INSTEAD = {name: text for text, names in _INSTEAD.items() for name in names}
-"""Name -> explanation with what to use instead."""
+"""Name -> explanation of what to use instead."""
 
 
 def explanation(name: str) -> str:

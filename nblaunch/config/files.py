@@ -118,7 +118,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _describe_yaml_error(error: Exception) -> str:
-    """Return what is wrong with the text in one line, with line and column if known."""
+    """Return one line that says what is wrong with the text, and in which line and column if known."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return place + textwrap.shorten(problem or f"{type(error).__name__}: {error}", 200)
@@ -141,7 +141,7 @@ def _flattened(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ConfigError(f"{path}: {key}: must contain keys and values, but is {shown(value)}")
         for name, inner_value in value.items():
-            # Accelerate's questionnaire omits the prefix there.
+            # Accelerate's questionnaire omits the prefix in this section.
             inner = f"fp8_{name}" if key == "fp8_config" and not name.startswith("fp8_") else name
             if inner in SETTINGS and SETTINGS[inner].group != key and inner not in _EXTRA_KEYS:
                 raise ConfigError(f"{path}: {key}: {inner} belongs at the top level of the file")
@@ -156,7 +156,7 @@ def _translated(raw: Mapping[str, Any]) -> dict[str, Any]:
     questionnaire in ``commands/config/cluster.py``.
 
     Args:
-        raw: keys and values of the file, nested mappings flattened.
+        raw: keys and values of the file, with nested mappings flattened.
 
     Raises:
         ConfigError: the file asks for a feature that nblaunch does not have.

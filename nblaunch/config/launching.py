@@ -82,7 +82,7 @@ def spec_of(
 
 
 def with_setting_names(text: str) -> str:
-    """Return a message about arguments of ``notebook_launcher`` in terms of the settings."""
+    """Return a message about ``notebook_launcher``'s arguments with the names of the settings instead."""
     names = {field: name for name, field in FIELDS.items() if field != name} | {
         "use_port": "main_process_port"
     }

@@ -1,7 +1,6 @@
-"""The settings of a launch: a table of all settings. Merges their values from several sources and rejects
-contradictions.
+"""The table of all settings of a launch, and functions that merge their values and reject contradictions.
 
-The table has the fields of ``LaunchSpec``, arguments of ``Accelerator``'s plugins, and a few more. Each row is an
+The table has the fields of ``LaunchSpec``, arguments of ``Accelerator``'s plugins, and a few others. Each row is an
 option of ``nblaunch launch``, a key of configuration files and an argument of :func:`nblaunch.launch`. Names follow
 Hugging Face Accelerate if it has the same setting.
 """
@@ -174,7 +173,7 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "parallelism_config_cp_comm_strategy",
             Choice(("allgather", "alltoall")),
             None,
-            "how these processes exchange keys and values",
+            "how processes that share a sequence exchange keys and values",
         ),
         (
             "parallelism_config_sp_size",
@@ -232,7 +231,8 @@ UNUSED: dict[str, int | None] = {
     # FSDP2 always prefetches and keeps the original parameters, and ranks compare their weights.
     **dict.fromkeys(_FSDP_1_SETTINGS, 1),
     "zero3_init_flag": 1,
-    # PyTorch now includes the features of Intel's extension; nblaunch runs on every machine.
+    # PyTorch now includes the features of Intel's extension. nblaunch needs no list of hosts, because the user runs it
+    # on every machine.
     **dict.fromkeys(("ipex_config", "fsdp_backward_prefetch_policy", *_HOST_SETTINGS), None),
 }
 """Accelerate's settings that have no effect -> number of values that the option takes; None: only in files."""
@@ -278,7 +278,7 @@ _NEEDS: dict[str, tuple[str, Callable[[str], bool], str]] = {
     "downcast_bf16": ("backend", lambda chosen: chosen in ("auto", "xla"), "TPUs"),
     "gpu_ids": ("backend", lambda chosen: chosen in ("auto", *GPU_VARIABLES), "GPUs"),
 }
-"""Setting or group -> the setting that it depends on, a test of that setting's value, and its purpose."""
+"""Setting or group -> the setting that it depends on, a test of that setting's value, and what it applies to."""
 
 
 class ConfigError(ValueError):

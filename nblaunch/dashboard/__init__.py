@@ -61,8 +61,8 @@ def choose(kind: str = "auto", *, background: bool = False) -> list[Dashboard]:
     """Return the dashboards for a job, in the order in which the launcher must call them.
 
     In a Jupyter kernel, the display is a set of widgets that a table replaces at the end, or a table that is updated
-    in place. The output of the workers appears below it, unless the job runs in the background. If a user may be
-    watching, the display includes only the last lines while the job runs, so that the display stays in sight; all
+    in place. The output of the workers appears below the display, unless the job runs in the background. If a user may
+    be watching, the display includes only the last lines while the job runs, so that the display stays in sight; all
     lines follow at the end. Elsewhere, progress lines and a final table go to stderr, and the output of the workers
     goes to stdout.
 
@@ -135,11 +135,11 @@ def open_live(stream: TextIO | None = None) -> LiveTable | None:
 
 
 def connect(dashboards: Sequence[Dashboard], job: ShownJob) -> None:
-    """Connect dashboards to their job: their buttons make requests to it, and it can be shown in other cells.
+    """Connect dashboards to their job, so that their buttons can send requests to it and other cells can show it.
 
     Args:
         dashboards: from :func:`choose`.
-        job: the job; it gets no buttons if its cell waits for it.
+        job: the job; the dashboards get no buttons if the cell waits for the job.
     """
     job.show_with(partial(show_again, dashboards))
     for dashboard in dashboards:

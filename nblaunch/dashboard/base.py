@@ -35,7 +35,7 @@ class ShownJob(Controls, Protocol):
     """A job that dashboards can be connected to."""
 
     def show_with(self, show_again: Callable[[], bool]) -> None:
-        """Let ``show_again()`` show the job in the running cell; it returns False if it can't."""
+        """Store ``show_again``, which shows the job in the running cell, and returns False if it can't."""
 
 
 class Dashboard(abc.ABC):
@@ -168,12 +168,13 @@ _LOOK_S_PER_RANK = 0.001
 
 _MAX_SHARE = 0.05
 _LONGEST_S_PER_RANK = 0.002
-"""The pause keeps folding and drawing below this share of the time, but is never longer than the second value: a table
-of a few ranks is always up to date, and a table of 512 ranks changes at least once a second.
+"""The pause between two folds keeps folding and drawing below ``_MAX_SHARE`` of the time, but lasts at most
+``_LONGEST_S_PER_RANK`` per rank, so that a table of a few ranks is always up to date, and a table of 512 ranks changes
+at least once a second.
 """
 
 _EVENTS_PER_RANK = 16
-"""Number of waiting events per rank at which they are folded together."""
+"""Number of waiting events per rank at which all waiting events are folded together."""
 
 
 _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
@@ -181,7 +182,10 @@ _ENDS = (AttemptStarted, Returned, Failed, Exited, JobEnded)
 
 
 class _Unread(NamedTuple):
-    """Readings that are not folded yet, ``at_s`` seconds after the start and after ``num_events`` waiting events."""
+    """Readings that are not folded yet.
+
+    They arrived ``at_s`` seconds after the start, and after ``num_events`` of the waiting events.
+    """
 
     readings: Sequence[SlotReading]
     at_s: float
@@ -191,7 +195,8 @@ class _Unread(NamedTuple):
 class ViewingDashboard(Dashboard):
     """A dashboard that keeps the view of a job; subclasses draw it.
 
-    It folds several events together. With many ranks, it skips readings: a later one contains the same information.
+    It folds several events together. With many ranks, it skips readings, because later ones contain the same
+    information.
 
     Args:
         pace: times of updates.
@@ -253,7 +258,7 @@ class ViewingDashboard(Dashboard):
 
     @abc.abstractmethod
     def _draw_last(self, view: JobView) -> None:
-        """Show the outcome of the job; it may never have started."""
+        """Show the outcome of the job, which may never have started."""
 
 
 def _as_cancelled(view: JobView) -> JobView:

@@ -124,7 +124,8 @@ def chart(
 
 def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
     """Return the mean of lines of at least two points each, whose spacing may differ by a factor of 2, 4, 8..."""
-    # The last point of a line is closer if its bin is incomplete; points are missing where the loss was NaN.
+    # The last point of a line is closer to the previous one if its bin is incomplete, and points are missing where the
+    # loss was NaN.
     width = max(map(_spacing, lines)) or 1.0
     bins: dict[int, tuple[float, float, int]] = {}
     for line in lines:
@@ -171,7 +172,7 @@ def _log_ticks(low: float, high: float, max_ticks: int) -> list[float]:
 
 
 def _tick_texts(values: Sequence[float]) -> list[str]:
-    """Return ``0.90``, ``0.95``, ``1.00``; ``1,500``, ``20k``, ``1e-5``."""
+    """Return the numbers as text: ``0.90``, ``0.95``, ``1.00``, or ``1,500``, or ``20k``, or ``1e-5``."""
     size = max(map(abs, values), default=0.0)
     if size and not 1e-3 <= size < 1e7:
         return [
@@ -263,12 +264,12 @@ def _placed(value: float, low: float, high: float, at_low: float, at_high: float
 
 
 def _group(lines: Sequence[str], style: str) -> str:
-    """Return lines in a common style. The group is faint, not each line: overlapping faint lines would add up."""
+    """Return lines in a common style. The whole group is faint, because overlapping faint lines would add up."""
     return f'<g fill="none" stroke-linejoin="round" {style}>{"".join(lines)}</g>' if lines else ""
 
 
 def _path(axes: _Axes, line: Sequence[Point], digits: int) -> str:
-    """Return a line whose points are relative to the previous point, which takes the fewest bytes."""
+    """Return a line in which each point is relative to the previous one, because this takes the fewest bytes."""
     places = [(round(axes.x(x)), round(axes.y(y), digits)) for x, y in line]
     steps = " ".join(f"{x - left} {y - top:.{digits}f}" for (left, top), (x, y) in pairwise(places))
     return f'<path d="M{places[0][0]} {places[0][1]:.{digits}f}l{steps}"></path>'
@@ -287,7 +288,7 @@ def _caption(line: Sequence[Point], first_step: float) -> str:
     ys = [y for _, y in line]
     first, last = line[0], line[-1]
     text = f"{first[1]:.3g} to {last[1]:.3g} in {formatting.count(round(last[0] - first_step), 'step')}"
-    # The minimum of a falling curve and the maximum of a rising one; the line has room for one of them.
+    # Add the minimum of a falling curve or the maximum of a rising one, because the line has room for one number only.
     if ys[-1] <= ys[0]:
         return text + (f", min {min(ys):.3g}" if min(ys) < ys[-1] else "")
     return text + (f", max {max(ys):.3g}" if max(ys) > ys[-1] else "")

@@ -32,8 +32,8 @@ _PAUSE_S = 2.0  # rates continue after a shorter pause between epochs
 def fold_readings(view: JobView, readings: Sequence[SlotReading], now_s: float) -> JobView:
     """Return the view after readings of the board taken at ``now_s`` (``time.time()``). Cheap if nothing changed.
 
-    The view of a finished job does not change: its ranks keep the numbers of their training instead of the board's
-    last numbers.
+    The view of a finished job does not change, so that its ranks keep the numbers of their training instead of the
+    board's last numbers.
     """
     if view.is_over:
         return view
@@ -101,7 +101,7 @@ def _read(rank: RankView, reading: SlotReading, now_s: float) -> RankView:
 
 
 def _trained_span(rank: RankView, reading: SlotReading, *, is_evaluating: bool) -> tuple[float, int, int]:
-    """Return seconds, steps and samples of the training, with the time since the last reading unless evaluating."""
+    """Return seconds, steps and samples of training, including those since the last reading unless evaluating."""
     last = rank.reading
     if (
         is_evaluating
@@ -125,7 +125,7 @@ def _is_evaluating(rank: RankView, reading: SlotReading) -> bool:
     # A finished evaluation stays on the board until the training loop around it continues.
     is_shown = reading.loop == rank.reading.loop
     if not is_shown and reading.state is not WorkerState.TRAINING and _has_trained(reading):
-        # A short evaluation ended before a reading saw it.
+        # A short evaluation began and ended between two readings.
         return (reading.step, reading.total) != reading.trained[:2]
     return rank.is_evaluating and (is_shown or reading.state is not WorkerState.TRAINING)
 
@@ -134,8 +134,8 @@ def _epoch_times(rank: RankView, reading: SlotReading, now_s: float) -> dict[str
     """Return the changed fields that describe the length of an epoch."""
     if not reading.epoch:
         return {}
-    # A second training run has its own loop. After a loop that reads only one batch, the board returns to the previous
-    # loop.
+    # A second training run has a new loop. After a loop that reads only one batch, by contrast, the board returns to
+    # the previous loop.
     is_another = reading.epoch < rank.epoch and reading.loop > rank.reading.loop
     if not rank.first_epoch or is_another:
         return {
@@ -184,7 +184,7 @@ _STOP_SIGNALS = {-2, -9, -15}  # exit codes after signals from the launcher: SIG
 def fold(view: JobView, *arrived: Event) -> JobView:
     """Return the view after events, in order of arrival. Events of unknown types or ranks change nothing.
 
-    Cheap even if ranks print a lot: it reads only the last line that arrives from each rank.
+    This is cheap even if ranks print a lot, because only the last line that arrives from each rank is read.
     """
     for are_rank_events, group in groupby(arrived, lambda event: type(event) in _RANK_EVENTS):
         view = (_fold_ranks if are_rank_events else _fold_others)(view, group)
@@ -199,7 +199,8 @@ def _fold_others(view: JobView, group: Iterable[Event]) -> JobView:
 
 
 def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
-    ranks = list(view.ranks)  # copied once: a copy of hundreds of ranks takes as long as the rest of an event
+    # Copied once, because copying hundreds of ranks takes as long as folding an event.
+    ranks = list(view.ranks)
     for event in _merged(group):
         if 0 <= event.rank < len(ranks):
             ranks[event.rank] = _RANK_FOLDS[type(event)](ranks, ranks[event.rank], event)
@@ -207,7 +208,7 @@ def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
 
 
 class _Printed(NamedTuple):
-    """A summary of a rank's :class:`events.LogLines`, because ranks may print millions of lines."""
+    """A summary that replaces a rank's :class:`events.LogLines`, because ranks may print millions of lines."""
 
     rank: int
     time_s: float
@@ -283,7 +284,7 @@ def _with_training_numbers(rank: RankView) -> RankView:
 
 
 def _with_outcome(view: JobView, rank: RankView) -> RankView:
-    """Return a rank in its final state, given the outcome of the job: ranks that the launcher stopped did not fail."""
+    """Return a rank in its final state, given the job's outcome; a rank that the launcher stopped has not failed."""
     if view.outcome == "failed" and rank.rank == view.end.failed_rank:
         message = first_line(view.end.message)
         failure = message if view.end.has_hung else rank.failure or message

@@ -84,7 +84,7 @@ STYLE_SHEET = (
     )
     + "</style>"
 )
-"""Styles by class name; if the front end removes it, a plain table remains."""
+"""The styles as a style sheet; if the front end removes it, a plain table remains."""
 
 
 def mimebundle(view: JobView, *, tail: Tail | None = None, has_logs: bool = True) -> dict[str, str]:
@@ -172,7 +172,10 @@ def title(view: JobView, table: Table) -> str:
     return f"<div>{shape} {name}{progress}{escape(table.headline)}{setting}</div>{line(table.fallback)}"
 
 
-_NEXT = "The traceback follows. post_mortem=True keeps the ranks where they are, for nblaunch.debug()."
+_NEXT = (
+    "The traceback follows. post_mortem=True keeps the ranks where they are, so that nblaunch.debug() can inspect "
+    "them."
+)
 
 
 def cards(table: Table, *, is_over: bool) -> str:

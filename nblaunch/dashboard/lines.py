@@ -61,7 +61,7 @@ class LastLines:
         """Add the text of an event if a rank printed or displayed it."""
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
-                # Most lines are never read: ranks that print a lot replace them before the next update.
+                # Other lines are cleaned when they are read. Most never are: ranks that print a lot soon replace them.
                 self._add_line(event, line if len(line) <= _LINE_LENGTH else single_line(line))
         elif isinstance(event, Displayed) and not event.update:
             self._add_line(event, _display_line(event))
@@ -142,8 +142,9 @@ class MergedLines:
 
 _MAX_HEAD_LINES = 2 * HEAD_LINES  # approximate limit for all ranks together
 _LINE_LENGTH = 4000  # characters
-# Limit for displays such as figures, of all ranks; each rank keeps its share, even if others use up the rest. VS Code
-# shows the first 500 outputs of a cell (microsoft/vscode#325786): a display takes two, and the last may be an error.
+# Limit for the displays of all ranks, such as figures. Each rank keeps its share even if others use up the rest.
+# VS Code shows only the first 500 outputs of a cell (microsoft/vscode#325786); a display takes two, and the last output
+# may be an error.
 _NUM_DISPLAYS = 120
 _MAX_TAIL_LINES = 320  # approximate limit for the last lines of all ranks; each rank has at least one
 
@@ -175,8 +176,8 @@ class LinesPrinter(Dashboard):
         merges_equal: print equal lines of three or more ranks once, labelled ``[0-3]``.
         folds: print a limited number of lines, and fold the others; only with ``publish``.
         live: display that is redrawn in place on the same terminal, and stays below the lines.
-        display_ids: (rank, id) of displays that may be updated; the printer adds its own. Default: an empty set for
-            this printer.
+        display_ids: (rank, id) of displays that may be updated; the printer adds the ids of its own displays.
+            Default: an empty set for this printer.
         clock: returns monotonic seconds.
     """
 
@@ -227,7 +228,7 @@ class LinesPrinter(Dashboard):
             label = "nblaunch: " if event.rank < 0 else self._label(event.rank)
             self._pending.append(_NoteLine(f"{label}{event.text}\n"))
         elif isinstance(event, AttemptStarted):
-            self._end_all()  # this attempt has other logs
+            self._end_all()  # the new attempt has its own log files
             self._num_processes = event.num_processes
             self._first_rank = event.first_rank
             self._log_dir = event.log_dir
@@ -271,14 +272,14 @@ class LinesPrinter(Dashboard):
             length = min(TAIL_LENGTH, _MAX_TAIL_LINES // self._num_processes)
             self._tails[rank] = deque(maxlen=max(length, 1))
             self._pending.append(
-                f"{self._label(rank)}... prints a lot; its last lines follow when the job ends\n"
+                f"{self._label(rank)}... this rank prints a lot; its last lines follow when the job ends\n"
             )
         self._tails[rank].extend(lines[max(num_shown, len(lines) - TAIL_LENGTH) :])
 
     def _add_shown(self, event: LogLines, num_shown: int) -> None:
         lines = event.lines[:num_shown]
         shown = [_shorten(line) for line in lines] if self._shortens else lines
-        # The user's own label belongs to one rank.
+        # A custom label names a single rank, so equal lines of several ranks can't be merged.
         if not self._merges_equal or self._label_template is not None:
             label = self._label(event.rank)
             self._pending.append("".join(f"{label}{line}\n" for line in shown))
@@ -339,11 +340,11 @@ class LinesPrinter(Dashboard):
         else:
             self._ranks_without_displays.add(event.rank)
             self._pending.append(
-                f"{self._label(event.rank)}... displays a lot; further displays are not shown\n"
+                f"{self._label(event.rank)}... this rank displays a lot; further displays are not shown\n"
             )
 
     def _with_own_display_id(self, event: Displayed) -> Displayed:
-        """Make display ids of ranks other than 0 unique: all ranks run the same code with the same ids."""
+        """Make display ids of ranks other than 0 unique, because all ranks run the same code with the same ids."""
         display_id = event.transient.get("display_id")
         if not isinstance(display_id, str) or event.rank == 0:
             return event
@@ -431,7 +432,7 @@ def _is_same(first: Displayed, second: Displayed) -> bool:
 
 
 class FoldedLines:
-    """The lines of a job in a cell: the first ones, then all others behind a line that unfolds them, then the last."""
+    """The lines of a job in a cell: the first ones, the last ones, and between them a line that unfolds the others."""
 
     def __init__(self) -> None:
         self._num_first = 0

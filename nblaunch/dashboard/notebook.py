@@ -60,10 +60,10 @@ class Output:
 
         Args:
             bundle: the content to show.
-            is_final: no update follows; publish it even if the output already shows it.
+            is_final: no update follows; publish ``bundle`` even if the output already shows it.
 
         Returns:
-            Number of cells in which it was published.
+            Number of cells in which ``bundle`` was published.
         """
         with self._lock:
             if bundle == self.shown and not is_final:
@@ -205,8 +205,8 @@ class NotebookDashboard(ViewingDashboard):
             self._lasting.show(log_bundle(view), is_final=True)
         # Closed after the output has been replaced, so that no empty output is visible.
         if self._panel is not None:
-            # Colab saves widgets in a form that GitHub does not show. It presumably keeps a cell's output up to
-            # date without an open page.
+            # On Colab, keep no widget: Colab saves widgets in a form that GitHub does not show, and presumably keeps a
+            # cell's output up to date even if no page is open.
             self._panel.close(None if is_on_colab() else table["text/html"])
 
     def _show_panel(self) -> None:

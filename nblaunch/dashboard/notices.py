@@ -1,4 +1,4 @@
-"""Notices about slow ranks, stalled ranks and non-finite losses; the rate of a rank that has stopped is 0.
+"""Notices about slow ranks, stalled ranks and non-finite losses, and the current rates of ranks.
 
 The launcher explains slow steps in a ``Note`` of kind ``"slow"`` (``launcher/slow_watch.py``). Without an
 explanation, the notice names the ranks that are slower than the others.
@@ -50,7 +50,7 @@ class JobStall:
     """A job in which no rank makes progress.
 
     Args:
-        text: a sentence, with the seconds.
+        text: a sentence that says where the job is stuck, and for how long.
         is_certain: whether no rank can continue by itself; False if a rank may be working without taking steps.
         advice: what to do; empty if the job may still continue.
     """
@@ -99,7 +99,7 @@ SLOW_RATIO = 1.3
 _CLAIMS = (_Claim(SLOW_RATIO, WINDOW_S - 1.0, 8), _Claim(3.0, 3.0, 3))
 _MIN_STEPS = 3  # needed to compare rates
 
-_MIN_LOSS = 0.1  # fraction of a step that the other ranks lose by waiting for the slowest
+_MIN_LOSS = 0.1  # smallest fraction of a step, lost by waiting for a slow rank, that a notice reports
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:
@@ -196,7 +196,7 @@ def _slower(seconds: Mapping[int, float], ratio: float) -> dict[int, float]:
 
 
 def _own_and_usual(seconds: Mapping[int, float], slower: Mapping[int, float]) -> tuple[float, float]:
-    """Return the durations of the slower ranks and of the others."""
+    """Return the median duration of a step on the slower ranks, and on the others."""
     others = (own_s for rank, own_s in seconds.items() if rank not in slower)
     return median(seconds[rank] for rank in slower), median(others)
 
@@ -248,7 +248,7 @@ def _stalled(view: JobView) -> list[Notice]:
     if view.hang and stalls:
         text = view.hang[0]
         if all(stall.is_certain for stall in stalls.values()):
-            # The report contains the time of its creation.
+            # The report's first line counts the seconds until its creation, so a current line replaces it.
             since_s = max(stall.time_s - stall.for_s for stall in stalls.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(stalls), text, view.hang[1:])]
@@ -334,7 +334,7 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
-    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or empty if it progresses."""
+    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or "" if it progresses."""
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"
@@ -356,7 +356,7 @@ def settled_state(view: JobView, rank: RankView) -> WorkerState:
 
 # --- current rates ---------------------------------------------------------------------------------------------------
 
-_KEPT_S, _KEPT_STEPS = 4.0, 6  # how long a measured rate is shown, in seconds and in steps
+_KEPT_S, _KEPT_STEPS = 4.0, 6  # how long a rate is shown without new steps, in seconds and in steps
 
 
 def as_of_now(view: JobView) -> JobView:

@@ -1,8 +1,8 @@
 """Rates of a rank, from readings of the board over the last seconds, and forecasts from them.
 
-The first steps of a loop take longer than later ones: workers of loaders start, kernels are compiled. They are used
-only until there are later steps. A forecast also leaves out a single long step, because one pause does not show when
-the next will come. Repeated pauses are part of the mean.
+The first steps of a loop take longer than later ones, because loaders start their workers and kernels are compiled.
+These first steps are used only until there are later ones. A forecast also leaves out a single long step, because one
+pause does not show when the next will come. Repeated pauses are part of the mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RatePoint(NamedTuple):
 
 
 def with_point(points: tuple[RatePoint, ...], reading: SlotReading) -> tuple[RatePoint, ...]:
-    """Return ``points`` with a new last point; points are spaced out and dropped when older than the window.
+    """Return ``points`` with a new last point, without points that are too close together or older than the window.
 
     If steps take seconds, enough points are kept to compare a rate with another rank's.
     """
@@ -100,7 +100,7 @@ def pause_s(points: tuple[RatePoint, ...]) -> float:
 
 
 def warm_up(before: tuple[RatePoint, ...], after: tuple[RatePoint, ...]) -> tuple[float, int]:
-    """Return the seconds and the number of first steps if a new point ended the warm-up; zeros otherwise.
+    """Return the duration and the number of the first steps if a new point ended the warm-up; zeros otherwise.
 
     Args:
         before: the points without the new one.

@@ -1,6 +1,6 @@
 """The result of a job: figures such as rate, losses and memory, a comparison of its ranks, and its failures.
 
-Rates are means over the whole training, without its evaluations. The best value of a metric is shown if the metric's
+Rates are means over all of training, without evaluations. The best value of a metric is shown if the metric's
 name says which direction is better: ``loss`` falls, ``accuracy`` rises.
 """
 
@@ -42,7 +42,7 @@ class Figure(NamedTuple):
 
 
 def figures(view: JobView) -> tuple[Figure, ...]:
-    """Return the figures of a job that has ended. A job that has trained nothing has fewer."""
+    """Return the figures of a job that has ended. A job that did not train has fewer."""
     parts = [_progress(view), _rate(view), _loss(view), *_metrics(view), *_memory(view)]
     return tuple(part for part in parts if part is not None)
 
@@ -162,7 +162,7 @@ class Failure(NamedTuple):
         who: the ranks, or ``"job"``.
         text: type and message, or what happened to ranks that failed because of another one.
         where: the line of the user's code; may be empty.
-        advice: lines that explain it and say what to do.
+        advice: lines that explain the failure and say what to do.
         is_secondary: another failure in the list caused it.
     """
 

@@ -42,7 +42,7 @@ HEAD_LINES = 500
 """Number of lines of a rank that a cell prints at once; ``lines.py`` omits further lines."""
 
 _NO_PROGRESS = "no progress"
-_CUT_OFF = "cut off"  # it failed because another rank did
+_CUT_OFF = "cut off"  # the rank failed because another rank did
 _TRAINING_COLUMNS = ("epoch", "step", "steps/s", "samples/s", "ETA", "loss")
 _MEMORY_ALONE_S = 3.0  # seconds after which a job that may never train shows its memory
 
@@ -62,8 +62,8 @@ class Row:
         fraction: progress, 0 to 1, or None.
         detail: the worker's progress bar as text, the call in which it waits, its last line or its exit status.
         is_marked: the rank differs from the others.
-        is_secondary: it failed because another rank failed.
-        is_stuck: others wait for it, or all ranks are stuck.
+        is_secondary: the rank failed because another rank failed.
+        is_stuck: other ranks wait for this one, or all ranks are stuck.
     """
 
     rank: int | None
@@ -86,11 +86,12 @@ def rows_of(
     Args:
         view: the job, with current rates (``notices.as_of_now``).
         notices: notices of the job.
-        left_s: seconds until its end (``JobView.left_s``, which takes a long time with many ranks).
+        left_s: seconds until its end (``JobView.left_s``, which takes long to compute for many ranks).
 
     Returns:
-        The names of the columns between state and detail; the rows (the whole job, unless it has a single rank, then
-        ranks that differ, or all ranks if there are few); and the other ranks in words, empty if all have a row.
+        The names of the columns between state and detail; the rows; and the other ranks in words, empty if all ranks
+        have a row. The first row is the whole job, unless it has a single rank. The others are the ranks that differ,
+        or all ranks if there are few.
     """
     if view.is_over:
         view = replace(view, ranks=tuple(map(_with_mean_rates, view.ranks)))
@@ -121,7 +122,7 @@ def _with_mean_rates(rank: RankView) -> RankView:
 
 
 def _used_columns(view: JobView) -> tuple[str, ...]:
-    """Return the names of the columns. They all appear at once: a later column would move the others."""
+    """Return the names of the columns. All appear at once, because a later column would move the others."""
     trains = any(rank.has_progress or rank.loss is not None for rank in view.ranks)
     has_memory = any(rank.host_peak_bytes for rank in view.ranks)
     has_device = any(rank.device_peak_bytes or rank.device_use is not None for rank in view.ranks)
@@ -293,7 +294,7 @@ def _whole(
 
 
 def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
-    """Return ``training``, ``3 waiting, 1 done``, ``training, 1 differs``; failures and stalls first."""
+    """Return the states in words, failures and stalls first: ``training``, ``3 waiting, 1 done``."""
     words = Counter(status.word for status in statuses)
     if len(words) == 1:
         differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
@@ -319,7 +320,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
-    """Return the ranks that differ: failed, noticed, or in a rare state, in this order; if many, only the first."""
+    """Return the ranks that failed, have a notice, or are in a rare state; if there are many, prefer the former."""
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
@@ -472,8 +473,8 @@ def headline(view: JobView) -> str:
 def _progress(view: JobView, left_s: float | None) -> str:
     """Return the progress of the rank furthest behind, and the loss and throughput of all; empty if unknown.
 
-    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. Also empty
-    for a job with a failed rank, because it would never finish.
+    If the number of epochs is unknown, the percentage refers to the epoch, and no remaining time is shown. The result
+    is empty for a job with a failed rank, because such a job never finishes.
     """
     if view.is_over or not view.ranks or any(rank.failure for rank in view.ranks):
         return ""

@@ -1,7 +1,7 @@
 """The dashboard for scripts and terminals: progress, and a table at the end.
 
-On a terminal, progress is a table that rich redraws in place. Elsewhere, and on a dumb terminal, whose cursor can't
-move up, a line is written at intervals. Only terminals get colours.
+On a terminal, progress is a table that rich redraws in place. Elsewhere, and on dumb terminals (which can't move
+the cursor up), a line is written at intervals. Only terminals get colours.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LiveTable:
         stream: default: ``sys.stderr``, looked up at each use.
 
     Attributes:
-        flush_lines: writes the lines that belong above it.
+        flush_lines: writes the lines that belong above the table.
     """
 
     latest: ClassVar[LiveTable | None] = None
@@ -133,8 +133,8 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
 
-        # Don't use a thread, because a forked process would not have it, and don't replace streams: workers' output is
-        # written around the table.
+        # Don't use a thread, because a forked process would not have it, and don't replace streams, because workers'
+        # output is written around the table.
         self._live = Live(
             console=Console(
                 file=self._to,

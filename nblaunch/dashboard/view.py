@@ -36,7 +36,7 @@ else:
         return changed
 
 
-# With a total, in full or abbreviated numbers (1.20k/4.00k); and without one: "25it [00:03, 8.1it/s]".
+# Bars with a total, in full or abbreviated numbers (1.20k/4.00k), and without a total: "25it [00:03, 8.1it/s]".
 _COUNT = r"\d+(?:\.\d+)?[kMGTPEZY]?"
 _UNIT = r" ?[^\s\d\[:/%|]*"
 _METER = r"\[(?P<meter>\d+:\d[^\]]*)\]?"
@@ -52,7 +52,7 @@ class Bar:
     """A progress bar that a worker draws.
 
     Args:
-        text: without the drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``.
+        text: the bar without its drawn part: ``"train epoch 2 450/1000 [00:45<00:55, 10.0it/s]"``.
         fraction: progress, 0 to 1; None without a total.
     """
 
@@ -61,7 +61,7 @@ class Bar:
 
 
 def read_bar(line: str) -> Bar | None:
-    """Parse the progress bar in ``line``; None if it is something else."""
+    """Parse the progress bar in ``line``; return None if ``line`` is something else."""
     if "[" not in line:
         return None
     if match := _BAR.match(line):
@@ -124,7 +124,7 @@ CHART_LENGTH = 200
 """Largest number of points of a logged metric."""
 
 LINE_STAYS_S = 2.0
-"""How long a progress bar stays visible, in seconds, after its worker prints another line; bars usually come back."""
+"""Seconds for which a progress bar stays visible after another line replaces it, because bars usually come back."""
 
 
 NUM_EPOCHS = 100
@@ -187,14 +187,14 @@ class RankView:
         first_epoch_s: ``now_s`` of the first reading with that epoch.
         warm_up: seconds and number of the first steps of a training run; None before they are over.
         warm_job_steps: time at which the warm-up ended, and the optimizer steps that a framework had counted by then.
-        epoch_length_s: mean seconds of an epoch with its evaluation; None before the first has been trained.
+        epoch_length_s: mean seconds of an epoch, including its evaluation; None before the first has been trained.
         host_bytes: host memory of the process; None if unknown.
         host_peak_bytes: largest value so far.
         device_peak_bytes: largest device memory in use so far; None if unknown.
         device_limit_bytes: memory of the device.
         device_use: recent utilisation of the device, 0 to 1; None if unknown.
         is_evaluating: the last loop over a loader was an evaluation.
-        trained_rates: steps per second, samples per second and ``busy_step_s`` of the last training.
+        trained_rates: steps per second, samples per second and ``busy_step_s`` when the rank last trained.
         trained_fraction: progress of the epoch's training, 0 to 1, while the rank evaluates.
         rate_points: points of the last seconds, for rates.
         trained_span: seconds, steps and samples of the training run so far, without evaluations.
@@ -243,7 +243,7 @@ class RankView:
 
     @property
     def mean_rates(self) -> tuple[float | None, float | None]:
-        """Steps and samples per second of the whole training, without evaluations; None if unknown."""
+        """Steps and samples per second over all of training, without evaluations; None if unknown."""
         span_s, num_steps, num_samples = self.trained_span
         if span_s <= 0 or num_steps <= 0:
             return None, None
@@ -349,7 +349,7 @@ class RankView:
     def left_s(self) -> float | None:
         """The estimated seconds until the end of all epochs; None if unknown, for example without a number of epochs.
 
-        For a loop that does not train, the seconds until the end of the loop.
+        For a loop that does not train, these are the seconds until the end of the loop.
         """
         step_s = self.usual_step_s
         if self.state.is_final or self.state is WorkerState.FINISHING or not step_s:
@@ -373,7 +373,7 @@ class RankView:
         return left_s + (num_further + 1.0 - self.trained_fraction) * self.epoch_length_s
 
     def _job_steps_left_s(self, num_left: int) -> float | None:
-        """Return the seconds that the remaining optimizer steps take, evaluations included if there were any."""
+        """Return the seconds that the remaining optimizer steps take, including evaluations if there were any."""
         since_s, num_before = self.warm_job_steps
         num_done = self.reading.job_steps[0] - num_before
         if self.warm_up is None or num_done <= 0:
@@ -403,8 +403,8 @@ class JobView:
         slow: why steps are slow; empty if unknown.
         curves: metrics logged by ``accelerator.log``, by name.
         epochs: the last epochs, by (number of the training run from 0, number of the epoch).
-        host_peak_bytes: largest host memory of all workers together; None if shared pages are counted once per
-            worker.
+        host_peak_bytes: largest host memory of all workers together; None if unknown, because each worker counts the
+            shared pages.
         ranks: one view per rank; empty before the start.
     """
 

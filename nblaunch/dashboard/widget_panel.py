@@ -93,7 +93,7 @@ class Buttons:
         self._controls = controls
 
     def close(self) -> None:
-        """Release the job: the dashboard keeps the panel, but must not keep the job's result in memory."""
+        """Release the job, because the dashboard keeps the panel but must not keep the job's result in memory."""
         self._controls = None
 
     def show(self, *, is_running: bool) -> None:
@@ -130,7 +130,7 @@ class Buttons:
             self._controls.interrupt()
 
     def _on_kill(self, button: Any) -> None:
-        """Kill the job on the second click, but not on a double click: progress since the last checkpoint is lost."""
+        """Kill the job on the second click, but not on a double click, because unsaved progress is lost."""
         if self._controls is None:
             return
         since_s = self._clock() - self._kill_clicked_s
@@ -206,7 +206,7 @@ MAX_KEPT = 100
 """Largest number of closed panels whose outermost widget stays in the kernel. Each takes a few kB plus its table."""
 
 _AGAIN_S = (1.0, 3.0, 10.0, 20.0, 45.0, 100.0)
-"""Seconds from the closing of a panel until its state is sent again."""
+"""Times at which the state of a closed panel is sent again, in seconds after it was closed."""
 
 _kept: deque[Any] = deque()  # outermost widgets, the oldest first
 
@@ -234,8 +234,8 @@ class Panel:
         )
         name = f"nbl-panel-{os.urandom(6).hex()}"
         self._lasting = f"{name}-lasting"
-        # Front ends write an error there if a page is reloaded after the kernel has died: JupyterLab writes "model
-        # not found", and the classic notebook writes three sentences.
+        # If a page is reloaded after the kernel has died, front ends write an error in place of the panel: JupyterLab
+        # writes "model not found", and the classic notebook writes three sentences.
         self._hiding_errors = (
             f"<style>:is(.jp-OutputArea, .output):has(.{self._lasting}) "
             ":is(.jp-OutputArea-output.jupyter-widgets, .jupyter-widgets-view):not(:has(*)){display:none}</style>"
@@ -247,7 +247,7 @@ class Panel:
         )
         sheet = widgets.HTML(html.STYLE_SHEET + TAB_SHEET + self._hiding, layout=self._hidden)
         self._above = [sheet, self._top, self._rows, self._remarks]
-        # Side by side if there is room for both, which makes the panel less tall.
+        # Epochs and logs are side by side if there is room for both, which makes the panel less tall.
         lower = widgets.Layout(width="100%", flex_flow="row wrap", align_items="flex-start", margin="0")
         self._beside = widgets.Layout(flex="0 0 auto", margin="2px 24px 2px 0")
         self._lower = widgets.HBox([self._epochs], layout=lower)
@@ -314,11 +314,11 @@ class Panel:
         """Close the widgets; the kernel keeps at most the outermost one.
 
         A page that is reloaded while the job runs, or reopened after its end, has the panel in the cell's output and
-        can't replace it, because it does not know the display id. The outermost widget shows ``lasting`` there until
-        :data:`MAX_KEPT` other panels are closed.
+        can't replace it, because it does not know the display id. On such a page, the outermost widget shows
+        ``lasting`` until :data:`MAX_KEPT` other panels are closed.
 
         Args:
-            lasting: HTML. None: no widget is kept.
+            lasting: HTML to show on such pages; None = keep no widget.
         """
         self._buttons.close()
         parts = list(dict.fromkeys(self._all()))
@@ -370,7 +370,7 @@ def _send_again_later(root: Any) -> None:
     """Send the content of a closed panel again, for a page that was loading when the job ended.
 
     Such a page has already requested the states of all widgets. It drops messages to a widget that it has not yet
-    created, and does not report when it has created all.
+    created, and does not report when it has created all of them.
     """
     loop: Any = getattr(getattr(ipython_shell(), "kernel", None), "io_loop", None)
     if loop is not None:

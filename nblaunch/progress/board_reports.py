@@ -1,7 +1,7 @@
 """Reports of a rank on the progress board: loops over data, loss, device memory, busy time.
 
-Busy time is the time that a rank spends on a step, without its waits for other ranks. It reveals a straggler in
-lockstep:
+Busy time is the time that a rank spends on a step, without its waits for other ranks. It reveals a straggler
+among ranks that run in lockstep:
 
     batch ──> forward ──> backward (ranks wait for each other) ──> optimizer ──> next batch ──> forward ──> backward
                                                               └────────── busy time ──────────┘
@@ -45,7 +45,7 @@ class Loop:
         number: number of the loop in this process, from 1.
         is_over_epochs: whether the items of the loop are epochs.
         num_epochs: how many epochs there will be in total; 0 if unknown.
-        before: what the board showed before the loop, if it trains.
+        before: what the board showed before the loop, if the loop trains.
         began_s: start of the loop.
     """
 
@@ -71,7 +71,7 @@ def length_of(iterable: Any) -> int:
 class LoopStack:
     """The loops that run in this process, outermost first; the last one writes to the slot.
 
-    ``epoch`` is the number of the current or last epoch, from 1, also shown with loops that do not train.
+    ``epoch`` is the number of the current or last epoch, from 1. It is shown even while a loop does not train.
     ``last_training`` is the training loop that began last. ``plan`` is the plan of the framework that is training, or
     None. ``running`` is the innermost running loop, or None. ``shown`` is the loop on the board, or None after its end.
     """
@@ -101,7 +101,7 @@ class LoopStack:
     ) -> Loop:
         """Begin a loop inside the running loops, with the arguments of :class:`Loop`.
 
-        With ``num_epochs=None``, the number is read from the user's code.
+        If ``num_epochs`` is None, the number is read from the user's code.
         """
         self._num_loops += 1
         begun = Loop(total, epoch, state, step, self._num_loops, is_over_epochs)
@@ -136,7 +136,7 @@ class LoopStack:
             self._slot.count_samples(samples)
 
     def begin_anew(self) -> None:
-        """Forget all loops of an earlier command: tracebacks or variables may keep unfinished loops alive."""
+        """Forget all loops of an earlier command, because tracebacks or variables may keep unfinished loops alive."""
         self._stack, self.running, self.shown, self.plan = [], None, None, None
         self.unsettle()
         self.num_commands += 1
@@ -164,7 +164,7 @@ class LoopStack:
             self._slot.advance_to(step)
 
     def set_plan(self, plan: EpochPlan | None, job_steps: tuple[int, int]) -> None:
-        """Store a framework's plan of its training; None at its end.
+        """Store a framework's plan of its training, or None when training has ended.
 
         Args:
             plan: plan of the epoch that begins or runs.
@@ -233,7 +233,7 @@ _BACKWARD = start_of(SpanKind.BACKWARD)
 class BusyTime:
     """Measures busy time and sums it on the board, at most 200 times a second.
 
-    The caller sets ``is_in_backward`` when a backward pass begins, during which the rank may wait for others.
+    The caller sets ``is_in_backward`` when a backward pass begins, because the rank may wait for others during it.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -245,7 +245,7 @@ class BusyTime:
         self.is_in_backward = False
 
     def end_backward(self, began_s: float) -> float:
-        """Add the busy time before a backward pass that has just ended; start a new measurement, and return that time.
+        """Add the busy time before a backward pass that has just ended; start a new measurement, and return its start.
 
         Args:
             began_s: ``monotonic()`` when the pass began.
@@ -372,7 +372,7 @@ class LossReport:
         """
         self.num_noted += 1
         latest: Any = None
-        if type(loss) is torch.Tensor and loss.is_cpu:  # in most jobs; each call to torch takes time
+        if type(loss) is torch.Tensor and loss.is_cpu:  # true in most jobs; each call to torch takes time
             try:
                 latest = loss.item()  # at once, as the caller may change it
             except RuntimeError:  # it has several numbers
@@ -473,7 +473,7 @@ class LossReport:
         """Return the mean of the losses between the last call and the last :meth:`flush`; None if it is unknown."""
         total, count, is_known = self._epoch_total, self._epoch_count, self._is_epoch_known
         self._epoch_total, self._epoch_count = 0.0, 0
-        # The growth of the last bin's sum is the contribution of the next epoch.
+        # The last bin may continue in the next epoch, whose losses are the growth of its sum. The sum must be finite.
         self._is_epoch_known = not self._bins or math.isfinite(self._bins[-1].total)
         return total / count if count and is_known else None
 

@@ -37,7 +37,7 @@ def _watch_trainer(module: Any) -> None:
     @harmless
     def report(event: str, state: Any) -> None:
         if event in ("on_train_begin", "on_epoch_begin", "on_step_end"):
-            # The losses of an optimizer step are parts of one loss, divided by the micro-steps or by all tokens.
+            # The losses of an optimizer step are parts of one loss, divided by the number of micro-steps or tokens.
             plain_loops().sums_losses = True
             epoch = int(state.epoch or 0) + (event != "on_step_end" or state.epoch % 1 > 0)
             plan = EpochPlan(max(epoch, 1), math.ceil(state.num_train_epochs))

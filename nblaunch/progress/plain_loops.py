@@ -225,7 +225,7 @@ class PlainLoops:
         reports: reports of this process.
         number: number of the session's command that runs the loops.
         sums_losses: whether the losses of an optimizer step are parts of one loss and are summed; otherwise each is a
-            loss.
+            separate loss.
     """
 
     home: weakref.ref[context.ProcessContext]
@@ -334,7 +334,7 @@ class PlainLoops:
         return is_plain and threading.get_ident() == self._thread
 
     def finish(self) -> None:
-        """End all loops: the function has returned."""
+        """End all loops, because the function has returned."""
         self.show_losses()
         for reading in list(self._readings):
             self._end(reading)
@@ -443,7 +443,10 @@ class PlainLoops:
             loops.settle(running, self._next_look_s)
 
     def note_step(self, frame: FrameType | None) -> None:
-        """Record that an optimizer begins a step: an iteration of the user's innermost loop if no loader is read."""
+        """Record that an optimizer begins a step.
+
+        If no loader is being read, the step is an iteration of the user's innermost loop.
+        """
         loops = self.reports.loops
         running = loops.running
         has_no_loader = not self._readings and (running is None or running is self._without_loader)
@@ -526,7 +529,7 @@ _made: list[PlainLoops] = []
 
 
 def give_up(error: Exception) -> None:
-    """Stop showing plain loops after an error in a hook, which must not end the user's training. Report it once."""
+    """Report an error in a hook once, and stop showing plain loops; the error must not end the user's training."""
     if not plain_loops().is_given_up:
         plain_loops().give_up()
         here = context.current()

@@ -248,7 +248,7 @@ def _place_in(loop: ast.For, frame: FrameType) -> Place:
         raise _UnknownError
     value = frame.f_locals.get(counter, frame.f_globals.get(counter))
     numbers = range(len(items)) if is_counted else items
-    if isinstance(numbers, range):  # computed, since a loop over steps may have millions of them
+    if isinstance(numbers, range):  # not searched, because a loop over steps may have millions of items
         places = [numbers.index(value)] if type(value) is int and value in numbers else []
     else:
         places = [place for place, item in enumerate(numbers) if item is value or _are_equal(item, value)]
@@ -276,7 +276,7 @@ def _are_equal(item: Any, value: Any) -> bool:
 
 
 def _items(node: ast.expr, frame: FrameType) -> tuple[Sequence[Any], bool]:
-    """Return what a loop iterates over, and whether ``enumerate`` from 0 counts it."""
+    """Return what a loop iterates over, and whether ``enumerate`` counts the items from 0."""
     if isinstance(node, ast.Call) and node.args:
         function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if function in ("range", "trange") and _is_standard(node.func, frame):
@@ -312,7 +312,7 @@ def _whole(node: ast.expr, frame: FrameType) -> int:
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:
-    """Return the value of an expression that runs none of the user's code."""
+    """Return the value of an expression without running any of the user's code."""
     match node:
         case ast.Constant():
             return node.value
@@ -346,7 +346,7 @@ def _named(name: str, frame: FrameType) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute that is stored, not computed: of a Namespace, a dataclass, a configuration class."""
+    """Return a stored (not computed) attribute of a Namespace, a dataclass or a configuration class."""
     for names in (getattr(owner, "__dict__", {}), *(vars(kind) for kind in type(owner).__mro__)):
         if name in names and isinstance(names[name], (int, float, str, list, tuple, range, dict)):
             return names[name]

@@ -56,7 +56,7 @@ class Reports:
 
 
 def get_reports() -> Reports:
-    """Return the reports of this process; the first call makes them."""
+    """Return the reports of this process; the first call creates them."""
     here = context.current()
     if here.reports is None:
         losses = LossReport(here.slot, here.backend, _report_nan)

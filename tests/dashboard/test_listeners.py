@@ -367,7 +367,7 @@ def test_endless_output_is_shortened(chunk: int) -> None:
     lines.remove("[0] line 0")
     assert lines[:500] == [f"[1] line {number}" for number in range(500)]
     assert lines[500:502] == [
-        "[1] ... prints a lot; its last lines follow when the job ends",
+        "[1] ... this rank prints a lot; its last lines follow when the job ends",
         "[1] ... 9,480 lines not shown; complete log: /logs/train-1/rank_1.log",
     ]
     assert lines[502:] == [f"[1] line {number}" for number in range(9_980, 10_000)]
@@ -461,7 +461,9 @@ def test_endless_displays_are_left_out() -> None:
     printer.close()
     assert Counter(event.rank for event in shown) == {0: 120, 1: 60}, "one rank leaves the others their share"
     ends = [line for line in stream.getvalue().splitlines() if "displays a lot" in line]
-    assert ends == [f"[{rank}] ... displays a lot; further displays are not shown" for rank in (0, 1)]
+    assert ends == [
+        f"[{rank}] ... this rank displays a lot; further displays are not shown" for rank in (0, 1)
+    ]
 
 
 def test_a_terminal_shows_the_text_of_a_display() -> None:
