@@ -109,8 +109,8 @@ def _attach(arguments: argparse.Namespace) -> int:
 
     folder, dashboards = _chosen_job(arguments), text_dashboards(shortens=False)
     interrupts: list[float] = []
-    # Interrupts are recorded, because Python could ignore a KeyboardInterrupt, for example in a finalizer, or raise it
-    # while the thread starts.
+    # Interrupts are recorded, not raised, because Python could ignore a KeyboardInterrupt, for example in a finalizer,
+    # or raise it while the thread starts.
     with interrupts_as_requests(lambda: interrupts.append(time.monotonic())):
         try:
             follower = follow(folder, dashboards)

@@ -61,7 +61,7 @@ class LastLines:
         """Add the text of an event if a rank printed or displayed it."""
         if isinstance(event, LogLines):
             for line in event.lines[-NUM_LINES:]:
-                # Other lines are cleaned when they are read. Most never are: ranks that print a lot soon replace them.
+                # Most lines are cleaned only when they are read, because ranks that print a lot soon replace them.
                 self._add_line(event, line if len(line) <= _LINE_LENGTH else single_line(line))
         elif isinstance(event, Displayed) and not event.update:
             self._add_line(event, _display_line(event))

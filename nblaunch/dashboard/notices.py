@@ -99,7 +99,8 @@ SLOW_RATIO = 1.3
 _CLAIMS = (_Claim(SLOW_RATIO, WINDOW_S - 1.0, 8), _Claim(3.0, 3.0, 3))
 _MIN_STEPS = 3  # needed to compare rates
 
-_MIN_LOSS = 0.1  # smallest fraction of a step, lost by waiting for a slow rank, that a notice reports
+_MIN_LOSS = 0.1
+"""A notice appears if the other ranks lose at least this fraction of a step by waiting for the slow ranks."""
 
 
 def _slow_ranks(view: JobView) -> list[Notice]:

@@ -294,7 +294,7 @@ def _whole(
 
 
 def _counted(statuses: Sequence[_RankStatus], num_marked: int) -> str:
-    """Return the states in words, failures and stalls first: ``training``, ``3 waiting, 1 done``."""
+    """Return the states in words, failures and stalls first: ``training, 1 differs``, ``3 waiting, 1 done``."""
     words = Counter(status.word for status in statuses)
     if len(words) == 1:
         differing = f", {num_marked} {'differs' if num_marked == 1 else 'differ'}" if num_marked else ""
@@ -320,7 +320,7 @@ def furthest_behind(view: JobView) -> RankView:
 
 
 def _differing_ranks(view: JobView, statuses: Sequence[_RankStatus], marks: Mapping[int, str]) -> list[int]:
-    """Return the ranks that failed, have a notice, or are in a rare state; if there are many, prefer the former."""
+    """Select ranks that differ, up to a limit: failed ranks first, then ranks with notices, then rare states."""
     counts = Counter(status.word for status in statuses)
     few = max(len(statuses) // 8, 1)
     failed = [rank for rank in view.ranks if rank.state is WorkerState.FAILED]
