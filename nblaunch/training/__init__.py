@@ -20,10 +20,10 @@ The :class:`Accelerator` and its parts:
     options.py       the dataclasses for its constructor
     arguments.py     sorts, checks and completes the constructor's arguments
     parallelism.py   divides the ranks: ParallelismConfig and its device mesh; sequences sharded over ranks
-    precision.py     number formats for forward, backward, clipping and step; fp16's gradient scaler; fp8 layers, which
-                     torchao converts
+    precision.py     number formats for forward, backward, clipping and step; fp16's gradient scaler; torchao's fp8
+                     layers
     strategies/      trains a model on several ranks: replicated or sharded
-    gradients.py     backward, the block of a micro-step; unscaled gradients for clipping
+    gradients.py     backward, micro-steps, unscaling and clipping
     uneven_inputs.py ranks with unequal numbers of batches
     collectives/     gathers and reduces values over ranks; random states
     checkpoints/     saves and loads states and models
@@ -52,10 +52,10 @@ The :class:`Accelerator` and its parts:
                              ──> optimizer.py: steps only at the end of an accumulation window
       schedulers             strategies/ ──> optimizer.py: steps with its optimizer
 
-``backward`` passes a loss through these modules: gradients.py ──> strategies/ (divides it by the micro-steps of an
-optimizer step) ──> precision.py (scales it, for fp16, and calls ``loss.backward()``, in which hooks reduce gradients)
-──> ``nblaunch.progress`` (shows it)
+``backward`` passes a loss through these modules: gradients.py ──> strategies/ (divides it by the number of micro-steps
+per optimizer step) ──> precision.py (scales it for fp16, and calls ``loss.backward()``, in which hooks reduce
+gradients) ──> ``nblaunch.progress`` (shows it)
 
-A step on dashboards is a batch that data/loader.py has yielded, or an item of ``accelerator.progress``. A hook that the
-worker sets on torch counts the steps of all optimizers (``nblaunch.worker.libraries``).
+On dashboards, a step is a batch that data/loader.py has yielded, or an item of ``accelerator.progress``. A hook that
+the worker sets on torch counts the steps of all optimizers (``nblaunch.worker.libraries``).
 """

@@ -3,7 +3,7 @@
 It is a façade: the constructor resolves its arguments and builds the parts, and every method delegates to a part. It
 never asks which device or strategy is in use. ``nblaunch/training/__init__.py`` lists the parts. Base classes are in
 
-    process_methods.py   ranks, barriers, work on some ranks, which ``PartialState`` shares
+    process_methods.py   ranks, barriers, work that only some ranks do; also the base of ``PartialState``
     properties.py        settings and labels; parts such as ``self._preparer``
     per_process.py       rebuilds the parts of an Accelerator from a notebook cell in each worker, on first use
 """
@@ -78,17 +78,18 @@ class Accelerator(AcceleratorProperties):
         device_placement: move models and batches to this process's device.
         split_batches: a loader's ``batch_size`` counts the samples of all ranks together. None: as in
             ``dataloader_config``.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: as in an earlier Accelerator, else as in
-            ``notebook_launcher``, else the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
-        gradient_accumulation_steps: micro-steps per optimizer step, see :meth:`accumulate`.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``. None: the precision of an earlier Accelerator,
+            else of ``notebook_launcher``, else of the variable ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        gradient_accumulation_steps: number of micro-steps per optimizer step; see :meth:`accumulate`.
         cpu: compute on the CPU even if there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
         rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (the
-            loader's, the default; always synchronised if ranks share the order that it draws), ``"torch"``, ``"cuda"``.
+            loader's generator, which is the default), ``"torch"``, ``"cuda"``. If ranks share the order that a loader's
+            generator draws, that generator is always synchronised.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder of this training run, for checkpoints and logs.
-        project_config: settings of the folder and the names of checkpoints. Its ``project_dir``, if set, takes
+        project_config: settings for this folder and for the names of checkpoints. Its ``project_dir``, if set, takes
             precedence.
         gradient_accumulation_plugin: all settings of gradient accumulation, instead of ``gradient_accumulation_steps``.
         step_scheduler_with_optimizer: schedulers step only when their optimizer does, and then once per process,
@@ -101,15 +102,15 @@ class Accelerator(AcceleratorProperties):
         dynamo_plugin: all settings of compilation, instead of ``dynamo_backend``.
         downcast_bf16: with bf16 on XLA devices, represent ``float`` as bf16 and ``double`` as fp32.
         strategy: ``"spmd"``: this process drives all XLA devices of the host, and the compiler shards batches over
-            them. None: as in ``notebook_launcher``, else one device per process. Or your own ``StrategyPlugin``, which
-            builds the strategy; see ``nblaunch.training.strategies``.
-        fsdp_plugin: shard models over ranks, or with ``strategy="spmd"`` over the devices of this process. See its
-            class.
-        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see its class. None: use an earlier Accelerator's
-            plugin, if there is one.
+            them. You can also pass your own ``StrategyPlugin``, which builds the strategy; see
+            ``nblaunch.training.strategies``. None: the launcher's strategy, else one device per process.
+        fsdp_plugin: shard models over ranks, or with ``strategy="spmd"`` over the devices of this process. See
+            ``FullyShardedDataParallelPlugin``.
+        deepspeed_plugin: train with DeepSpeed's engine (ZeRO); see ``DeepSpeedPlugin``. None: use an earlier
+            Accelerator's plugin, if there is one.
         deepspeed_plugins: several plugins by name; ``state.select_deepspeed_plugin(name)`` selects one for ``prepare``.
-        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see its class. None:
-            use an earlier Accelerator's, if there is one.
+        parallelism_config: divide the ranks among data, sharded, tensor and context parallelism; see
+            ``ParallelismConfig``. None: use an earlier Accelerator's configuration, if there is one.
 
     Raises:
         ValueError: an argument is invalid, contradicts another argument, or requests a device other than the one that
@@ -187,7 +188,7 @@ class Accelerator(AcceleratorProperties):
         wanted_accumulation: GradientAccumulationPlugin,
         data: DataLoaderConfiguration,
     ) -> tuple[Precision, Strategy, AccumulationState]:
-        """Choose the process's plugin, precision, accumulation and strategy; each may depend on earlier ones."""
+        """Choose the process's plugin, precision, accumulation and strategy; each choice may depend on earlier ones."""
         shared, backend = self._shared, self._shared.process.backend
         parallelism = arguments.resolve_parallelism(parallelism_config, shared.parallelism)
         plugin = passed or arguments.plugin_if_none_given(shared.plugin, self._handlers, parallelism_config)
@@ -217,7 +218,7 @@ class Accelerator(AcceleratorProperties):
         return shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # there is one per process, and trainers that copy their settings keep sharing it
+        return self  # trainers that copy their settings must keep sharing the Accelerator of the process
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state!r})"
@@ -232,8 +233,8 @@ class Accelerator(AcceleratorProperties):
             device_placement: for each object, whether it moves to the device; None: as in the Accelerator.
 
         Returns:
-            The prepared object, or several as a tuple in the order of the arguments. An object that is already prepared
-            is returned unchanged.
+            The prepared object; for several arguments, a tuple of prepared objects in the same order. An object that
+            is already prepared is returned unchanged.
 
         Raises:
             ValueError: ``device_placement`` and ``args`` differ in length, or a module was already prepared: pass the
@@ -282,10 +283,10 @@ class Accelerator(AcceleratorProperties):
         """Prepare one data loader for this rank's shard of the data.
 
         Args:
-            data_loader: the loader. Read only the prepared loader from now on.
+            data_loader: the loader to prepare. From now on, read only the loader that this method returns.
             device_placement: whether batches go to the device; None: as in the Accelerator.
             slice_fn_for_dispatch: ``function(batch, rows, process_index=, num_processes=)`` that returns a rank's part
-                of a batch that rank 0 read for all; None: the slice ``rows`` of every tensor.
+                of a batch that rank 0 has read for all ranks; None: the slice ``rows`` of every tensor.
         """
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
@@ -294,8 +295,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             dataloader: prepared or not.
-            num_batches: number of batches of this rank to skip; None: all batches before the position of the last
-                loaded checkpoint, for any number of ranks.
+            num_batches: number of this rank's batches to skip; None: all batches before the position of the checkpoint
+                that was loaded last, on any number of ranks.
         """
         return skip_first_batches(dataloader, num_batches)
 
@@ -308,7 +309,8 @@ class Accelerator(AcceleratorProperties):
             model: the model that ``prepare`` returned.
             keep_fp32_wrapper: False: also restore the module's original ``forward``, without mixed precision.
             keep_torch_compile: True: if the model is compiled, return a compiled module. False: return a module without
-                compiled parts; if there are any, it is a copy with plain names that shares all parameters.
+                compiled parts; if the model has compiled parts, this is a copy that has plain names and shares all
+                parameters.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -318,8 +320,9 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over the ``cp_size`` ranks in the block, which runs one training step. No effect without
-        ``cp_size``.
+        """Shard sequences over the ``cp_size`` ranks in the block, which runs one training step.
+
+        Without ``cp_size``, this has no effect.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -355,8 +358,8 @@ class Accelerator(AcceleratorProperties):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients: ``loss.backward(**kwargs)``, with the loss divided by the number of micro-steps.
 
-        With fp16, the loss is scaled as well. The dashboard shows its value at most twice per second and at the end of
-        an epoch, because reading it waits for the device.
+        With fp16, the loss is scaled as well. The dashboard reads the loss at most twice per second and at the end of
+        an epoch, because each reading waits for the device.
 
         Args:
             loss: a tensor of one element.
@@ -374,7 +377,8 @@ class Accelerator(AcceleratorProperties):
         """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
 
         A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
-        Models in separate calls, nested or one after the other, and their optimizers have separate windows.
+        Models that are passed in separate calls, nested or consecutive, have separate windows, and so do their
+        optimizers.
 
         Args:
             *models: models whose gradients are accumulated together in the block.
@@ -400,7 +404,7 @@ class Accelerator(AcceleratorProperties):
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Reduce gradients in the next ``backward`` of the block, even if its forward passes ran under :meth:`no_sync`.
 
-        Use it for several forward passes and one backward pass. Does nothing for a model that no strategy prepared.
+        Use it if one backward pass follows several forward passes. Does nothing for a model that no strategy prepared.
         """
         return gradients.sync_in_backward(model)
 
@@ -409,10 +413,10 @@ class Accelerator(AcceleratorProperties):
     ) -> AbstractContextManager[None]:
         """Allow unequal numbers of batches in the block. Ranks that run out of data join the steps of the others.
 
-        Gradients are divided by the number of all ranks, as in Accelerate: ranks without data contribute zeros. With
-        gradient accumulation, the end of an uneven loader does not close a window: all ranks synchronise in the same
-        steps, and the remaining gradients count in the next window. At the end of the block, ranks that ran out of data
-        get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
+        As in Accelerate, ranks without data contribute zeros, and gradients are divided by the number of all ranks.
+        With gradient accumulation, the end of an uneven loader does not close a window, so that all ranks synchronise
+        in the same steps; the remaining gradients count in the next window. At the end of the block, ranks that ran out
+        of data get the state of optimizers, schedules and windows from the others. Ranks without data can't join other
         collectives in the loop, such as ``gather``, or a second forward pass of a model before the next batch.
 
         Args:
@@ -431,7 +435,7 @@ class Accelerator(AcceleratorProperties):
     # --- gradients: unscaling and clipping ---------------------------------------------------------------------------
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the fp16 gradients of an optimizer or a list of optimizers; None: of all prepared ones."""
+        """Unscale the fp16 gradients of one optimizer or a list of them; None: of all prepared optimizers."""
         gradients.unscale(self._preparer, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -539,7 +543,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
-            dim: the dimension, negative from the end. A tensor without it is returned unchanged.
+            dim: the dimension; negative numbers count from the end. A tensor without this dimension is returned
+                unchanged.
             pad_index: value to pad with.
             pad_first: pad at the beginning instead of the end.
 
@@ -597,9 +602,9 @@ class Accelerator(AcceleratorProperties):
         weights.
 
         Args:
-            output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming, see
+            output_dir: the main process's folder, which may begin with ``~``. Ignored with automatic naming; see
                 ``ProjectConfiguration``.
-            safe_serialization: write weights in safetensors' format; False: torch's.
+            safe_serialization: write weights in the safetensors format; False: in torch's format.
             asynchronous: copy the state to CPU memory, return, and write in a thread. The next ``save_state`` or
                 ``load_state``, :meth:`wait_for_checkpoint` or ``end_training`` raises the thread's errors. The memory
                 is reused until ``end_training``. With an ``fsdp_plugin``, every rank does this with its shards; a
@@ -634,10 +639,10 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Load a checkpoint that :meth:`save_state` wrote. Call it on all ranks, after preparing the same objects.
 
-        It checks that the checkpoint is complete and fits before it changes anything; shards, and weights if there are
-        hooks, are checked as they are loaded. To continue in the middle of an epoch, on any number of ranks, use
-        ``accelerator.skip_first_batches(loader)``; loaders that know their position (``use_stateful_dataloader``) do so
-        themselves.
+        Before it changes anything, it checks that the checkpoint is complete and fits this job. Shards are checked only
+        as they are loaded, and so are weights if there are hooks. To continue in the middle of an epoch, on any number
+        of ranks, use ``accelerator.skip_first_batches(loader)``; loaders that know their position
+        (``use_stateful_dataloader``) do so themselves.
 
         Args:
             input_dir: the folder, as in :meth:`save_state`. None: with automatic naming, the checkpoint with the
@@ -665,7 +670,7 @@ class Accelerator(AcceleratorProperties):
                 of rank 0. None: each rank has its own state if the states differ, except for buffers of modules.
 
         Raises:
-            ValueError: an object lacks one of these methods. Then no object is registered.
+            ValueError: an object lacks one of these methods; none of the objects is registered.
         """
         self._checkpoints.register(objects, per_rank)
 
@@ -726,8 +731,8 @@ class Accelerator(AcceleratorProperties):
         Args:
             model: the model, prepared or not.
             save_directory: the folder, which exists on every rank when the call returns.
-            max_shard_size: maximum size of the tensors per file, in bytes or such as ``"5GB"``.
-            safe_serialization: use safetensors' format; False: torch's, in ``pytorch_model.bin``.
+            max_shard_size: maximum size of the tensors in a file: a number of bytes, or a text such as ``"5GB"``.
+            safe_serialization: use the safetensors format; False: torch's format, in ``pytorch_model.bin``.
 
         Raises:
             ValueError: ``save_directory`` is a file, or ``max_shard_size`` is not a size.
@@ -737,7 +742,7 @@ class Accelerator(AcceleratorProperties):
             weights = self.get_state_dict(model)
             if self._checkpoints.is_writer:
                 model_files.save_sharded(weights, Path(save_directory), max_shard_size, safe_serialization)
-        make_folder(Path(save_directory))  # for other files that ranks write there
+        make_folder(Path(save_directory))  # ranks may write other files to it
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save one object with ``torch.save`` on the main process; other ranks do nothing.
@@ -747,7 +752,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             obj: the object to save.
             f: a path or an open binary file.
-            safe_serialization: use safetensors' format, for a dict of tensors.
+            safe_serialization: use the safetensors format, which requires a dict of tensors.
 
         Raises:
             CheckpointError: ``obj`` has sharded weights.
@@ -764,8 +769,8 @@ class Accelerator(AcceleratorProperties):
     ) -> None:
         """Start the trackers in ``log_with``. They run on the main process, unless their class requires all ranks.
 
-        Trackers that were started in a notebook cell start again in a worker when they are first used there, with the
-        same arguments, as a new run. A call in the launched function replaces the call in the cell.
+        If trackers were started in a notebook cell, a worker starts them again, with the same arguments and as a new
+        run, when it first uses them. A call in the launched function replaces the call in the cell.
 
         Args:
             project_name: name of the project for the runs.
@@ -789,8 +794,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             values: by name; nested mappings get names such as ``loss/train``.
-            step: number of the step; None: not given. If it is not a number, charts count calls, and ``job.metrics``
-                has its text.
+            step: the step that the values belong to; None: no step. If it is not a number, charts count calls instead,
+                and ``job.metrics`` contains it as text.
             log_kwargs: further arguments by tracker name.
 
         Example::
@@ -820,10 +825,10 @@ class Accelerator(AcceleratorProperties):
         """Iterate over ``iterable`` and show its steps on the dashboard. Prepared loaders are always shown.
 
         Args:
-            iterable: any iterable; a prepared loader is passed through.
-            total: its length, if it has no ``len``.
-            desc: short description, shown as the status line of this rank. If it contains "epoch", the items are
-                epochs, and the dashboard shows "2/6" in their column instead.
+            iterable: any iterable; for a prepared loader, this method adds nothing.
+            total: length of the iterable, if it has no ``len``.
+            desc: short description, shown as the status line of this rank. If it contains "epoch", the items count as
+                epochs, and the dashboard shows them in its column for epochs instead, such as "2/6".
 
         Example::
 

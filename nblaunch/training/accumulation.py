@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
     Args:
         command: the command that began to read it.
         loader: a weak reference to it.
-        num_read: id of each enclosing loader -> how many of its batches had been read at that time.
+        num_read: id of each enclosing loader -> how many of its batches had been read when this loader was entered.
     """
 
     command: tuple[int, int]
@@ -92,9 +92,9 @@ class LoaderStack:
         return None
 
     def ending(self) -> Any:
-        """Return a loader whose last batch is in use: the active one, or one that is read alternately with it.
+        """Return a loader whose last batch is in use: the active loader, or one that is read alternately with it.
 
-        None if there is no such loader. The loader of an enclosing loop does not count.
+        Return None if there is no such loader. The loader of an enclosing loop does not count.
         """
         active = self.innermost
         if active is None or active.end_of_dataloader:
@@ -124,9 +124,9 @@ class Window:
     Args:
         modules: the user's modules; empty: the window does not belong to particular models.
 
-    ``step`` counts since a loader last ended, ``size`` since the last synchronisation. ``is_short``: the window ends
-    with fewer micro-steps than usual, for example at the end of a loader. ``passed``: weak references to the models, or
-    to their wrappers, that the user passed last.
+    ``step`` counts micro-steps since a loader last ended, and ``size`` counts them since the last synchronisation.
+    ``is_short`` is True if the window ends with fewer micro-steps than usual, for example at the end of a loader.
+    ``passed`` has weak references to the models, or to their wrappers, that the user passed last.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
@@ -167,12 +167,12 @@ class AccumulationState:
     or session command left in the middle of an epoch.
 
     ``sync_gradients`` is True if the current micro-step ends in an optimizer step. ``step`` counts micro-steps since
-    a loader last ended. Both belong to the window that was entered last. ``are_gradients_reduced``: the user has
-    averaged gradients over ranks, and the next step skips that. ``plugin`` has the settings, and can be assigned.
-    ``entered`` is the window of the innermost open micro-step.
+    a loader last ended. Both belong to the window that was entered last. ``are_gradients_reduced`` is True if the user
+    has already averaged gradients over ranks, so that the next step must not average them again. ``plugin`` has the
+    settings, and can be assigned. ``entered`` is the window of the innermost open micro-step.
 
     Args:
-        loaders: loaders of the process; None: a window without loaders.
+        loaders: the loaders that the process is reading; None: no loaders.
         plugin: the settings.
     """
 
@@ -221,7 +221,7 @@ class AccumulationState:
 
     @property
     def open_window(self) -> Window | None:
-        """A window that has gradients which no optimizer step has used yet; None if all windows have ended."""
+        """A window whose gradients no optimizer step has used yet; None if all windows have ended."""
         return next((window for window in self.windows if window.size and not window.sync_gradients), None)
 
     def is_of(self, loaders: LoaderStack) -> bool:
@@ -305,7 +305,7 @@ class AccumulationState:
             names = " and ".join(_named(window.modules) for window in windows)
             raise RuntimeError(
                 f"an optimizer has parameters of models that are accumulated separately, by {names}, and their "
-                "windows end at different micro-steps. Enter one block with all models of the optimizer, "
+                "windows end at different micro-steps. Pass all models of the optimizer to one block, "
                 "accelerator.accumulate(first, second), or give each model its own optimizer"
             )
         return windows[0] if windows and self.current not in windows else self.current
@@ -320,7 +320,7 @@ class AccumulationState:
         return self.plugin.sync_each_batch and not self._is_joining
 
     def forget_owners(self) -> None:
-        """Forget the windows of optimizers, because the parameters of one have changed."""
+        """Forget which windows belong to which optimizers, because an optimizer's parameters have changed."""
         self._of_optimizers.clear()
 
     def gradient_factor(self, optimizer: Any) -> float:
@@ -339,7 +339,7 @@ class AccumulationState:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Make all ranks reduce in the same micro-steps in the block, although their loaders end at different times.
+        """Make all ranks reduce gradients in the same micro-steps of the block, although their loaders end separately.
 
         If ranks have unequal numbers of batches, the end of a loader does not close a window in the block.
         """
@@ -350,7 +350,7 @@ class AccumulationState:
             self._is_joining = before
 
     def _ends_alone(self, loader: Any) -> bool:
-        """Return whether ranks have unequal numbers of batches of a loader, in ``join_uneven_inputs``."""
+        """Return whether ranks read unequal numbers of batches from a loader in ``join_uneven_inputs``."""
         return self._is_joining and bool(loader.is_uneven)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -392,8 +392,8 @@ def _named(modules: Sequence[torch.nn.Module]) -> str:
 def _changed(window: Window, modules: Sequence[torch.nn.Module]) -> str:
     return (
         f"{_named(modules)} was entered in the middle of the window of {_named(window.modules)}, after "
-        f"{window.size} micro-steps: gradients of models in only one of them would not be averaged over ranks. "
-        "Pass the same models until the window ends, where accelerator.sync_gradients is True"
+        f"{window.size} micro-steps. Gradients of a model that is passed to only one of the two would not be averaged "
+        "over ranks. Pass the same models until accelerator.sync_gradients is True, which ends the window"
     )
 
 

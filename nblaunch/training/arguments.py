@@ -71,12 +71,12 @@ _INSTEAD = {
 
 
 def reject_unsupported(unsupported: dict[str, Any], megatron_lm_plugin: Any, torch_tp_plugin: Any) -> None:
-    """Raise for unknown arguments, and for arguments of Hugging Face Accelerate that are not supported."""
+    """Raise an error for unknown arguments, and for arguments of Hugging Face Accelerate that are not supported."""
     plugins = {"megatron_lm_plugin": megatron_lm_plugin, "torch_tp_plugin": torch_tp_plugin}
     for name, value in {**unsupported, **plugins}.items():
         if name not in plugins:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
-        if value is not None:  # None is the default there, passed on by many trainers
+        if value is not None:  # None is Accelerate's default, which many trainers pass on
             raise NotImplementedError(
                 f"Accelerator({name}={value!r:.80}) is not supported by nblaunch yet; {_INSTEAD[name]}"
             )
@@ -216,7 +216,7 @@ def parallel_plugin(
     """Complete ``parallelism``, create its mesh, and return the plugin of the strategy for it.
 
     Args:
-        plugin: the plugin to use if ``parallelism`` needs no other one.
+        plugin: the plugin to use unless ``parallelism`` needs another one.
 
     Raises:
         ValueError: the sizes, the plugin or the device do not support ``parallelism``.

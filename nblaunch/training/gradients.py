@@ -1,6 +1,6 @@
 """Gradients of a training loop: backward, the block of a micro-step, unscaling and clipping.
 
-Methods of the ``Accelerator`` call these functions with its :class:`Preparer`. ``accumulation.py`` decides when
+The methods of an ``Accelerator`` pass its :class:`Preparer` to these functions. ``accumulation.py`` decides when
 gradients are synchronised, the strategy decides how, and the precision sets the number format.
 """
 
@@ -75,7 +75,9 @@ def _lomo_optimizers(preparer: Preparer) -> list[Any]:
 
 
 class MicroStep(ContextDecorator):
-    """Runs its block as one micro-step; see ``Accelerator.accumulate``. A generator would cost more in every step.
+    """Context manager: runs its block as one micro-step; see ``Accelerator.accumulate``.
+
+    It is a class, because a generator would take more time in every step.
 
     Args:
         preparer: the Accelerator's preparer.
@@ -174,7 +176,8 @@ def _bring_to_true_size(
     """Average and unscale gradients of ``parameters``; return the parameters as a list.
 
     Gradients are averaged over ranks unless backward has done so. Optimizers without any of the parameters are not
-    touched, because they may have no gradients yet. If no prepared optimizer has any of them, all are unscaled.
+    touched, because they may have no gradients yet. If no prepared optimizer has any of the parameters, the gradients
+    of all optimizers are unscaled.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in listed}

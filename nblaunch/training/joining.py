@@ -1,9 +1,9 @@
 """Make this process part of its job: :func:`join` chooses its device, and the backend joins the process group.
 
 Backends call ``init_process_group``, mostly through ``backends/process_group.py``. If the user's
-``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls it. In nblaunch's workers, it
-returns when all ranks have joined. This module also has barriers, :func:`one_at_a_time`, and the board's state for
-waiting ranks. torch's ``Join``, for uneven inputs, is not related: see ``uneven_inputs.py``.
+``InitProcessGroupKwargs`` name a backend or an ``init_method``, :func:`join` calls that function itself. In nblaunch's
+workers, :func:`join` returns when all ranks have joined. This module also has barriers, :func:`one_at_a_time`, and the
+board's state for waiting ranks. torch's ``Join`` for uneven inputs is unrelated; see ``uneven_inputs.py``.
 
 Processes that ``multiprocessing`` starts in a rank have the rank's topology, but do not join the group.
 """
@@ -32,10 +32,10 @@ _RANK_ENTRY = "nblaunch_rank"
 
 @dataclass(frozen=True)
 class JoinedProcess:
-    """The rank and the device of this process, after it has joined its job's process group. Both stay the same.
+    """The rank and the device of this process, after it has joined its job's process group. Neither changes later.
 
-    All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process, and a process
-    that ``multiprocessing`` started in a rank, also has one, but no process group.
+    All code in ``nblaunch.training`` that needs them gets this object as ``process``. A single process also has this
+    object, and so does a process that ``multiprocessing`` started in a rank, but neither has a process group.
     """
 
     topology: Topology
@@ -67,8 +67,8 @@ def configure_device(spmd: bool, downcast_bf16: bool) -> None:
 def join(cpu: bool = False, init: InitProcessGroupKwargs | None = None) -> JoinedProcess:
     """Choose this process's device, and join the process group if it has not joined yet.
 
-    A process that ``multiprocessing`` started in a rank, such as a loader's worker, does not join: the rank itself has
-    this place in the group. The process gets the topology and the device of its rank.
+    A process that ``multiprocessing`` started in a rank, such as a loader's worker, does not join, because the rank
+    itself is the member of the group. The process gets the topology and the device of its rank.
 
     Raises:
         RuntimeError: the environment describes several processes, but has no address for their rendezvous.
@@ -109,8 +109,8 @@ def _mark_children(process: JoinedProcess, environment: dict[str, str]) -> None:
 def _rank_that_started_this(here: ProcessContext) -> JoinedProcess | None:
     """Return the rank that started this process with ``multiprocessing``; None if there is none.
 
-    If its environment differs from the rank's, the process is a rank itself. The returned device may not be usable
-    here.
+    A process whose environment differs from the environment of that rank is a rank itself. The returned device may not
+    be usable in this process.
     """
     if multiprocessing.parent_process() is None or is_distributed():
         return None

@@ -16,9 +16,9 @@ Functions that remove wrappers:
     plain_module                  also removes wrappers inside the user's module, in a copy with the same tensors
     extract_model_from_parallel   the same, but can keep torch.compile (``prepare.py``)
 
-If tensors on a device are of a different class than on the CPU, moving a module replaces its parameters.
-:class:`Replacements` ties them again where layers shared them, and gives them to existing optimizers. It also handles
-parameters that ``fully_shard`` and fp8 replace.
+If a device's tensors are of a different class than CPU tensors, moving a module replaces its parameters.
+:class:`Replacements` ties the new parameters wherever layers shared the old ones, and gives them to existing
+optimizers. It also handles parameters that ``fully_shard`` and fp8 replace.
 
 Models that a device map has split do not move. Quantised models do not move if they have a device map, or are already
 on the device (``stays_in_place``).
@@ -76,7 +76,7 @@ def compile_model(model: torch.nn.Module, options: TorchDynamoPlugin) -> Any:
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the members of module lists with a single type: compiled code of the first one fits all of them."""
+    """Return the members of module lists whose members all have the same type, so that they share compiled code."""
     blocks: list[torch.nn.Module] = []
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1:
@@ -95,7 +95,7 @@ def add_wrapper(kind: type) -> None:
 
 
 def without_parallel_wrappers(model: Any) -> Any:
-    """Return the module inside any number of wrappers that communicate. It may be compiled."""
+    """Return the module inside any number of wrappers that communicate. The module may be compiled."""
     while isinstance(model, _communicating):
         model = model.module
     return model
@@ -116,7 +116,10 @@ def bare_module(model: Any) -> Any:
 
 
 def plain_module(model: Any) -> Any:
-    """Return the user's module without inner wrappers. Files use its tensors' names; see ``weights/state_dicts.py``."""
+    """Return the user's module without any wrappers around or inside it.
+
+    Files use the names of its tensors; see ``weights/state_dicts.py``.
+    """
     return without_wrappers_inside(bare_module(model))
 
 

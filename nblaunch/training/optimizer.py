@@ -36,7 +36,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         accumulation: decides when to step.
         precision: takes the step.
         backend: notified of every step.
-        place_state: move state to its parameter's device if it is on another one.
+        place_state: move the optimizer's state to the devices of its parameters.
 
     ``steps_in_backward``: whether the optimizer steps while it computes gradients, as ``lomo_optim.Lomo`` does.
     """
@@ -128,7 +128,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._precision.forget_gradients(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step; do nothing in the middle of an accumulation window. LOMO optimizers have stepped in backward."""
+        """Take a step; do nothing in the middle of an accumulation window. LOMO optimizers step in backward instead."""
         accumulation, backend = self._accumulation, self._backend
         window = accumulation.current if len(accumulation.windows) == 1 else accumulation.window_for(self)
         if not window.sync_gradients:
@@ -208,7 +208,8 @@ class AcceleratedScheduler:
         num_ranks: number of ranks that read different data. A schedule counts the steps of a single process, so the
             scheduler takes this many inner steps per optimizer step.
         step_with_optimizer: False: take exactly one inner step per call.
-        split_batches: a step of all ranks corresponds to one step of a single process: take one inner step.
+        split_batches: True: take one inner step, because a step of all ranks corresponds to one step of a single
+            process.
 
     A :class:`~torch.optim.lr_scheduler.ReduceLROnPlateau` follows a metric instead of counting steps, so it takes one
     inner step per call.

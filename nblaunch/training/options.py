@@ -95,7 +95,9 @@ class DDPCommunicationHookType(Word):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments for :class:`torch.nn.parallel.DistributedDataParallel`, described there, and its communication hook.
+    """Arguments for :class:`torch.nn.parallel.DistributedDataParallel` and its communication hook.
+
+    torch's documentation describes the arguments that are missing below.
 
     Args:
         bucket_cap_mb: size of a gradient bucket in MiB; one bucket is reduced while the next is computed.
@@ -126,7 +128,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         check_choice("comm_hook", str(self.comm_hook), names)
         check_choice("comm_wrapper", str(self.comm_wrapper), ("no", "fp16", "bf16"))
         if str(self.comm_hook) == DDPCommunicationHookType.BATCHED_POWER_SGD.value:
-            # In torch 1.11 to 2.13, it passes one matrix to a function that asserts a stack of matrices.
+            # In torch 1.11 to 2.13, this hook passes one matrix to a function that asserts a stack of matrices.
             raise ValueError(
                 "comm_hook='batched_power_sgd' can't be used: torch's batched_powerSGD_hook stops with an "
                 "AssertionError at the first step that it approximates, after PowerSGDState's start_powerSGD_iter. "
@@ -268,7 +270,7 @@ class TorchDynamoPlugin(KwargsHandler):
         use_regional_compilation: compile a model's repeated blocks, each kind once, instead of the whole model.
 
     Raises:
-        ValueError: torch has no such compiler. The ``Accelerator`` raises it when it gets the plugin.
+        ValueError: torch has no such compiler. The ``Accelerator`` raises this error when it gets the plugin.
     """
 
     backend: DynamoBackend | str | None = None
@@ -293,7 +295,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.use_regional_compilation = env.read("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults without environment variables."""
+        """Return the fields that differ from the defaults that apply if no environment variables are set."""
         plain = {"backend": "no", "disable": False, "fullgraph": False, "use_regional_compilation": False}
         fields = self.to_dict() | {"backend": self._name}
         return {name: value for name, value in fields.items() if value != plain.get(name)}
@@ -336,9 +338,9 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks in every micro-step. Sharded models then need less memory, but
             more communication.
-        divide_by_actual: the divisor of gradients in a window that the end of a loader has closed early. True: its
-            actual number of micro-steps, which gives their mean; applied in ``optimizer.step`` or before clipping.
-            False: ``num_steps``, as in all windows. None: like False, with one warning.
+        divide_by_actual: how to divide the gradients of a window that the end of a loader has closed early. True: by
+            the actual number of micro-steps, which gives the mean over them; this happens in ``optimizer.step`` or
+            before clipping. False: by ``num_steps``, as in all other windows. None: like False, but warn once.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -370,13 +372,13 @@ class DataLoaderConfiguration(KwargsHandler):
             process can read, or whose order differs between processes. False: each rank reads its own share. None:
             True for iterable datasets whose batches go to the device, False otherwise.
         even_batches: fill up the end of the epoch with samples from its start, so that all ranks get the same number of
-            batches of equal size; ``gather_for_metrics`` drops the added samples. It adds nothing if a stream divides
-            itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
+            batches of equal size; ``gather_for_metrics`` drops the added samples. No samples are added if a stream
+            divides itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
         use_seedable_sampler: make the order depend only on seed and epoch, not on the global random state.
         data_seed: the seed of ``use_seedable_sampler``; None: rank 0's ``torch.initial_seed()``, which ``set_seed``
             sets.
         non_blocking: copy batches to the device asynchronously; useful with ``pin_memory=True``.
-        use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``: a loader's ``state_dict`` then has its
+        use_stateful_dataloader: read with torchdata's ``StatefulDataLoader``, whose ``state_dict`` contains its
             position in the epoch.
         data_is_sharded: True: each rank's loader already reads its own part of the data, such as its own files;
             ``prepare`` neither divides nor evens out these parts. False: ``prepare`` divides the data. None: detect
@@ -427,14 +429,14 @@ class ProjectConfiguration:
         logging_dir: folder for trackers that write files; None: ``project_dir``.
         automatic_checkpoint_naming: ``save_state`` writes ``<project_dir>/checkpoints/checkpoint_<iteration>``.
         total_limit: number of automatically named checkpoints to keep, at least 1; None: all. ``save_state`` removes
-            the oldest after the new one is complete.
+            the oldest checkpoint after the new one is complete.
         iteration: number of the next checkpoint. ``save_state`` increments it, and ``load_state`` sets it to the number
             after the loaded checkpoint's.
         save_on_each_node: ``save`` and ``save_model`` write on every machine, instead of only the first.
 
     Raises:
-        ValueError: ``total_limit`` is less than 1, or ``iteration`` is negative. Using automatic naming without a
-            ``project_dir`` also raises it.
+        ValueError: ``total_limit`` is less than 1, or ``iteration`` is negative. ``save_state`` and ``load_state``
+            raise the same error if automatic naming is used without a ``project_dir``.
     """
 
     project_dir: str | None = None

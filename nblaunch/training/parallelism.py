@@ -4,8 +4,8 @@
     dp_replicate, dp_shard                ranks read different data
     cp, tp                                ranks read the same data
 
-Fields, names of mesh dimensions and environment variables follow Hugging Face Accelerate. Strategies and loaders use
-them. torch shards sequences over ranks (:func:`context_parallel`).
+Fields, mesh dimensions and environment variables have the same names as in Hugging Face Accelerate. Strategies and
+loaders read the configuration and its mesh. torch shards sequences over ranks (:func:`context_parallel`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The older form of ``tp_size``.
+    """The older way to set ``tp_size``.
 
     Args:
         tp_size: number of ranks that share a model.
@@ -91,7 +91,7 @@ class ParallelismConfig:
         tp_size: number of ranks that compute every layer together on the same data. Shard the model over them before
             ``prepare``: with torch's ``parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)``, or, if
             no other size is set, with transformers' ``from_pretrained(..., tp_plan="auto")``, which creates a mesh.
-        cp_size: number of ranks that shard a sequence, see ``Accelerator.maybe_context_parallel``; on NVIDIA GPUs.
+        cp_size: number of ranks that shard a sequence, on NVIDIA GPUs; see ``Accelerator.maybe_context_parallel``.
         cp_backend: ``"torch"``.
         sp_size: DeepSpeed's sequence parallelism; only 1 is supported.
         sp_backend: ``"deepspeed"``.
@@ -289,7 +289,7 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> Any:
         """Return a new mesh over all ranks, with the joint dimensions ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
-        A collective. None if no dimension has more than one rank.
+        This is a collective. It returns None if no dimension has more than one rank.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -330,7 +330,7 @@ class ParallelismConfig:
         if not self.cp_enabled:
             return self.device_mesh["dp_replicate", "dp_shard"]
         with warnings.catch_warnings():
-            # torch 2.11 and later warn, but have no other way to combine these two.
+            # torch 2.11 and later warn about this, but have no other way to combine these two dimensions.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.device_mesh["dp_replicate", "dp_shard_cp"]
 
@@ -361,7 +361,7 @@ def context_parallel(
     dims: list[int] | None,
     no_restore: set[torch.Tensor] | None,
 ) -> AbstractContextManager[None]:
-    """Return torch's context manager for one step; without context parallelism, one that does nothing."""
+    """Return torch's context manager for one step; without context parallelism, return one that does nothing."""
     if config is None or not config.cp_enabled:
         return nullcontext()
     from torch.distributed.tensor import experimental

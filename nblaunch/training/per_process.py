@@ -5,10 +5,10 @@
     def train():
         accelerator.process_index                         # in a worker: rebuilt with the same arguments
 
-A worker inherits the object by fork or receives it pickled. There, it rebuilds the parts that depend on the process at
-their first use, so an unused object costs nothing. The notebook's own parts do not change; with ``engine="inline"``,
-both exist in one process. Registrations in the cell (objects and hooks of checkpoints, the start of trackers) also
-apply in workers: see :func:`_registered_in`.
+A worker inherits the object by fork or receives it pickled. The worker rebuilds the parts that depend on the process
+when they are first used, so an unused object costs nothing. The notebook's own parts do not change; with
+``engine="inline"``, the parts of the notebook and of the worker exist in one process. Registrations in the cell
+(checkpointed objects, checkpoint hooks, started trackers) also apply in workers; see :func:`_registered_in`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PerProcessParts(ABC):
             arguments = {**arguments, **_arguments_now(self._own_parts)}
             carried = _registered_in(self._own_parts)
         parts: dict[str, Any] = {}
-        # The parts are dropped with the object (a session has one per command), and after an inline launch.
+        # The parts are dropped with the object (each command of a session has its own), and after an inline launch.
         reference = weakref.ref(self)  # a bound method would keep the parts until garbage collection
 
         def forget(_: object) -> None:
@@ -154,7 +154,7 @@ class PerProcessParts(ABC):
 
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments for the present values of settings that may have been assigned."""
+    """Return constructor arguments with the present values of settings, which the user may have changed."""
     preparer = parts["_preparer"]
     return {
         "device_placement": preparer.device_placement,

@@ -6,7 +6,7 @@ format needs. The backend decides which formats a device supports. These functio
     argument ──> ``StrategyPlugin.precision_name`` ──> ``arguments.resolve_precision`` ──> :func:`make`
              ──> ``Strategy.adapt_precision``
 
-torchao trains in fp8, with linear layers that compute in 8 bits: :class:`AORecipeKwargs`.
+For fp8, torchao replaces linear layers with layers that compute in 8 bits; see :class:`AORecipeKwargs`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Precision:
 
 
 class Bf16Precision(Precision):
-    """Autocast to bfloat16. It has the range of fp32, so gradients need no scaling."""
+    """Autocast to bfloat16, which has the range of fp32, so gradients need no scaling."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -139,8 +139,8 @@ class Fp16Precision(Precision):
     """Autocast to float16, with a scaled loss to keep small gradients from vanishing.
 
     Several optimizers share one gradient scaler. torch's scaler needs one ``update`` per round of backward passes and
-    steps, after all optimizers have stepped: ``update`` may change the scale, which the remaining optimizers still
-    need, and forgets whose gradients were unscaled. This class decides when a round is over::
+    steps, after all optimizers have stepped, because ``update`` may change the scale, which optimizers that have not
+    stepped yet still need, and forgets which gradients were unscaled. This class decides when a round is over::
 
         backward   unscale(a) unscale(b)   step(a)   step(b)   -> update
         backward   unscale(a)   step(a)   backward   ...       -> update before the second backward
@@ -255,7 +255,8 @@ class Fp16Precision(Precision):
         The scaler waits for the device, and calls an optimizer only if all gradients are finite. It always calls a
         fused optimizer, with a tensor ``found_inf`` that makes the optimizer skip the step on the device.
 
-        A step hook would not work: it needs ``Optimizer.__init__``, which optimizers around another one may not call.
+        A step hook would not work: it needs ``Optimizer.__init__``, which an optimizer that wraps another one may not
+        have called.
         """
         attributes, step = vars(optimizer), optimizer.step
         replaced = attributes.get("step")  # a scheduler may have set it
@@ -276,8 +277,8 @@ class Fp16Precision(Precision):
 
 
 _MIXED = (
-    "fp16: unscale_() has already been called on this optimizer since the last update(): it was clipped or "
-    "unscaled, and {}, so scaled and unscaled gradients would be mixed. Clip, or call unscale_gradients, only "
+    "fp16: unscale_() has already been called on this optimizer since the last update(): its gradients were clipped or "
+    "unscaled, and it {}, so scaled and unscaled gradients would be mixed. Clip, or call unscale_gradients, only "
     "when the optimizer steps: if accelerator.sync_gradients: accelerator.clip_grad_norm_(parameters, max_norm)"
 )
 
@@ -301,7 +302,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
 class AutocastForward:
     """A model's ``forward`` under autocast, with fp32 outputs for computing losses in full precision.
 
-    It is an object rather than a closure: deep copies of the model, such as averaged weights, then call *their*
+    It is an object rather than a closure, so that deep copies of the model, such as averaged models, call their own
     ``forward``.
     """
 
@@ -369,7 +370,7 @@ def make(name: Any, backend: Backend, handlers: Mapping[type, Any]) -> Precision
 # --- fp8 --------------------------------------------------------------------------------------------------------------
 
 _MULTIPLE = 16
-"""The GPU's 8-bit multiplication needs layer sizes that are multiples of this; see ``torch._scaled_mm``."""
+"""The GPU's 8-bit multiplication needs layer sizes that are multiples of this number; see ``torch._scaled_mm``."""
 
 
 @dataclass
@@ -381,8 +382,8 @@ class AORecipeKwargs(KwargsHandler):
             device computes the same numbers, but slowly; use it for tests.
         module_filter_func: ``function(module, name)`` that returns whether to convert a linear layer. None: convert all
             except the first, the last, and layers whose sizes are not multiples of 16.
-        pad_inner_dim: pad matrices of other sizes. None: the launch's ``--fp8_pad_inner_dim``, or the variable
-            ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
+        pad_inner_dim: pad matrices whose sizes are not multiples of 16. None: the launch's ``--fp8_pad_inner_dim``, or
+            the variable ``ACCELERATE_FP8_PAD_INNER_DIM``, else True.
         enable_fsdp_float8_all_gather: FSDP2 gathers weights in 8 bits. None: the launch's setting, or the variable
             ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER``, else True. It has no effect without FSDP2.
 

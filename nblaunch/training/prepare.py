@@ -34,7 +34,7 @@ from nblaunch.training.state import AcceleratorState, GradientState
 from nblaunch.training.strategies import Strategy
 from nblaunch.weights.state_dicts import give_own_memory
 
-# DDP's constructor and the first step of an optimizer import the compiler. sympy takes a quarter of the time.
+# DDP's constructor and the first step of an optimizer import the compiler; sympy takes a quarter of that time.
 early_imports.plan(*early_imports.COMPILER)
 
 OPTIMIZERS = (torch.optim.Optimizer, OptimizerPlaceholder)
@@ -43,7 +43,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 @dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects with the settings of an Accelerator, which can be assigned, and keeps the objects."""
+    """Prepares objects with an Accelerator's settings, which can be assigned, and keeps the prepared objects."""
 
     shared: SharedState
     precision: Precision
@@ -78,7 +78,8 @@ class Preparer:
             raise ValueError(
                 f"device_placement has {len(placements)} items, but prepare was given {len(objects)} objects"
             )
-        # Models come before optimizers, which a strategy may rebuild with them. Schedulers depend on optimizers.
+        # Models come before optimizers, because a strategy may rebuild optimizers for them. Schedulers depend on
+        # optimizers.
         stages: tuple[dict[Any, Callable[[Any, bool | None], Any]], ...] = (
             {DataLoader: self.prepare_loader, torch.nn.Module: self.prepare_model},
             {OPTIMIZERS: self.prepare_optimizer},
@@ -100,7 +101,7 @@ class Preparer:
     def prepare_model(
         self, model: torch.nn.Module, placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` on the device and in the chosen precision, set up by the strategy unless it is evaluated.
+        """Move ``model`` to the device, set its precision, and let the strategy set it up unless it is only evaluated.
 
         The user's module is moved in place and gets the trained weights. The returned model may be a wrapper around it.
         """
@@ -173,7 +174,7 @@ class Preparer:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return a prepared scheduler, which steps with its optimizer, or with all if its own is not prepared."""
+        """Return a prepared scheduler, which steps with its optimizer; if that is not prepared, with all optimizers."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)
@@ -231,13 +232,13 @@ def _check_real(obj: Any, kind: type[OptimizerPlaceholder | SchedulerPlaceholder
 
 
 def _check_no_device_loader(objects: Sequence[Any]) -> None:
-    """Raise ValueError for a loader of torch_xla, which is not a ``DataLoader``: every rank would read all data."""
+    """Raise ValueError for torch_xla's loader: it is not a ``DataLoader``, so every rank would read all data."""
     # If its module was not imported, no object can be an instance.
     module = sys.modules.get("torch_xla.distributed.parallel_loader")
     if module is not None and any(isinstance(obj, module.MpDeviceLoader) for obj in objects):
         raise ValueError(
             "prepare can't divide the data of torch_xla's MpDeviceLoader over ranks. Pass the DataLoader that it "
-            "wraps instead; once prepared, it also moves batches to the device"
+            "wraps instead; the prepared loader also moves batches to the device"
         )
 
 
@@ -247,7 +248,7 @@ def extract_model_from_parallel(
     """Return the user's module inside a prepared model; see ``Accelerator.unwrap_model``.
 
     With ``recursive``, also unwrap submodules, in place. Without ``keep_torch_compile``, the returned module has no
-    compiled parts: if there are any, it is a copy with the same tensors.
+    compiled parts; if the model has compiled parts, the returned module is a copy with the same tensors.
     """
     nested = list(models.wrappers_and_module(model))
     module, compiled = nested[-1], next(filter(models.is_compiled_module, nested), None)

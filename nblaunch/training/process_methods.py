@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ProcessMethods(ABC):
-    """Ranks, barriers, and work that only some ranks do. Final classes provide ``_process``."""
+    """Ranks, barriers, and work that only some ranks do. Concrete classes implement ``_process``."""
 
     @property
     @abstractmethod
@@ -110,7 +110,7 @@ class ProcessMethods(ABC):
 
     @property
     def should_stop(self) -> bool:
-        """Whether ``job.stop()`` was called: becomes True in the same step on every rank.
+        """Whether ``job.stop()`` was called; it becomes True in the same step on every rank.
 
         Read it once per step on every rank: ``if accelerator.should_stop: break``. It only reads shared memory.
         """
@@ -118,7 +118,7 @@ class ProcessMethods(ABC):
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process first. Other processes wait at its entry until it has ended there.
+        """Run the block on the main process first. Other processes enter it after the main process has left it.
 
         Example::
 
@@ -130,7 +130,7 @@ class ProcessMethods(ABC):
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process of each machine first. Other processes wait at its entry."""
+        """Run the block on the main process of each machine first; see :meth:`main_process_first`."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -197,8 +197,8 @@ class ProcessMethods(ABC):
         """Yield this rank's share of ``inputs``, in order. The first ``len(inputs) % num_processes`` shares are longer.
 
         Args:
-            inputs: list, tuple, tensor (split on dim 0), dict of these of equal length, or an object with ``len`` and
-                ``select(indices)``, such as ``datasets.Dataset``.
+            inputs: a list, a tuple, a tensor (split on dim 0), a dict of these with equal lengths, or an object with
+                ``len`` and ``select(indices)``, such as ``datasets.Dataset``.
             apply_padding: repeat the last element until all shares have the same length, to gather them later.
 
         Raises:
@@ -219,14 +219,14 @@ class ProcessMethods(ABC):
 
 
 def _checked(name: str, index: int | None) -> int:
-    # Accept ranks above the highest: code for rank 3 must also run on two ranks.
+    # Accept ranks that do not exist, because code for rank 3 must also run on two ranks.
     if index is None or index < 0:
         raise ValueError(f"{name}={index!r} is not a rank; ranks are numbered from 0")
     return index
 
 
 def _only_where(is_here: Callable[[], bool], function: Any) -> Any:
-    """Return ``function``, which then runs only if ``is_here()``; without a function, return the decorator."""
+    """Wrap ``function`` to run only if ``is_here()``; without a function, return the decorator."""
     if function is None:
         return functools.partial(_only_where, is_here)
 
@@ -266,7 +266,7 @@ def split_evenly(inputs: Any, rank: int, world_size: int, apply_padding: bool) -
 
 
 def share_of(length: int, rank: int, world_size: int, apply_padding: bool = False) -> list[int]:
-    """Return the indices of a rank's consecutive share of ``range(length)``, optionally padded with the last one."""
+    """Return the indices of a rank's consecutive share of ``range(length)``, optionally padded with its last index."""
     size, extra = divmod(length, world_size)
     start = rank * size + min(rank, extra)
     indices = list(range(start, start + size + (1 if rank < extra else 0)))

@@ -252,7 +252,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether any optimizer skipped its last step because fp16 gradients overflowed.
 
-        Check it wherever something follows each step of the optimizer, such as an average of the weights::
+        Check it before code that must follow an actual step, such as code that averages weights::
 
             optimizer.step()
             if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
@@ -345,11 +345,11 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
         return dl
 
     pipeline_parallel_rank = 0
-    """All layers are on every rank."""
+    """Always 0, because every rank has all layers."""
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether sharding can be combined with other parallelism."""
+        """Whether sharding can be combined with other forms of parallelism."""
         return self.is_fsdp2
 
     @property
@@ -358,7 +358,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
         return self._preparer.strategy.label == "FSDP"
 
     should_save_model = True
-    """Always True: every process takes part in saving the model."""
+    """Always True, because every process takes part in saving the model."""
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedSettings | None:
@@ -389,11 +389,11 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
     """Recipes of other libraries: always None, as in Accelerate without such a recipe."""
 
     delayed_fp8_autocast = False
-    """Always False: the setting belongs to another library."""
+    """Always False, because the setting belongs to another library."""
 
     @property
     def has_lomo_optimizer(self) -> bool:
-        """Whether a prepared optimizer steps in backward, see ``lomo_backward``."""
+        """Whether a prepared optimizer steps in backward; see ``lomo_backward``."""
         return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

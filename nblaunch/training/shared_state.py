@@ -49,7 +49,7 @@ class SharedState:
         parallelism: how the latest Accelerator divided the ranks; None: all are replicas.
         label: member of ``DistributedType`` for the strategy, such as ``"FSDP"``; empty if ranks hold whole models.
         strategies: strategies of all Accelerators, by ``id``, because a user's strategy may not be hashable.
-        is_resuming: a checkpoint from the middle of an epoch was loaded, and the epoch is not read yet.
+        is_resuming: whether a checkpoint from the middle of an epoch was loaded, and that epoch has not been read yet.
         attributes: attributes that users set on ``PartialState()`` and the other views, by class.
         has_checked_models: whether a backward pass has called :meth:`check_models`.
         init: the arguments that the process joined its group with.

@@ -324,7 +324,8 @@ class GradientState(View):
     def is_xla_gradients_synced(self) -> bool:
         """Whether gradients are already averaged over ranks. Set it to True if you averaged them yourself.
 
-        On devices that average gradients in the step, the next step then skips averaging, and sets this to False.
+        On devices that average gradients in the optimizer step, the next step then skips averaging, and sets this to
+        False.
         """
         return self._accumulation.are_gradients_reduced or self._live().label == "FSDP"
 

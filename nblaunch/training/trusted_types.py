@@ -1,4 +1,4 @@
-"""The classes that a checkpoint file may name when it is read: only data classes, so a file can't run code."""
+"""The classes that a checkpoint file may name when it is read. They only hold data, so a file can't run code."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ _PLAIN = [
 def trusting(kinds: Sequence[Any]) -> Iterator[None]:
     """Allow ``torch.load`` with ``weights_only=True`` to create these classes in the block."""
     trusted = torch.serialization.get_safe_globals()
-    # Leave out classes that the user has registered: at the end, torch forgets all classes that it gets here.
+    # Leave out classes that the user has registered, because torch forgets all classes that it gets here at the end.
     with torch.serialization.safe_globals([kind for kind in kinds if kind not in trusted]):
         yield
 
 
 def trusted_types(owner: Any = None) -> list[Any]:
-    """Return the classes that a file may name in addition to torch's own types. Creating them runs no library's code.
+    """Return the classes that a file may name in addition to torch's own types.
+
+    Creating instances of these classes does not run any library's code.
 
     Args:
         owner: the registered object, model or optimizer that the state belongs to. Trusted classes are those that the
@@ -82,7 +84,7 @@ _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 @cache  # torch stores these functions by name, but removes them by identity
 def _renamed(function: Any, module_name: str) -> Any:
-    """Return a copy of ``function`` whose module is ``module_name``, under which files name it."""
+    """Return a copy of ``function`` that names ``module_name`` as its module, as files do."""
 
     def call(*args: Any) -> Any:
         return function(*args)

@@ -49,7 +49,7 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
         warn(
             f"join_uneven_inputs(even_batches={even_batches}) is supported only for map-style datasets that every "
             f"rank reads itself; {len(loaders) - len(shards)} of the {len(loaders)} prepared loaders are different "
-            "and do not change"
+            "and keep their setting"
         )
     before = [shard.even_batches for shard in shards]
     try:
@@ -62,12 +62,12 @@ def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
 
 
 def _catch_up(preparer: Preparer, joined: Sequence[Any], is_last: bool) -> None:
-    """Copy the state of a rank that took all steps to ranks that ran out of data. A collective.
+    """Copy the state of a rank that took all steps to ranks that ran out of data. This is a collective.
 
     Args:
         preparer: the Accelerator's preparer.
         joined: the models and optimizers of the block.
-        is_last: this rank took all steps.
+        is_last: whether this rank took all steps.
     """
     are_last = operations.gather_object([is_last])
     if all(are_last):
