@@ -83,9 +83,8 @@ class Accelerator(AcceleratorProperties):
         gradient_accumulation_steps: number of micro-steps per optimizer step; see :meth:`accumulate`.
         cpu: compute on the CPU even if there are other devices.
         dataloader_config: how prepared loaders share their data among ranks.
-        rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (the
-            loader's generator, which is the default), ``"torch"``, ``"cuda"``. If ranks share the order that a loader's
-            generator draws, that generator is always synchronised.
+        rng_types: generators that are synchronised across ranks at the start of every epoch: ``"generator"`` (default;
+            the loader's, which is always synchronised if ranks share the order that it draws), ``"torch"``, ``"cuda"``.
         log_with: trackers: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"jsonl"``, ``"all"``, a ``GeneralTracker``,
             or a list of these.
         project_dir: folder of this training run, for checkpoints and logs.
@@ -309,8 +308,7 @@ class Accelerator(AcceleratorProperties):
             model: the model that ``prepare`` returned.
             keep_fp32_wrapper: False: also restore the module's original ``forward``, without mixed precision.
             keep_torch_compile: True: if the model is compiled, return a compiled module. False: return a module without
-                compiled parts; if the model has compiled parts, this is a copy that has plain names and shares all
-                parameters.
+                compiled parts; if the model has any, this is a copy with plain names that shares all parameters.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -320,9 +318,7 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over the ``cp_size`` ranks in the block, which runs one training step.
-
-        Without ``cp_size``, this has no effect.
+        """Shard sequences over ``cp_size`` ranks, if it is set, in the block, which runs one training step.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -377,8 +373,7 @@ class Accelerator(AcceleratorProperties):
         """Run the block as one micro-step. Ranks average gradients and optimizers step only when the window ends.
 
         A window ends after ``gradient_accumulation_steps`` micro-steps, and at the last batch of a prepared loader.
-        Models that are passed in separate calls, nested or consecutive, have separate windows, and so do their
-        optimizers.
+        Models in separate calls, nested or consecutive, have separate windows, and so do their optimizers.
 
         Args:
             *models: models whose gradients are accumulated together in the block.
@@ -543,8 +538,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             tensor: tensor or nested structure of tensors that may differ in size in ``dim`` from rank to rank.
-            dim: the dimension; negative numbers count from the end. A tensor without this dimension is returned
-                unchanged.
+            dim: the dimension; negative numbers count from the end. A tensor without it is returned unchanged.
             pad_index: value to pad with.
             pad_first: pad at the beginning instead of the end.
 

@@ -3,12 +3,12 @@
     watch.py       runs the checks in the first steps, and in a few later ones
     check.py       the interface of a check
     gradients.py   gradients that are never cleared, never computed, or overflow in every step
-    clipping.py    gradients that are clipped too late, or with fp16's scale
+    clipping.py    gradients that are clipped too late, or while they still contain fp16's scale
     schedules.py   learning rates of 0, schedulers that advance between steps
     replicas.py    ranks whose gradients, weights or statistics differ
     data.py        loaders that were not prepared
     noise.py       loaders whose processes draw the same random numbers
-    hints.py       possible mistakes that may be intended, shown on request
+    hints.py       behaviour that is often a mistake but may be intended; shown on request
 
 A check sends an :class:`~nblaunch.events.Observation`. The launcher compares the observations of all ranks, and reports
 each error once, with the ranks, the line and advice (:mod:`nblaunch.diagnosis.silent_errors`). Ranks do not

@@ -26,8 +26,9 @@ class Prepared(Protocol):
 
 
 class Check(ABC):
-    """Looks for one kind of error. The watch calls its methods in the steps that it examines. The methods of this base
-    class do nothing.
+    """Base class of checks, each of which looks for one kind of error.
+
+    The watch calls the methods of a check in the steps that it examines. The methods of this class do nothing.
 
     Args:
         report: sends an observation.
@@ -45,7 +46,7 @@ class Check(ABC):
     def begin_window(self) -> None:
         """Forget the steps that were examined before, because other steps have passed since.
 
-        Called before any other method, and when the watch looks again.
+        The watch calls this before any other method, and whenever it begins to examine steps again.
         """
 
     def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -61,10 +62,10 @@ class Check(ABC):
         """Check before a loop over a prepared loader."""
 
     def after_evaluation(self, prepared: Prepared) -> None:
-        """Check after a loop over a prepared loader without an optimizer step."""
+        """Check after a loop over a prepared loader in which no optimizer stepped."""
 
     def before_show(self, prepared: Prepared, shown: Any) -> None:
-        """Check before ``shown`` is printed or logged after an evaluation without collectives."""
+        """Check before ``shown`` is printed or logged, after an evaluation in which no collective ran."""
 
     def report(
         self,
@@ -77,7 +78,7 @@ class Check(ABC):
     ) -> None:
         """Send an observation of this rank, with the arguments of :class:`~nblaunch.events.Observation`.
 
-        ``step`` is for ranks that do not step together; None: the number of steps of this rank's optimizers.
+        Pass ``step`` if ranks do not step together; None: the number of steps of this rank's optimizers.
         """
         self._report(self, problem, advice, value, judged_by, step)
 

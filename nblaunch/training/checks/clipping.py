@@ -1,9 +1,9 @@
 """Checks for gradients that are clipped after the step, or while fp16's scale is still in them.
 
 The Accelerator announces its own clipping. Users also call ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``,
-often under a name that they imported earlier, so replacing the functions would not reach every call. Both group the
-gradients by device before they change them, with a helper that torch looks up at each call. The watch observes that
-helper in the steps that it examines.
+often under a name that they imported earlier, so replacing the functions would not reach every call. Both functions
+first group the gradients by device, with a helper that torch looks up at each call. The watch observes that helper in
+the steps that it examines.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def _unprepared_iterator(prepared: Prepared) -> Any:
 
 
 def _sampler_of(iterator: Any) -> Any:
-    """Return the sampler of single samples; None if the loader has no ``BatchSampler`` of torch."""
+    """Return the sampler of single samples; None if the loader does not use torch's ``BatchSampler``."""
     batches = getattr(iterator, "_index_sampler", None)
     return batches.sampler if type(batches) is BatchSampler else None
 
@@ -64,7 +64,8 @@ class SameSamples(Check):
 
 def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
     """Add to ``digests`` a digest of the next batch that an iterator of torch's loader reads."""
-    reference = weakref.ref(iterator)  # its end stops the processes of the loader
+    # Weak, because the processes of the loader stop only when the iterator is gone.
+    reference = weakref.ref(iterator)
 
     def read_and_digest() -> Any:
         living: Any = reference()
@@ -100,13 +101,13 @@ def _collect_tensors(batch: Any, tensors: list[torch.Tensor]) -> None:
 
 @dataclass(eq=False)
 class _Epochs:
-    """Number of consecutive loops over a sampler in one epoch. A loop that was cut short counts as a trial run.
+    """Number of consecutive loops over a sampler in one epoch, without loops that were cut short, as in a trial run.
 
     Args:
         epoch: the epoch of the sampler.
         count: number of loops.
         last: iterator of the last loop.
-        is_cut_short: whether the last loop has left out batches.
+        is_cut_short: whether the last loop ended before the last batch.
     """
 
     epoch: int = -1
@@ -144,7 +145,7 @@ class FixedOrder(Check):
         seen = self._seen.setdefault(sampler, _Epochs())
         if seen.add(iterator, sampler) == _NUM_EPOCHS:
             self.report(
-                f"{_NUM_EPOCHS} epochs in a row read the samples in the same order: DistributedSampler is in epoch "
-                f"{sampler.epoch} in all of them",
+                f"{_NUM_EPOCHS} epochs in a row read the samples in the same order, because DistributedSampler stays "
+                f"in epoch {sampler.epoch}",
                 "Call sampler.set_epoch(epoch) before each epoch, or pass the DataLoader to accelerator.prepare()",
             )

@@ -40,7 +40,7 @@ class _LastStep:
 
     def look(self) -> None:
         """Examine the gradients before a backward pass."""
-        # Checked only here: an optimizer may keep its gradients until it is used again, as in a GAN.
+        # Check only here, because an optimizer may keep its gradients until it is used again, as in a GAN.
         self.is_cleared = self.is_cleared or not all(
             _has_gradient(parameter) for parameter, *_ in self.sample
         )
@@ -126,15 +126,15 @@ class ForeignParameters(Check):
         if self._empty.add(optimizer, is_empty and not is_frozen) == _NUM_EMPTY:
             self.report(
                 f"no parameter of the {type(optimizer).__name__} has a gradient, so its steps change nothing",
-                "Build it from model.parameters() of the model that you train, after layers were replaced. Call "
-                "zero_grad() after step() or before backward(), and do not detach the loss",
+                "Build the optimizer from the parameters of the model that you train, after you have replaced layers. "
+                "Call zero_grad() after step() or before backward(), and do not detach the loss",
             )
         left_out = [] if is_empty or not without else self._left_out(prepared, optimizer, without)
         if self._partly_foreign.add(optimizer, bool(left_out)) == _NUM_EMPTY:
             self.report(
                 f"{formatting.first(left_out, _MAX_NAMED)} of the trained model belong to no optimizer, and the "
                 f"{type(optimizer).__name__} instead has parameters that belong to no model and never get a gradient",
-                "Layers were replaced after the optimizer was built: build it from model.parameters() after that",
+                "Build the optimizer from model.parameters() after you replace layers, not before",
             )
 
     def _left_out(

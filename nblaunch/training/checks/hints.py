@@ -220,13 +220,13 @@ class DifferentOrders(Check):
 
 
 class NeverStepped(Check):
-    """Gradients are computed and cleared, no optimizer steps, and no weights change."""
+    """Gradients are computed and cleared, but no optimizer steps and no weights change."""
 
     name = "no_optimizer_steps"
     is_hint = True
 
-    # A loop may only analyse gradients, or combine the gradients of many losses before it steps. A later step therefore
-    # withdraws the hint.
+    # A loop may only analyse gradients, or combine the gradients of many losses before it steps, so a later step
+    # cancels the hint.
 
     def __init__(self, report: Report) -> None:
         super().__init__(report)
@@ -251,7 +251,7 @@ class NeverStepped(Check):
         self._changes.add(elements_of(trained))
         if self._num_cleared == 3 * _NUM_STEPS and not self._changes.num_changes:
             self.report(
-                f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, and no optimizer "
+                f"gradients were computed and cleared {formatting.count(3 * _NUM_STEPS - 1, 'time')}, but no optimizer "
                 "has stepped",
                 "Call optimizer.step() before optimizer.zero_grad()",
                 # Shown only if no rank steps; another check reports optimizers that step on some ranks.

@@ -1,12 +1,12 @@
 """A check for loader processes that draw the same random numbers, so that samples get the same noise.
 
 torch seeds each worker process of a loader differently. A ``worker_init_fn`` that gives all of them the same seed
-undoes that. torch does not seed a generator that the dataset itself holds: every process gets the same copy.
+undoes that. torch does not seed a generator that the dataset itself holds, so every process gets the same copy.
 
     loader process ── digests of its generators, around two batches ──> shared memory ──> check on the rank
 
-The check examines only indexed datasets: processes of an iterable dataset may draw the same numbers in order to divide
-the samples among them.
+The check examines only indexed datasets, because processes that read an iterable dataset may draw the same numbers in
+order to divide the samples among them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class EqualNoise(Check):
         for source in self._table.find_equal():
             self.report(
                 f"processes of a DataLoader draw the same random numbers from {source}, so samples get the same noise",
-                "Seed with get_worker_info().seed, which differs between processes, in worker_init_fn or at the first "
-                "sample",
+                "In worker_init_fn or at the first sample, seed the generator with get_worker_info().seed, which "
+                "differs between processes",
             )
 
 
@@ -61,9 +61,9 @@ class _Table:
         self._shuffled: dict[int, None] = {}
 
     def note_loader(self, iterator: Any) -> None:
-        """Record a loop over a loader with processes, if the loader shuffles.
+        """Record a loop over a loader with worker processes, if the loader shuffles.
 
-        Loaders that do not shuffle often serve an evaluation, which may need the same noise in every process.
+        Loaders that do not shuffle are often for evaluation, which may need the same noise in every process.
         """
         sampler = iterator._index_sampler
         while (

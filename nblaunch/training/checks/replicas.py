@@ -19,7 +19,7 @@ from nblaunch.training.checks.check import Check, Prepared, Report, parameters_o
 _NUM_TENSORS = 64
 _NUM_ELEMENTS = 2  # of each tensor
 _NUM_PASSES = 8
-"""Number of first backward passes in which changes of weights are counted."""
+"""Number of backward passes, from the first, in which the check counts how often weights change."""
 
 
 class DifferentReplicas(Check):
@@ -57,7 +57,8 @@ class DifferentReplicas(Check):
                 judged_by="equal",
             )
             self.report(
-                f"the gradients of the {name} differ between ranks when the optimizer steps: nothing has averaged them",
+                f"the gradients of the {name} differ between ranks when the optimizer steps, because nothing has "
+                "averaged them",
                 "Call the model that accelerator.prepare() returned, not the one that was passed to it, and leave "
                 "no_sync() before the last backward pass of a step",
                 value=(f"gradients {share}", *elements_of(gradients)),
@@ -68,8 +69,9 @@ class DifferentReplicas(Check):
 class StepsOnSomeRanks(Check):
     """Optimizers step on some ranks only, for example on the main process, and the other ranks' weights never change.
 
-    Ranks may count passes differently, if one of them does an additional backward pass, and may accumulate gradients:
-    only ranks whose weights changed in most of the first passes are compared with ranks whose weights never changed.
+    Ranks may count passes differently, for example if one rank runs an additional backward pass, and they may
+    accumulate gradients. The check therefore compares only ranks whose weights changed in most of the first passes with
+    ranks whose weights never changed.
     """
 
     name = "steps_on_some_ranks"
@@ -112,7 +114,7 @@ class Changes:
 
 
 class DifferentStatistics(Check):
-    """Ranks evaluated a model with different statistics of batch normalisation."""
+    """Ranks evaluated a model with different batch normalisation statistics."""
 
     name = "statistics_differ"
 
@@ -122,8 +124,8 @@ class DifferentStatistics(Check):
             means = [layer.running_mean for layer in layers if layer.running_mean is not None]
             if means and not model.training:
                 self.report(
-                    f"ranks have evaluated the {type(model.module).__name__} with different statistics of "
-                    f"{type(layers[0]).__name__}",
+                    f"ranks have evaluated the {type(model.module).__name__} with different "
+                    f"{type(layers[0]).__name__} statistics",
                     "Leave broadcast_buffers=True, convert the model with "
                     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate the model that accelerator.prepare() "
                     "returned",

@@ -31,9 +31,10 @@ class ZeroLearningRate(Check):
         # Two optimizers may take turns, or a rate of 0 may freeze the layers of one of them for a while.
         if self._streaks.add(optimizer, is_zero) >= _NUM_ZERO and not self._others:
             self.report(
-                f"the learning rate of the {type(optimizer).__name__} was 0 in {_NUM_ZERO} steps, which change nothing",
-                "Check the scheduler. A prepared one advances by the number of ranks in each step, so its total counts "
-                "the batches of all ranks: compute it from the length of the loader before prepare",
+                f"the learning rate of the {type(optimizer).__name__} was 0 in {_NUM_ZERO} steps, so these changed "
+                "nothing",
+                "Check the scheduler. A prepared scheduler advances by the number of ranks in each step, so its total "
+                "must count the batches of all ranks: compute the total from the length of the loader before prepare",
             )
 
 
@@ -66,7 +67,7 @@ class ScheduledMicroSteps(Check):
                 if self._num_windows == _NUM_WINDOWS:
                     self.report(
                         f"the learning rate of the {type(optimizer).__name__} changes between the micro-steps of an "
-                        "accumulation window: its scheduler advances in each micro-step",
+                        "accumulation window, because its scheduler advances in each micro-step",
                         "Pass the scheduler to accelerator.prepare(), or step it only if accelerator.sync_gradients",
                     )
 

@@ -114,7 +114,7 @@ class Watch:
         return None if process is None or process.num_collectives is None else process.num_collectives()
 
     def after_evaluation(self, num_collectives: int | None) -> None:
-        """Run checks after a loop over a prepared loader without an optimizer step.
+        """Run checks after a loop over a prepared loader in which no optimizer stepped.
 
         Args:
             num_collectives: number of collectives when the loop began.
@@ -134,7 +134,7 @@ class Watch:
             self._evaluated_alone = None
 
     def leave_out(self, model: torch.nn.Module) -> None:
-        """Allow different weights of ``model`` on the ranks."""
+        """Allow the weights of ``model`` to differ between ranks."""
         for check in self._checks:
             if isinstance(check, DifferentReplicas):
                 check.left_out.add(model)

@@ -84,7 +84,7 @@ def rebuilt_sequence(data: Any, values: list[Any]) -> Any:
 
 
 def check_independent(operation: str, data: Any) -> None:
-    """Raise TypeError for a container whose tensors depend on each other, so they can't be joined or cut one by one."""
+    """Raise TypeError for a container whose tensors depend on each other and can't be joined or cut one by one."""
     for part in children(data) or ():
         check_independent(operation, part)
     if isinstance(data, PackedSequence):
@@ -124,7 +124,7 @@ def _rebuilt_tuple(data: tuple[Any, ...], values: list[Any]) -> Any:
 
 
 def _rebuilt_mapping(data: Mapping[Any, Any], contents: dict[Any, Any]) -> Any:
-    if isinstance(data, MutableMapping):  # dict is also one
+    if isinstance(data, MutableMapping):  # this includes dict
         return _filled(data, contents)
     if _holds(data, contents):
         return data

@@ -80,10 +80,10 @@ def shard_along(full: torch.Tensor, dims: Sequence[int | None], others: Sequence
     """Return this rank's shard of ``full`` along ``dims``, which :func:`dimensions` returned.
 
     Args:
-        full: equal on all ranks.
+        full: the full tensor, which is equal on all ranks.
         dims: one entry for each dimension of a mesh.
-        others: shards. The result uses the mesh of the first shard whose mesh has as many dimensions; if there is none,
-            it is ``full``.
+        others: shards of other tensors. The result uses the first of their meshes that has as many dimensions as
+            ``dims`` has entries; if there is none, the result is ``full``.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

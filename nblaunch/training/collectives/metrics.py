@@ -4,11 +4,11 @@
     rank 1    {"scores": rows 2 0, "texts": ["c", "a"]}  ┴─> {"scores": rows 0 1 2, "texts": ["a", "b", "c"]}
 
 Loaders complete the last batch of an epoch with samples from the epoch's start. Real samples come first in the gathered
-rows, so the added ones are cut off at the end. The size of an item decides whether it belongs to samples:
+rows, so the added samples are cut off at the end. The number of an item's rows decides whether it is cut:
 
-    as many rows as the completed batch has samples   one per sample: cut
-    one row per rank                                  a value of the rank's batch, such as a loss: all are kept
-    any other number                                  an error: the rows can't be assigned to samples
+    as many rows as the completed batch has samples   one row per sample; cut
+    one row per rank                                  a value of the rank's batch, such as a loss; all rows are kept
+    any other number                                  an error, because the rows can't be assigned to samples
 
 Tensors are gathered as tensors. Other objects, in addition to or instead of tensors, are pickled:
 
@@ -36,7 +36,8 @@ def gather_for_metrics(
     """Gather what ranks computed for their batches; see ``Accelerator.gather_for_metrics``.
 
     Args:
-        data: as in ``Accelerator.gather_for_metrics``. The same applies to ``use_gather_object``.
+        data: see ``Accelerator.gather_for_metrics``.
+        use_gather_object: see ``Accelerator.gather_for_metrics``.
         accumulation: knows the current loader.
         num_data_ranks: number of ranks with different data; several ranks may share data. None: all ranks.
 
@@ -136,7 +137,7 @@ def _is_column(data: Any, use_gather_object: bool) -> bool:
 
 
 def _is_record(data: Any) -> bool:
-    """Return whether ``data`` has named fields: a named tuple, a dataclass."""
+    """Return whether ``data`` has named fields, as a named tuple or a dataclass has."""
     is_sequence = isinstance(data, Sequence)
     return nested.is_namedtuple(data) or (not is_sequence and containers.children(data) is not None)
 
@@ -300,10 +301,10 @@ class _Tail:
         added = f"was completed to {self.completed}" if not self.is_short else "is not full"
         return ValueError(
             f"gather_for_metrics does not know which rows of {what} belong to which sample: the last batch of all "
-            f"ranks has {self.samples} samples and {added}. It drops the added samples of tensors with one row per "
-            "sample, in tuples and dicts, and of lists with one item per sample (a list of tensors or of dicts of "
-            "tensors: with use_gather_object=True). Pass one of these, or use accelerator.gather, which cuts nothing, "
-            "and drop the rows of the added samples yourself"
+            f"ranks has {self.samples} samples and {added}. It can drop added samples from tensors with one row per "
+            "sample, also in tuples and dicts, and from lists with one item per sample (for a list of tensors or of "
+            "dicts of tensors, set use_gather_object=True). Pass one of these, or use accelerator.gather, which cuts "
+            "nothing, and drop the rows of the added samples yourself"
         )
 
 

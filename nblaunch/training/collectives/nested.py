@@ -44,7 +44,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether ``data`` is an instance of a named tuple's class."""
+    """Return whether ``data`` is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
@@ -108,7 +108,7 @@ def send_to_device(
         return tensor.to(device, non_blocking=non_blocking)
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
     is_mapping = isinstance(tensor, Mapping)
-    # A named tuple may have a field with this name.
+    # A named tuple may have a field named "to".
     if callable(getattr(tensor, "to", None)) and not (is_mapping and skipped):
         try:
             return tensor.to(device, non_blocking=non_blocking)
@@ -180,7 +180,7 @@ def slice_tensors(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return tensors with zeros added in dimension ``dim`` until ``num_processes`` divide its size.
+    """Return tensors with zeros added in dimension ``dim`` until its size is a multiple of ``num_processes``.
 
     Args:
         tensor: tensor or nested structure of tensors.
@@ -247,5 +247,5 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Reverse :func:`get_data_structure`, with arbitrary contents."""
+    """Return the structure that :func:`get_data_structure` described, with tensors of arbitrary contents."""
     return recursively_apply(TensorInformation.empty, data_structure, test_type=is_tensor_information)

@@ -1,20 +1,20 @@
 """Collectives over nested structures of tensors.
 
 All ranks must call the same function, with tensors of the same shape and type, except for ``pad_across_processes`` and
-the functions for objects. While a rank waits in a collective, the board shows it. In a single process, these functions
-return their argument, and ``reduce`` returns a copy of it. A rank that has not joined its job yet joins it in its first
-collective.
+the functions for objects. While a rank waits in a collective, the board shows that it waits. In a single process, these
+functions return their argument, except for ``reduce``, which returns a copy. A rank that has not joined its job yet
+joins it in its first collective.
 
-If values are only copied, tensors are sent as bytes: process groups differ in the types they support (gloo has no
-bool), but all support bytes, and the result is exact.
+Collectives that only copy values send tensors as bytes, because process groups differ in the types they support (gloo
+has no bool), but all support bytes, and the result is exact.
 
-If tensors differ between ranks, gloo ends the process from C++, without an exception. Ranks therefore first compare
-digests of all shapes if that is cheap, that is, over gloo; on a GPU, every comparison would wait for the device. Only
-the process group decides whether they compare, never a rank's data: a rank that has no tensor, or has it on another
+If tensors differ between ranks, gloo ends the process from C++, without an exception. Over gloo, where this is cheap,
+ranks therefore first compare digests of all shapes; on a GPU, every comparison would wait for the device. Only the
+process group decides whether they compare, never a rank's data, because a rank that has no tensor, or has it on another
 device, must take part in the same collectives as the others.
 
 Objects are sent as pickles. On one machine they are signed (``wire/signing.py``). Ranks on several machines, or under
-``torchrun``, share no secret: there, as with torch's own object collectives, the network must be trusted.
+``torchrun``, share no secret, so the network must be trusted, as with torch's own object collectives.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 
 _DIGEST_BYTES = 8  # size of the digest of a compared structure
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of an object; differs between processes
-_OBJECTS = "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all"
+_OBJECTS = (
+    "objects; if some ranks may have none, gather_for_metrics needs use_gather_object=True on all ranks"
+)
 _HINT = "\nCall pad_across_processes first, or use even_batches=True for loaders."
 _RELEASE_TIMEOUT_S = 1.0  # much longer than a release takes
 
-# torch 2.13 renamed it and warns about the old name; remove this when 2.13 is the oldest supported version.
+# torch 2.13 renamed this function and warns about the old name; remove this when 2.13 is the oldest supported version.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -56,12 +58,12 @@ def compares_shapes() -> bool:
 
 
 def world_size() -> int:
-    """Return the number of ranks in the process group, which a rank joins if necessary; 1 without a group."""
+    """Return the number of ranks in the process group, and join the group if necessary; 1 without a group."""
     return dist.get_world_size() if _joins() else 1
 
 
 def rank() -> int:
-    """Return the rank in the process group, which a rank joins if necessary; 0 without a group."""
+    """Return the rank in the process group, and join the group if necessary; 0 without a group."""
     return dist.get_rank() if _joins() else 0
 
 
@@ -280,7 +282,7 @@ def _broadcast_tensor(tensor: torch.Tensor, from_process: int) -> torch.Tensor:
     with waiting():
         dist.broadcast(sent, src=from_process)
         _wait_until_released(sent)
-    # The group sent a copy: the tensor is not contiguous, or on another device.
+    # If the tensor is not contiguous, or is on another device, the group sent a copy.
     if sent.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(sent.view(tensor.dtype).reshape(tensor.shape))

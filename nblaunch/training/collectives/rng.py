@@ -23,7 +23,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: at least 0.
         device_specific: add the rank, so that ranks draw different numbers.
-        deterministic: also make torch raise if an operation has no deterministic implementation.
+        deterministic: also make torch raise an error if an operation has no deterministic implementation.
 
     Returns:
         The seed that was used.
@@ -33,8 +33,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    # torch has already seeded other devices. It may be too early to choose a device: the script may still set
-    # variables.
+    # torch has already seeded other devices. It may be too early to choose a device here, because the script may still
+    # set environment variables.
     if context.exists() or "torch_xla" in sys.modules or env.read("PJRT_DEVICE"):
         context.current().backend.seed(seed)
     if deterministic:
@@ -52,7 +52,7 @@ def synchronize_rng_state(rng_type: str, generator: torch.Generator | None = Non
     """Give every rank the state that the generator has on rank 0.
 
     Args:
-        rng_type: ``"generator"``: the argument ``generator``, nothing if it is None; ``"torch"``: torch's global CPU
+        rng_type: ``"generator"``: the argument ``generator``, unless it is None; ``"torch"``: torch's global CPU
             generator; ``"cuda"``, ``"xpu"``: the current GPU's generator; ``"xla"``: the generator of the backend's
             device.
 

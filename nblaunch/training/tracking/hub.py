@@ -4,7 +4,7 @@
                     └─> events.Metric ──> dashboards, job.metrics
 
 :class:`TrackerHub` is the part of the ``Accelerator`` that does this. ``trackers.py`` has the interface of trackers,
-and the built-in ones.
+and the built-in trackers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 _MAX_TEXT = 200  # characters of a string that is sent to the launcher
 
 _LOGGED = (int, float, str, enum.Enum)
-"""The types of logged values that are sent to the launcher; single elements are already converted to numbers."""
+"""The types of logged values that are sent to the launcher. Tensors with one element have become numbers before."""
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)
@@ -67,7 +67,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
     """Let ``log_with`` find a tracker class by its ``name``. Replacing a class emits a warning.
 
     Raises:
-        ValueError: it is not a subclass of ``GeneralTracker``, or has no ``name``.
+        ValueError: ``kind`` is not a subclass of ``GeneralTracker``, or has no ``name``.
     """
     if not (isinstance(kind, type) and issubclass(kind, GeneralTracker)):
         raise ValueError(f"{kind!r} is not a subclass of GeneralTracker")
@@ -82,7 +82,7 @@ def register_tracker_class(kind: type[GeneralTracker]) -> None:
 
 
 class TrackerHub:
-    """The trackers of one Accelerator, chosen by ``log_with``; ``"all"``: those whose requirements are met.
+    """The trackers of one Accelerator, chosen by ``log_with``; ``"all"`` chooses all whose requirements are met.
 
     Attributes:
         starts: the arguments of :meth:`start` for all runs that have not ended.
@@ -156,9 +156,9 @@ class TrackerHub:
             self._has_warned_of_values = True
             described = ", ".join(f"{name!r} ({type(value).__name__})" for name, value in lost.items())
             warn(
-                f"accelerator.log ignores {described}: the display and job.metrics take only numbers and text. Log "
-                "single numbers, as in scheduler.get_last_lr()[0], or choose a tracker that takes such values: "
-                "Accelerator(log_with=...)"
+                f"accelerator.log ignores {described}, because the dashboard and job.metrics take only numbers and "
+                "text. Log single numbers, as in scheduler.get_last_lr()[0], or choose a tracker that takes such "
+                "values: Accelerator(log_with=...)"
             )
         return logged
 

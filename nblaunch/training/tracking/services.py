@@ -78,7 +78,7 @@ class SwanLabTracker(_RunTracker):
         swanlab.config.update(json_settings(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and media; texts become ``swanlab.Text``, because SwanLab rejects plain ones."""
+        """Log numbers and media; strings become ``swanlab.Text``, because SwanLab rejects plain strings."""
         import swanlab
 
         shown = {
@@ -87,7 +87,7 @@ class SwanLabTracker(_RunTracker):
         super().log(shown, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images; each is an argument of ``swanlab.Image``."""
+        """Log lists of images, each of which ``swanlab.Image`` accepts."""
         import swanlab
 
         pictures = {name: [swanlab.Image(image) for image in images] for name, images in values.items()}

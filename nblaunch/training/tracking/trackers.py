@@ -31,15 +31,15 @@ class GeneralTracker:
     """Base class of trackers.
 
     A subclass has the class attributes ``name`` and ``requires_logging_directory``, and the property ``tracker``, which
-    returns the library's run object. If you pass an object to ``log_with``, its constructor may also set these before
-    it calls this constructor. The constructor may run before the process joins its job: put code that needs the job,
-    such as its rank, into :meth:`start`.
+    returns the library's run object. If you pass an object to ``log_with``, its constructor can instead set these
+    attributes before it calls this constructor. The constructor may run before the process joins its job, so put code
+    that needs the job, for example its rank, into :meth:`start`.
 
     Args:
-        _blank: create a tracker that does nothing, as ``get_tracker`` returns on other ranks.
+        _blank: create a tracker that does nothing, for ``get_tracker`` on other ranks.
 
     Raises:
-        NotImplementedError: class and object lack one of these attributes; the message names them.
+        NotImplementedError: neither the class nor the object has one of these attributes; the message names them.
     """
 
     main_process_only = True
@@ -52,7 +52,7 @@ class GeneralTracker:
         if _blank:
             return
         needed = ("name", "requires_logging_directory", "tracker")
-        # Only attributes that are set on the object: a property may need what the constructor has not created yet.
+        # Don't read properties, because a property may need something that the constructor has not created yet.
         missing = [name for name in needed if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
             raise NotImplementedError(f"tracker class {type(self).__name__} needs {', '.join(missing)}")
@@ -87,7 +87,7 @@ def on_main_process(function: F) -> F:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor or NumPy number with one element as a Python number; other values unchanged."""
+    """Return a tensor or NumPy number with one element as a Python number; return other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().item() if value.numel() == 1 else value
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
@@ -148,7 +148,7 @@ class JsonlTracker(GeneralTracker):
         run_name: the project's name.
         logging_dir: the folder of all runs.
 
-    Numbers that JSON does not support (NaN, infinity) are written as null, objects as text.
+    Numbers that JSON does not support (NaN, infinity) are written as null, and objects as text.
     """
 
     name = "jsonl"
@@ -211,7 +211,7 @@ _MAX_PARAM_LENGTH = 6000
 class MLflowTracker(GeneralTracker):
     """A run of ``mlflow``.
 
-    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN have priority.
+    The environment variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN take precedence.
 
     Args:
         experiment_name: the project's name.
@@ -219,7 +219,7 @@ class MLflowTracker(GeneralTracker):
             MLFLOW_TRACKING_URI.
         run_id: an existing run to continue, in its own experiment; None: a new one.
         tags: tags of the run; a dict, or a dict as JSON.
-        nested_run: whether it is part of an active run.
+        nested_run: whether to nest the run in the active run.
         run_name: name of the run; None: MLflow creates one.
         description: description of the run.
 
@@ -370,7 +370,7 @@ class TensorBoardTracker(GeneralTracker):
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, strings as text, mappings of numbers as several scalars in one chart."""
+        """Log numbers as scalars, strings as text, and mappings of numbers as several scalars in one chart."""
         for name, value in values.items():
             value = plain(value)
             if isinstance(value, (int, float)):
@@ -432,7 +432,7 @@ class WandBTracker(GeneralTracker):
         self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images; each is an argument of ``wandb.Image``."""
+        """Log lists of images, each of which ``wandb.Image`` accepts."""
         import wandb
 
         pictures = {

@@ -3,6 +3,6 @@
 environment.py   environment variables, and installed packages
 helpers.py       small helpers and constants of Accelerate's utils
 local_sgd.py     averages weights every few steps, instead of gradients
-log.py           logging and progress bars of several processes
-memory.py        memory of a device: releases it, finds the largest batch that fits
+log.py           logging and progress bars in several processes
+memory.py        device memory: releases it, and finds the largest batch that fits
 """

@@ -54,8 +54,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 def is_torch_version(operation: str, version: str) -> bool:
     """Return whether the version of torch meets a requirement: ``is_torch_version(">=", "2.6")``.
 
-    It compares the version of the package, such as ``2.6.0``. ``torch.__version__``, such as ``2.6.0+cu124``, would
-    count as newer.
+    It compares the version of the package, such as ``2.6.0``, because ``torch.__version__``, such as ``2.6.0+cu124``,
+    would count as newer.
     """
     return compare_versions("torch", operation, version)
 
@@ -78,7 +78,7 @@ _PACKAGES: Mapping[str, str | None] = {
 
 
 def __getattr__(name: str) -> Callable[..., bool]:
-    """Create a function of :data:`_PACKAGES` on first use."""
+    """Create the function ``is_..._available`` for a name in :data:`_PACKAGES` on first use."""
     subject = name.removeprefix("is_").removesuffix("_available")
     if subject not in _PACKAGES or name != f"is_{subject}_available":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
     is_available.__name__ = is_available.__qualname__ = name
     is_available.__doc__ = (
-        "Return False, because nblaunch does not support it."
+        "Return False, because nblaunch does not support this device or library."
         if package is None
         else f"Return whether ``{package}`` is installed."
     )
@@ -98,14 +98,14 @@ def __getattr__(name: str) -> Callable[..., bool]:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether ``bitsandbytes`` is installed, in ``min_version`` or newer."""
+    """Return whether ``bitsandbytes`` is installed, in version ``min_version`` or newer."""
     return is_installed("bitsandbytes") and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
     )
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in ``min_version`` or newer."""
+    """Return whether NumPy is installed in version ``min_version`` or newer."""
     return compare_versions("numpy", ">=", min_version)
 
 
@@ -115,7 +115,7 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load`` can load only weights: true for every supported torch."""
+    """Return whether ``torch.load`` can load only weights, which is true for every supported torch."""
     return True
 
 
@@ -129,7 +129,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
     Args:
         check_is_tpu: also check whether this process computes on an XLA device, such as a TPU.
-        check_is_gpu: False, because GPUs are not used through torch_xla here.
+        check_is_gpu: if True, return False, because nblaunch does not use GPUs through torch_xla.
     """
     if check_is_gpu or not is_installed("torch_xla"):
         return False

@@ -18,7 +18,7 @@ from nblaunch.training.collectives.nested import find_batch_size
 from nblaunch.training.models import is_compiled_module, repeated_blocks
 from nblaunch.weights.sharded import is_sharded_model
 
-# The oldest versions with a feature, for comparisons in scripts.
+# For each feature, the oldest version that has it, for comparisons in scripts.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"  # a version in NVIDIA's images, before the release
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
@@ -49,7 +49,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Merge ``source`` into ``destination``, recursively for nested dicts, and return it."""
+    """Merge ``source`` into ``destination``, recursively for nested dicts, and return ``destination``."""
     pending: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [(source, destination)]
     while pending:
         added, merged = pending.pop()
@@ -80,7 +80,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the repeated blocks of ``module`` in place, or the whole module if it has none, and return it.
+    """Compile the repeated blocks of ``module`` in place, or the whole module if it has none; return ``module``.
 
     Modules keep their hooks and names, so they can be sharded afterwards.
 
@@ -96,7 +96,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 # --- tensors and modules ---------------------------------------------------------------------------------------------
 
 _BYTES = {"bool": 1 / 8, "int2": 1 / 4, "int4": 1 / 2, "fp8": 1}
-"""Types whose bits are counted, and names of types that torch does not have."""
+"""Sizes in bytes of types that are counted in bits, and of types that torch does not have."""
 
 
 def dtype_byte_size(dtype: torch.dtype | str) -> float:
@@ -122,7 +122,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the sorted names of each tied parameter; ``kwargs`` are for older callers."""
+    """Return the sorted names of each tied parameter; ``kwargs`` of older callers are ignored."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -160,7 +160,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return the modules that this process has imported."""
+    """Return the names in ``library_names`` whose modules this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 

@@ -13,7 +13,7 @@ from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.collectives import operations
 
 _BUCKET_BYTES = 25 << 20
-"""Largest size of parameters that are averaged together, as in DistributedDataParallel; they are copied."""
+"""Maximum total size of parameters that are copied and averaged together, as in DistributedDataParallel."""
 
 
 class LocalSGD:

@@ -16,8 +16,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Create a ``tqdm.auto.tqdm`` bar on the main process of each machine; other processes stay silent.
 
     Args:
-        *args: arguments of tqdm, like ``kwargs``.
+        *args: arguments of tqdm.
         main_process_only: False: show a bar in every process.
+        **kwargs: keyword arguments of tqdm.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -36,7 +37,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 class MultiProcessAdapter(logging.LoggerAdapter):
     """A logger that knows the rank of its process.
 
-    All its methods take two more arguments:
+    All its logging methods take two more arguments:
 
     * ``main_process_only`` (default True): only the main process logs.
     * ``in_order`` (default False): all processes log, one after the other; all of them must make the call.
@@ -63,8 +64,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         kwargs.setdefault("stacklevel", 2)  # the caller's line
         msg, options = self.process(msg, kwargs)
         if in_order:
-            # In a worker, this joins the job, because only here do all ranks make the call. Their levels may differ, so
-            # the level only decides about the message: all ranks take part in every barrier.
+            # In a worker, this joins the job, which is safe only here, because all ranks make this call. Their levels
+            # may differ, so a rank that does not log must still take part in every barrier.
             state = PartialState()
             for rank in range(state.num_processes):
                 if rank == state.process_index:
@@ -80,7 +81,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019 - adapters live as long as their module
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Do the same as ``warning``, but only for the first call with the same arguments."""
+        """Log a warning as ``warning`` does, but only in the first call with the same arguments."""
         kwargs.setdefault("stacklevel", 3)
         self.log(logging.WARNING, *args, **kwargs)
 

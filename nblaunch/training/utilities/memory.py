@@ -1,4 +1,4 @@
-"""Memory of a device: releases it, finds the largest batch that fits, builds modules without allocating memory."""
+"""Release device memory, find the largest batch that fits, and build modules without allocating memory."""
 
 from __future__ import annotations
 
