@@ -370,6 +370,23 @@ def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None
 
 
 RIGHT = {
+    "a schedule that is computed without training, to plot it": """
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(*parts(rows=384))
+    batch = next(iter(loader))
+    accelerator.backward(loss_of(model, batch))
+    optimizer.step()
+    plotted = torch.optim.AdamW(nn.Linear(2, 1).parameters(), lr=0.1)
+    schedule, rates = torch.optim.lr_scheduler.CosineAnnealingLR(plotted, 20), []
+    for _ in range(20):
+        rates.append(plotted.param_groups[0]["lr"])
+        plotted.step()
+        schedule.step()
+    optimizer.zero_grad()
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()""",
     "gradients of the main process, whose weights are sent to all ranks": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts(rows=384))

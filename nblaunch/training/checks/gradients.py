@@ -114,8 +114,17 @@ class ForeignParameters(Check):
         self._empty, self._partly_foreign = Streaks(), Streaks()
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._is_any_trained = False
+        self._num_backwards = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def before_backward(self, prepared: Prepared, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
+        self._num_backwards += 1
 
     def before_step(self, prepared: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        # Without a backward pass since its last step, the optimizer may step only for the learning rates of a schedule.
+        if self._seen.get(optimizer, 0) == self._num_backwards:
+            return
+        self._seen[optimizer] = self._num_backwards
         self._stepped.add(optimizer)
         parameters = parameters_of(optimizer)
         without = [parameter for parameter in parameters if parameter.grad is None]
