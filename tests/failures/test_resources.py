@@ -63,7 +63,7 @@ notebook_launcher(train, num_processes=2, start_method={method!r}, log_dir={str(
 """
     )
     assert cell.result == "[2.0, 2.0]"
-    assert "output are lost" in cell.shown, cell.describe()
+    assert "bytes of output" in cell.shown, cell.describe()
     assert_as_before(shared)
 
 
