@@ -28,7 +28,7 @@ def test_an_alarm_is_found_by_name_unless_it_was_declared() -> None:
 def test_notes_about_the_machine_are_not_alarms() -> None:
     assert names_in("note", "copied trained weights") == ""
     assert names_in("warning", "logs of earlier jobs could not be removed") == ""
-    assert names_in("slow", "rank 1's core is shared with another process (python, pid 3)") == ""
+    assert names_in("slow", "rank 1 shares its core with another process (python, pid 3)") == ""
 
 
 def test_notes_of_this_process_and_of_kernels_are_collected(kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed's default process group: joining, leaving, forgetting it, and averaging gradients on the host.
+"""torch.distributed's default process group: joining, leaving and forgetting it, and averaging gradients on the host.
 
 Averaging on the host is for devices whose runtime has no collectives across processes. ``training/joining.py`` makes a
 process join when it creates its first Accelerator or PartialState (``training/shared_state.py``), or calls its first
@@ -74,9 +74,9 @@ def join(dist_backend: str, topology: Topology, timeout_s: float | None) -> None
 
 
 def extend_collective_timeout() -> None:
-    """Let collectives wait for a day if their group has no time limit, because a rank may be in a debugger.
+    """Raise the default time limit of collectives to a day, because a rank may be in a debugger.
 
-    This does not change the limit of a collective that is already waiting.
+    Groups that were created earlier or with their own limit keep it.
     """
     global _is_timeout_extended
     _is_timeout_extended = True
@@ -94,8 +94,8 @@ def wait_for_members_alone() -> None:
     """Make ``new_group(ranks)`` wait for the members of the group, instead of all ranks of the job.
 
     ``TORCH_DIST_INIT_BARRIER`` makes torch wait for all ranks after each new group. A program in which only the members
-    call ``new_group`` would then hang, although it runs under torchrun. The barrier is still needed for groups with
-    gloo, whose members open their connections in that call; members of other groups open theirs later.
+    call ``new_group`` would then hang under nblaunch, although it works under torchrun. The barrier is still needed for
+    groups with gloo, whose members open their connections in that call; members of other groups open theirs later.
     """
     packages.when_imported("torch.distributed.distributed_c10d", _replace_barrier)
 
@@ -125,7 +125,7 @@ def _replace_barrier(c10d: Any) -> None:
 
 
 def name_next_group(name: str) -> None:
-    """Give this process's next group the same name on all ranks, if there was a group before it."""
+    """Prefix the keys of this process's next group in the shared store with ``name``, the same name on all ranks."""
     global _name
     _name = name
 

@@ -74,7 +74,7 @@ def spellings(name: str) -> list[str]:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every setting and shorthand, in the groups of the table."""
+    """Add an option for every setting and shorthand, in the groups that ``GROUPS`` defines."""
     groups = {group: parser.add_argument_group(title) for group, title in GROUPS.items()}
     for name, (setting, _, text) in SHORTHANDS.items():
         groups[SETTINGS[setting].group].add_argument(
@@ -144,9 +144,9 @@ def explain_unknown(options: Iterable[str]) -> str:
 
 _DESCRIPTION = """\
 Run a Python script on every device of this machine, one process per device, or on several machines. Options can be
-written with underscores or hyphens. Settings that are not given come from the configuration file of `nblaunch config`,
-or are chosen automatically. Each line of output begins with the rank of its process. The exit code is 1 if the script
-raised an exception; otherwise it is the exit code of the rank that failed first."""
+written with underscores or hyphens. Settings that you do not give come from the configuration file that `nblaunch
+config` writes, or are chosen automatically. Each line of output begins with the rank of its process. The exit code is 1
+if the script raised an exception; otherwise it is the exit code of the rank that failed first."""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:

@@ -83,9 +83,11 @@ def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tupl
     except exceptions.DeadKernelError:
         return 1, "the kernel died (memory may have run out); the last output is above"
     except kernelspec.NoSuchKernel as error:
-        kernels = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs()) or "none"
+        kernels = ", ".join(kernelspec.KernelSpecManager().find_kernel_specs())
         raise UsageError(
             f"no kernel named {error.name!r} is installed, only {kernels}; choose one with --kernel"
+            if kernels
+            else "no kernel is installed; install one, for example with pip install ipykernel"
         ) from None
     return 0, "done"
 
@@ -142,7 +144,7 @@ def _write(notebook: Any, path: Path) -> None:
 
 
 def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
-    """Add a cell that assigns ``values`` after the cell tagged ``parameters``, with papermill's tags.
+    """After the cell tagged ``parameters``, add a cell that assigns ``values``. Use papermill's tags.
 
     Raises:
         UsageError: no cell has this tag, or the cell does not assign one of the names.
@@ -156,8 +158,11 @@ def set_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
     parameters = _assigned(notebook.cells[positions[0]].source)
     unknown = [name for name in values if parameters is not None and name not in parameters]
     if unknown:
-        valid = ", ".join(parameters or ()) or "none"
-        raise UsageError(f"--parameters {unknown[0]}: the notebook's parameters are {valid}")
+        raise UsageError(
+            f"--parameters {unknown[0]}: the notebook's parameters are {', '.join(parameters)}"
+            if parameters
+            else f"--parameters {unknown[0]}: the cell tagged `parameters` assigns no names"
+        )
     nbformat: Any = importlib.import_module("nbformat")
     source = "\n".join(["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())])
     cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["injected-parameters"]})

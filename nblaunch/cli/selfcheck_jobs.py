@@ -44,7 +44,7 @@ class Setup:
 
     Args:
         spec: settings of a job that does nothing.
-        tolerance: largest relative difference of weights that passes, because the order of summation may differ.
+        tolerance: largest relative difference between weights that passes; the order of summation may differ.
     """
 
     spec: LaunchSpec

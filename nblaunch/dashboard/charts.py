@@ -67,7 +67,7 @@ def charts(view: JobView) -> list[str]:
 
 
 def _losses(drawn: Mapping[int, Sequence[Point]], num_ranks: int, size: tuple[int, int]) -> str:
-    """Return the chart of the losses: the mean of all ranks, drawn over the first ranks."""
+    """Return the chart of the losses: the mean of all ranks, drawn over the curves of the first few ranks."""
     lines = list(drawn.values())
     if num_ranks == 1:
         return chart("loss", lines[0], first_step=0, size=size)
@@ -217,11 +217,11 @@ class _Axes:
         return self.height - _BOTTOM_GAP
 
     def x(self, value: float) -> float:
-        """Return the pixels from the left."""
+        """Return the distance from the left edge, in pixels."""
         return _placed(value, self.low_x, self.high_x, _LEFT + 1, self.right)
 
     def y(self, value: float) -> float:
-        """Return the pixels from the top."""
+        """Return the distance from the top edge, in pixels."""
         if self.is_log:
             return _placed(log10(value), log10(self.low_y), log10(self.high_y), self.bottom - 2, _TOP)
         return _placed(value, self.low_y, self.high_y, self.bottom - 2, _TOP)
@@ -264,7 +264,10 @@ def _placed(value: float, low: float, high: float, at_low: float, at_high: float
 
 
 def _group(lines: Sequence[str], style: str) -> str:
-    """Return lines in a common style. The whole group is faint, because overlapping faint lines would add up."""
+    """Return lines in a common style.
+
+    The opacity is set on the group, not on each line, because overlapping faint lines would look darker.
+    """
     return f'<g fill="none" stroke-linejoin="round" {style}>{"".join(lines)}</g>' if lines else ""
 
 

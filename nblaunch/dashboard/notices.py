@@ -335,7 +335,7 @@ def is_stalled(view: JobView, rank: RankView) -> bool:
 
 
 def stall_text(view: JobView, rank: RankView) -> str:
-    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or "" if it progresses."""
+    """Return ``waiting in all_reduce (cell 5, line 14)``, ``no progress for 12 s``, or "" if it makes progress."""
     stall = rank.stall
     if stall is not None and stall.waiting_in and not rank.state.is_final:
         return f"waiting in {stall.waiting_in} ({stall.where})"

@@ -55,7 +55,7 @@ def attach(job_id: str | None = None, *, dashboard: DashboardKind = "auto") -> J
     Raises:
         LookupError: the job does not exist, is damaged, runs on another machine, or was launched by another version
             of nblaunch.
-        PermissionError: the folder of the job can be changed by other users.
+        PermissionError: other users can access the job's folder.
     """
     __tracebackhide__ = True
     with HiddenLauncherFrames(), signal_handlers.held_back():

@@ -58,7 +58,7 @@ class JobTask:
     """The input of a job process.
 
     Args:
-        launch: the facts that processes need to attach.
+        launch: the facts that other processes need in order to attach to the job.
         backend: name of the device family.
         job_id: name of the job.
         root: folder in which the process creates the job's folder.
@@ -83,7 +83,7 @@ def start(spec: LaunchSpec, plan: LaunchPlan, listeners: Sequence[Listener]) -> 
     Raises:
         PayloadError: the call can't be pickled.
         LaunchError: the job process could not be started.
-        PermissionError: the folder of the jobs can be changed by other users.
+        PermissionError: other users can access the jobs' folder.
     """
     home = open_home()
     if home.why_temporary:
@@ -242,7 +242,7 @@ class _DetachedJob:
         return self._runner.outcome if self._runner is not None else self._outcome
 
     def _describe(self) -> str:
-        """Return the facts about this job and why it waits; restore removed files of its folder."""
+        """Return the facts about this job and why it is waiting; restore any files removed from its folder."""
         problem = self._recorder.restore()
         self._server.restore()
         served = Served(str(self._log.path), problem, self._recorder.waits_for, self._record)

@@ -99,7 +99,7 @@ def jobs() -> list[JobSummary]:
     ``NBLAUNCH_KEEP_JOBS`` jobs are kept. A job with damaged files is listed with the reason.
 
     Raises:
-        PermissionError: the folder of the jobs can be changed by other users.
+        PermissionError: other users can access the jobs' folder.
     """
     homes = present_homes()
     looks = _at_once(_look_at, _folders(homes))

@@ -107,7 +107,10 @@ class _Rank:
 
     @property
     def is_importing(self) -> bool:
-        """Whether it is importing a library and progresses. Imports are slow if many ranks start on a busy machine."""
+        """Whether it is importing a library and making progress.
+
+        Imports are slow if many ranks start on a busy machine.
+        """
         return self.position.is_importing and (self.has_moved or not self.is_idle(alone=True))
 
     def is_idle(self, *, alone: bool) -> bool:
@@ -257,7 +260,9 @@ def describe_positions(positions: Mapping[int, Position], busy: Sequence[int] = 
     return [f"{formatting.ranks(ranks)}: {text}" for text, ranks in formatting.ranks_by_text(texts).items()]
 
 
-BUSY_FOR_LONG = f"{SAME_COLLECTIVES} If a rank was only busy for that long, raise hang_timeout_s."
+BUSY_FOR_LONG = (
+    f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, raise hang_timeout_s."
+)
 """Advice for ranks that have made no progress for ``hang_timeout_s``."""
 
 
@@ -293,8 +298,8 @@ def cause(positions: Mapping[int, Position], candidates: Sequence[int]) -> tuple
     waiting = [rank for rank in candidates if rank in positions and positions[rank].waits_for_ranks]
     absent = [rank for rank in candidates if rank not in waiting]
     if waiting and absent:
-        wait = "wait" if len(waiting) > 1 else "waits"
-        collective = f"did not enter the collective that {formatting.ranks(waiting)} {wait} in"
+        are = "are" if len(waiting) > 1 else "is"
+        collective = f"did not enter the collective that {formatting.ranks(waiting)} {are} waiting in"
         return tuple(absent), f"{formatting.ranks(absent)} {collective}"
     return (), f"{formatting.ranks(candidates)} made no progress"
 
@@ -305,8 +310,9 @@ def _interpret(positions: Mapping[int, Position], steps: Mapping[int, int], gone
     if not waiting:
         return ""
     if gone:
+        have = "have" if len(gone) > 1 else "has"
         return (
-            f"{formatting.ranks(gone)} already returned, so the others wait forever. Check that all ranks "
+            f"{formatting.ranks(gone)} {have} already returned, so the others will wait forever. Check that all ranks "
             "see the same number of batches."
         )
     if absent:

@@ -1,4 +1,4 @@
-"""Mistakes that raise no exception: compares what the ranks' checks have observed, and reports each mistake once.
+"""Detects mistakes that raise no exception: compares what the ranks' checks observe, and reports each mistake once.
 
 The checks are in :mod:`nblaunch.training.checks`. Ranks only send observations; this module judges them.
 """
@@ -22,10 +22,12 @@ _GATHER_WRITES_S = 5.0
 """Seconds that observations of a file wait, if several ranks write the file."""
 
 OF_NODE = frozenset({"together"})
-"""Values of ``judged_by`` that each node judges itself, because a path may name different files on two nodes."""
+"""Values of ``judged_by`` of the observations that each node judges itself, because a path may name different files on
+different nodes.
+"""
 
 OF_JOB = frozenset({"itself", "equal", "distinct", "first", "finally"})
-"""Values of ``judged_by`` that are judged for all nodes together."""
+"""Values of ``judged_by`` of the observations that are judged for all nodes together."""
 
 EVERYTHING = OF_NODE | OF_JOB
 """All values of ``judged_by``, for jobs on one machine."""
@@ -34,7 +36,7 @@ _MAX_PENDING = 256
 _COMPARED = ("equal", "distinct")  # values of all ranks at one step
 _NEEDS_ALL = (*_COMPARED, "first", "finally")  # inconclusive before all ranks have sent their observations
 _TOLERANCE = 1e-3
-"""Largest relative difference of numbers that count as equal, because devices round differently."""
+"""Largest relative difference between numbers that still count as equal; devices round differently."""
 
 
 class SilentErrors:
@@ -177,7 +179,7 @@ def _earliest(by_rank: Mapping[int, Observation]) -> list[int]:
 def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
     """Return all ranks if there are several and the file has contents; an empty file may be a lock.
 
-    Return none if all have written the same.
+    Return none if all of them have written the same contents.
     """
     if len(contents := {_contents(seen) for seen in by_rank.values()}) == 1 and any(contents):
         return []
@@ -187,7 +189,9 @@ def _all_that_write(by_rank: Mapping[int, Observation]) -> list[int]:
 
 
 def _minority(by_rank: Mapping[int, Observation]) -> list[int]:
-    """Return ranks whose values differ from the majority's; all ranks without a majority; none if all are equal."""
+    """Return the ranks whose values differ from the majority's; all ranks if there is no majority; none if all values
+    are equal.
+    """
     groups: list[list[int]] = []
     for rank in sorted(by_rank):
         value = by_rank[rank].value

@@ -1,4 +1,4 @@
-"""Determines why steps are slow from how ranks spent their time. Nothing here reads a clock, a file or a process.
+"""Determines why steps are slow, given how the ranks spent their time. Nothing here reads a clock, a file or a process.
 
     spans of a rank ──> step_times ──> StepTimes ┐
     threads, processors, other processes ────────┴──> find_cause ──> Cause, or None
@@ -109,7 +109,7 @@ class Processors:
         num_threads: number of threads that ran about as long as the busiest thread.
         run_s: seconds of all threads together.
         wait_s: seconds that all threads waited for a processor.
-        neighbour: the other process that uses most of the rank's processor; None if there is none.
+        neighbour: the process outside the job that uses the rank's processor the most; None if there is none.
         device_use: utilisation of its device, 0 to 1; None if the rank computes on the CPU.
     """
 
@@ -127,7 +127,7 @@ class Machine:
 
     Args:
         num_processors: processors that the ranks may use.
-        stolen_share: fraction of the processors that the host of a virtual machine gives to others.
+        stolen_share: fraction of a virtual machine's processor time that its host withholds.
         throttled_share: fraction of the time that a limit stops the ranks.
     """
 
@@ -188,7 +188,7 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
             evaluated_s += duration_s if kind is SpanKind.EVALUATION else 0.0
         around.append(span)
     by_kind = {kind: [span for span in inside if span.kind == kind] for kind in SpanKind}
-    # Many collections in a row, such as after a profile, are not a property of the steps.
+    # Many collections in a row, such as those after profiling ends, are not a property of the steps.
     counts[SpanKind.GARBAGE] = len({bisect_right(ends, span.began_s) for span in by_kind[SpanKind.GARBAGE]})
     data, collectives = by_kind[SpanKind.DATA], by_kind[SpanKind.COLLECTIVE]
     names = Counter(span.detail for span in collectives if 0 <= span.detail < len(COLLECTIVES))
@@ -203,7 +203,7 @@ def step_times(spans: Sequence[Span]) -> StepTimes | None:
 
 
 def _without_closures(spans: Sequence[Span]) -> list[Span]:
-    """Return spans in which an optimizer begins after the last backward of its closure.
+    """Return the spans; move the start of each optimizer's span to the end of the last backward pass in its closure.
 
     Lightning and LBFGS compute forward and backward in a closure that the optimizer calls.
     """
@@ -262,7 +262,7 @@ def _threads(uses: Uses, machine: Machine) -> Cause | None:
     return Cause(
         "threads", (),
         f"{number} threads per process on {formatting.count(machine.num_processors, 'core')} wait for each other: "
-        f"torch.set_num_threads({fitting})",
+        f"call torch.set_num_threads({fitting})",
     )  # fmt: skip
 
 
@@ -285,15 +285,15 @@ def _shared_processor(uses: Uses, machine: Machine) -> Cause | None:
     sharers = (
         "another process" if sum(1 + process.num_more for process in neighbours) == 1 else "other processes"
     )
-    subject = (
-        f"{formatting.ranks(slow)}'s core is"
+    share, wait = (
+        ("shares its core", "waits for the core")
         if len(slow) == 1
-        else f"the cores of {formatting.ranks(slow)} are"
+        else ("share their cores", "wait for the cores")
     )
-    share = _percent(median(use.wait_share for use in slow.values()))
+    waiting = _percent(median(use.wait_share for use in slow.values()))
     return Cause(
         "shared core", tuple(slow),
-        f"{subject} shared with {sharers} ({names}): {_it(slow)} waits {share} of the time for the core",
+        f"{formatting.ranks(slow)} {share} with {sharers} ({names}) and {wait} {waiting} of the time",
         is_fixed=is_fixed,
     )  # fmt: skip
 
@@ -304,7 +304,7 @@ def _process_name(process: Neighbour) -> str:
 
 
 def _limits(uses: Uses, machine: Machine) -> Cause | None:
-    """Find external limits of processor time."""
+    """Find external limits on processor time."""
     if machine.throttled_share >= _MIN_LIMITED:
         return Cause(
             "throttled", (),
@@ -314,13 +314,10 @@ def _limits(uses: Uses, machine: Machine) -> Cause | None:
     if machine.stolen_share >= _MIN_LIMITED:
         return Cause(
             "stolen", (),
-            f"the host of this virtual machine gives {_percent(machine.stolen_share)} of its processors to others",
+            f"the host withholds {_percent(machine.stolen_share)} of this virtual machine's processor time, for "
+            "example to run other virtual machines",
         )  # fmt: skip
     return None
-
-
-def _it(ranks: Mapping[int, object]) -> str:
-    return "it" if len(ranks) == 1 else "each"
 
 
 # --- phases of a step ------------------------------------------------------------------------------------------------
@@ -335,10 +332,12 @@ def _saves(times: Times, uses: Uses) -> Cause | None:
     steps = max(round(spent.num_steps / number), 1)
     saved = spent.saved_bytes / spent.num_steps * steps
     what = f"saves {formatting.size(saved)}" if saved else "saves"
-    who = f"each step {what}" if steps == 1 else f"every {steps} steps, a rank {what}"
+    who = f"each step {what}" if steps == 1 else f"a rank {what} every {steps} steps"
     share = _percent(spent.share(SpanKind.SAVE))
     return Cause(
-        "saves", _named(slow, times), f"{who}, {share} of the time {_on(slow, times)}: save less often"
+        "saves",
+        _named(slow, times),
+        f"{who}, which takes {share} of the time {_on(slow, times)}: save less often",
     )
 
 

@@ -332,8 +332,8 @@ _UNEVEN = (
 )
 _ALONE = "Every rank of the group must call it: take it out of the condition."
 _COME = (
-    "Every rank must take part in the same collectives: look for the code that delays the rank. If it was only busy "
-    "for that long, raise hang_timeout_s."
+    "Every rank must take part in the same collectives: look for the code that delays the rank. If it did not hang but "
+    "was busy for that long, raise hang_timeout_s."
 )
 _SAME = (
     "Every rank must call the same collectives in the same order: look for a condition, a loop or a return."

@@ -271,13 +271,13 @@ def allowed_processors(pid: int) -> set[int]:
 
 
 def stolen_seconds() -> float:
-    """Return the processor time that this virtual machine's host has given to others. Source: proc_stat(5)."""
+    """Return the processor time that this virtual machine's host has withheld from it. Source: proc_stat(5)."""
     fields = read("/proc/stat").partition("\n")[0].split()
     return int(fields[_STEAL]) / _TICKS_A_SECOND if len(fields) > _STEAL else 0.0
 
 
 def throttled_seconds() -> float:
-    """Return how long this process's control groups were throttled by their limit of processor time."""
+    """Return how long this process's control groups were throttled by their limit on processor time."""
     for folder in cgroup_folders("cpu"):
         for line in read(folder / "cpu.stat").splitlines():
             name, _, value = line.partition(" ")

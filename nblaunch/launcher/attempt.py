@@ -63,7 +63,10 @@ class Peers(Protocol):
         """Start an agreement with the nodes on the step at which all ranks leave their loops."""
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> Boundary | None:
-        """Start an agreement on the optimizer step at which an interrupt ends the ranks; None if impossible."""
+        """Start an agreement on the optimizer step before which an interrupt is raised on all ranks.
+
+        Return None if this is impossible.
+        """
 
     def exchange(
         self, readings: Sequence[SlotReading], report: AttemptReport, running: Mapping[int, Slot]

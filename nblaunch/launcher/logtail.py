@@ -51,7 +51,7 @@ class LogTail:
     Args:
         rank: rank of the log.
         path: path of the file, which need not exist yet.
-        max_bytes: limit of its size on disk; None = no limit, or another process enforces it.
+        max_bytes: limit on its size on disk; None = no limit, or another process enforces it.
         opener: opens the file; None = by its path.
         keeps_file: restore the file if it is removed while its rank writes to it.
 

@@ -66,7 +66,7 @@ class SessionClient:
         self._group = 1
         self._has_torch = False
         self._boundary: StopAgreement | None = None
-        """Agreement on the optimizer step before which an interrupt ends the command on all ranks."""
+        """Agreement on the optimizer step before which an interrupt of the command is raised on all ranks."""
         self._boundary_until_s = 0.0
         self.busy_since_s = 0.0
         self.num_interrupts = 0

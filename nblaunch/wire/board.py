@@ -170,7 +170,7 @@ class _Word:
 
 
 class StepBoundaries:
-    """A rank's checks before each optimizer step; an interrupt ends all ranks at one of them.
+    """A rank's checks before each optimizer step; an interrupt is raised on all ranks at the same check.
 
     It has the same fields that a :class:`Slot` has for checks of ``accelerator.should_stop``.
     """

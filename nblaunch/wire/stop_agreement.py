@@ -68,7 +68,7 @@ class Agreement(Protocol):
 
 
 class Boundary(Agreement, Protocol):
-    """The launcher's side of an agreement on the optimizer step at which an interrupt ends all ranks.
+    """The launcher's side of an agreement on the optimizer step before which an interrupt is raised on all ranks.
 
     Attributes:
         limit_s: how long the interrupt waits for the step.
@@ -86,7 +86,7 @@ class Boundary(Agreement, Protocol):
 
 
 def on_boundary(slots: Mapping[int, Slot], now_s: float) -> StopAgreement | None:
-    """Propose that all ranks end before the next optimizer step; return None if some have not trained."""
+    """Propose that all ranks stop before the next optimizer step; return None if some have not trained."""
     boundaries = {rank: slot.boundaries for rank, slot in slots.items()}
     if not boundaries or not all(boundary.num_checks for boundary in boundaries.values()):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
 from nblaunch import cli
 from tests.cli.terminal import Emulator, run_in_terminal
@@ -188,6 +189,10 @@ def test_a_kernel_that_dies_is_reported(tmp_path: Path) -> None:
             ["tagged.ipynb", "--parameters", "epocs=2"],
             "--parameters epocs: the notebook's parameters are epochs, rate",
         ),
+        (
+            ["empty.ipynb", "--parameters", "epochs=2"],
+            "--parameters epochs: the cell tagged `parameters` assigns no names",
+        ),
         (["tagged.ipynb", "--parameters", "epochs"], "not of the form name=value"),
         (["plain.ipynb", "--output", "no/such/out.ipynb"], "--output: no such folder"),
         (["plain.ipynb", "--output", "."], "--output: . is a folder"),
@@ -205,11 +210,27 @@ def test_wrong_use_is_one_line_and_runs_nothing(
     (tmp_path / "text.ipynb").write_text("this is no notebook")
     write(tmp_path / "plain.ipynb", "raise SystemError('it ran')")
     write(tmp_path / "tagged.ipynb", "epochs = 1; rate = 2", parameters=0)
+    write(tmp_path / "empty.ipynb", "# no parameters yet", parameters=0)
     assert cli.main(["run-notebook", *words]) == 2
     shown = capfd.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert "it ran" not in shown.err + shown.out
+
+
+def test_a_machine_without_kernels_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_spec(manager: KernelSpecManager, kernel_name: str) -> None:
+        raise NoSuchKernel(kernel_name)
+
+    monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", no_spec)
+    monkeypatch.setattr(KernelSpecManager, "find_kernel_specs", lambda manager: {})
+    assert cli.main(["run-notebook", str(write(tmp_path / "a.ipynb", "1"))]) == 2
+    assert (
+        "no kernel is installed; install one, for example with pip install ipykernel"
+        in capfd.readouterr().err
+    )
 
 
 def test_an_unwritable_folder_is_rejected_at_once(

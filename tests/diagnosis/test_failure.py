@@ -173,7 +173,7 @@ def test_a_stopped_hang_is_reported(log: JobLog) -> None:
     report = died(-15)
     report.signalled = {0: 1.0, 1: 1.0}
     lines = ("rank 0: waiting in barrier, train.py, line 3", "rank 1: train.py, line 9")
-    headline = "rank 1 did not enter the collective that rank 0 waits in"
+    headline = "rank 1 did not enter the collective that rank 0 is waiting in"
     report.hang = Hang((1,), headline, lines, BUSY_FOR_LONG)
     failure = failure_of(report, {}, log, 0)
     assert isinstance(failure.error, JobHung)
@@ -181,7 +181,7 @@ def test_a_stopped_hang_is_reported(log: JobLog) -> None:
     assert failure.sentence.startswith(headline)
     assert str(failure.error).splitlines()[1:] == [
         *lines,
-        f"{SAME_COLLECTIVES} If a rank was only busy for that long, raise hang_timeout_s.",
+        f"{SAME_COLLECTIVES} If the rank did not hang but was busy for that long, raise hang_timeout_s.",
         f"complete logs: {log.attempt_path(0)}",
     ]
 

@@ -227,7 +227,7 @@ BUSY = Position("train.py, line 9: while not ready")
             [1],
             [
                 "rank 0: waiting in backward, train.py, line 14",
-                "rank 1 already returned, so the others wait forever. Check that all ranks see "
+                "rank 1 has already returned, so the others will wait forever. Check that all ranks see "
                 "the same number of batches.",
             ],
         ),

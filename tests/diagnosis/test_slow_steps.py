@@ -77,7 +77,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "saves": (
         lambda: judged(times({SpanKind.SAVE: 0.4}, saved_bytes=NUM_STEPS * 1.2e9), WAITING),
-        "saves", (0,), "each step saves 1.20 GB, 40 % of the time on rank 0",
+        "saves", (0,), "each step saves 1.20 GB, which takes 40 % of the time on rank 0",
     ),
     "garbage": (
         lambda: all_alike({SpanKind.GARBAGE: 0.3}), "garbage", (), "garbage collection takes 30 % of each step",
@@ -97,13 +97,13 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
         lambda: judged(
             WAITING, CLEAN, uses=[QUIET, Processors(0.5, 1, 5.0, 5.0, HOG)]
         ),
-        "shared core", (1,), "rank 1's core is shared with another process (python, pid 812)",
+        "shared core", (1,), "rank 1 shares its core with another process (python, pid 812)",
     ),
     "shared core on a busy machine": (
         lambda: judged(
             CLEAN, CLEAN, uses=[Processors(0.35, 1, 6.0, 3.5), Processors(0.5, 1, 5.0, 5.0, HOG)]
         ),
-        "shared core", (1,), "rank 1's core is shared with another process (python, pid 812)",
+        "shared core", (1,), "rank 1 shares its core with another process (python, pid 812)",
     ),
     "threads": (
         lambda: judged(CLEAN, CLEAN, uses=[Processors(0.4, 8, 10.0, 60.0)] * 2),
@@ -115,7 +115,7 @@ CAUSES: dict[str, tuple[Callable[[], Cause | None], str, tuple[int, ...], str]] 
     ),
     "stolen": (
         lambda: judged(CLEAN, CLEAN, machine=Machine(2, stolen_share=0.3)),
-        "stolen", (), "the host of this virtual machine gives 30 %",
+        "stolen", (), "the host withholds 30 % of this virtual machine's processor time",
     ),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ class DataLoaderStateMixin:
         get_shared_state().loaders.leave(self)
 
     def _expected_remainder(self) -> int:
-        """Compute the number of real rows in the last global batch before the epoch is read."""
+        """Compute, before the epoch is read, the number of real rows in its last global batch."""
         return -1
 
 
@@ -75,7 +75,7 @@ class Epochs:
         start: states of the generators that decide the order, at the start of the epoch.
         resumed_start: states of these generators from a loaded checkpoint, for the start of the next epoch.
         global_start: the same for torch's global generator, if it decides the order.
-        saved_position: the loaded checkpoint's position in the epoch; None once an epoch is read.
+        saved_position: the loaded checkpoint's position in the epoch; None once an epoch begins.
         state: the state of a stateful loader at the current batch; None before the first one.
         batches_behind: batches that were read before the loaded state was saved; 0 once an epoch begins.
         batches_to_drop: batches that the base loader must read again and drop, because its stream can only start at
@@ -106,7 +106,7 @@ class DataLoaderAdapter(Base):
         dataset: as in :class:`torch.utils.data.DataLoader`.
         batch_sampler: as in :class:`torch.utils.data.DataLoader`.
         use_stateful_dataloader: read with torchdata, which makes :meth:`state_dict` return the position in the epoch.
-        options: more arguments of the loader.
+        options: further arguments for the loader.
 
     Raises:
         ImportError: ``use_stateful_dataloader`` is set, but torchdata is not installed.
@@ -259,7 +259,7 @@ class _Progress:
 
 
 def _loses_rows(dataset: Any, num_batches: int) -> bool:
-    """Return whether a stream of ``datasets`` shuffles in a buffer, whose rows its state does not include.
+    """Return whether a stream of ``datasets`` shuffles in a buffer; its state does not include the rows in that buffer.
 
     Warn that ``num_batches`` batches are read again for this reason.
     """
@@ -271,8 +271,8 @@ def _loses_rows(dataset: Any, num_batches: int) -> bool:
                 warn(
                     f"the stream shuffles in a buffer of {attributes['buffer_size']} rows, which its state does not "
                     f"include, so the loader reads the first {num_batches} batches of the epoch again and drops them. "
-                    "Resuming from the stream's state would lose the rows in the buffer. To resume without reading, "
-                    "shuffle the data before storing it, and leave shuffle() out"
+                    "Resuming from the stream's state would lose the rows in the buffer. To resume without "
+                    "reading these batches again, shuffle the data before you store it, and omit shuffle()"
                 )
             return True
         parts += [attributes["ex_iterable"]] if "ex_iterable" in attributes else []

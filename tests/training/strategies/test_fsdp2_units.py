@@ -86,7 +86,7 @@ def test_unknown_classes_list_the_existing_ones() -> None:
     with pytest.raises(ValueError) as caught:
         _units(network(), transformer_cls_names_to_wrap=["Block", "LlamaLayer"])
     assert str(caught.value) == (
-        "transformer_cls_names_to_wrap has 'LlamaLayer', but the Network has no such modules. Its classes are "
+        "transformer_cls_names_to_wrap has 'LlamaLayer', but the Network has no such modules. Its classes: "
         "Linear (5), Block (3), LayerNorm (3)"
     )
     with pytest.raises(ValueError, match=r"needs transformer_cls_names_to_wrap.*Network.*Block \(3\)"):

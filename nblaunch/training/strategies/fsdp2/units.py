@@ -196,7 +196,7 @@ def _classes_in(model: nn.Module) -> str:
         if not isinstance(module, _NEVER_CALLED) and any(True for _ in module.parameters())
     )
     listed = sorted(counts, key=lambda name: (-counts[name], name))
-    return "Its classes are " + (", ".join(f"{name} ({counts[name]})" for name in listed) or "none")
+    return "Its classes: " + (", ".join(f"{name} ({counts[name]})" for name in listed) or "none")
 
 
 def _predicate(policy: Callable[..., Any]) -> Callable[[nn.Module], bool]:
