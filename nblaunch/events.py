@@ -81,7 +81,8 @@ class ExitStatus:
         return f"ended with its forkserver (pid {self.server_pid}): {text}" if self.server_pid else text
 
 
-# Not an exit code, which has 8 bits. Its low 8 bits are set, so that no shell takes it for success.
+# No process can have this exit code, because exit codes have 8 bits. The low 8 bits are set, so that no shell takes it
+# for success.
 _UNKNOWN_CODE = 511
 
 UNKNOWN_EXIT = ExitStatus(_UNKNOWN_CODE)
@@ -293,7 +294,7 @@ class ValueLocation:
 
 @dataclass(frozen=True)
 class Returned(Event):
-    """The function of a rank returned.
+    """A rank's function has returned.
 
     Args:
         value_location: position of the return value.

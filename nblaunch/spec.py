@@ -209,7 +209,8 @@ class LaunchSpec:
         hosts: names of the machines, as ``ssh`` accepts them; for ``engine="ssh"``.
         resources_per_node: resources of each machine, such as ``{"CPU": 8, "GPU": 4}``, for ``engine="ray"``.
         runtime_env: environment of the nodes, in Ray's format, for ``engine="ray"``.
-        master_port: TCP port of machine 0; None = chosen by the system; with several machines 29500.
+        master_port: TCP port of machine 0. None = 29500 with several machines; otherwise, the system chooses a free
+            port.
         num_nodes: number of machines: ``2``, or ``"1:2"``.
         rdzv_conf: further settings with torch's names, see :data:`nblaunch.spec.RDZV_SETTINGS`.
         rdzv_timeout_s: timeout in seconds of the rendezvous, or of the wait for an engine's nodes; None =

@@ -211,7 +211,7 @@ class Backend(ABC):
 
     @abstractmethod
     def device(self, topology: Topology) -> torch.device:
-        """Return the device of this worker; may create its context."""
+        """Return the device of this worker. The call may create the device's context."""
 
     @abstractmethod
     def precision_problem(self, precision: str) -> str | None:

@@ -193,7 +193,7 @@ def gpu_hazard(runtime: GpuRuntime) -> str | None:
 
 
 def _try_torch(runtime: GpuRuntime) -> None:
-    """Do in a probe process what a worker does first; raise an error if torch rejects it."""
+    """In a probe process, use torch as a worker does when it starts; raise an error if that fails."""
     import torch
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
@@ -357,8 +357,8 @@ def _run_probe(attempt: Callable[[], None], writer: int) -> None:
 
 
 def small_backward() -> None:
-    """Run the smallest backward on the CPU; called in a probe process."""
+    """Run a minimal backward pass on the CPU. Called in a probe process."""
     import torch
 
-    # One number is too small for OpenMP, whose threads a fork does not copy either.
+    # A single number is too little work for OpenMP to use its threads, which a fork does not copy either.
     torch.ones((), requires_grad=True).backward()

@@ -176,7 +176,7 @@ def leave() -> None:
 def break_off() -> None:
     """Leave the group at once, if there is one: waiting collectives fail, here and on the connected ranks.
 
-    Gloo's connections end only with the last reference to the group, and a prepared model holds one.
+    Gloo closes its connections only when the last reference to the group is dropped, and a prepared model holds one.
     """
     for fd, identity in _connections.items():
         with suppress(OSError):

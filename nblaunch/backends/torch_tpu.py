@@ -91,7 +91,7 @@ class TorchTpuBackend(Backend):
         return "the PCI bus has no TPU chip; check that this is a TPU host, and that the container can see /sys/bus/pci"
 
     def _missing(self) -> str | None:
-        """Return which package is missing or does not fit; None if all fit."""
+        """Return which package is missing or has an unsuitable version; None if there is none."""
         if not is_installed("torch_tpu"):
             return f"torch_tpu is not installed; on a TPU host: {INSTALL}"
         if not is_installed("libtpu"):

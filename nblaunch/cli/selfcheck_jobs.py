@@ -215,7 +215,7 @@ def _train_passed_model(model: nn.Module) -> list[float]:
 
 
 def check_errors(setup: Setup) -> str:
-    """Check that an exception of a rank is raised here and ends the job."""
+    """Check that an exception on one rank is raised here and ends the job."""
     error = setup.run(_raise_in_last_rank).exception()
     if not isinstance(error, ZeroDivisionError) or "on purpose" not in str(error):
         raise CheckFailed(f"the last rank raised ZeroDivisionError, but the job raised {error!r}")

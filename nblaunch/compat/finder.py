@@ -1,4 +1,4 @@
-"""Serves the names of :mod:`nblaunch.compat.names`: lookup at first use, and an import hook for modules.
+"""Imports the names in :mod:`nblaunch.compat.names` when they are first used; an import hook finds the modules.
 
 ``nblaunch.utils.operations`` is a module without a file. Its attributes are imported at first use, from the modules
 that define them. Every module has the names that Accelerate serves if it is installed. An unsupported module or

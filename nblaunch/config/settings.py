@@ -249,8 +249,7 @@ _UNSUPPORTED = {
 
 
 def unsupported_reason(name: str) -> str | None:
-    """Return why nblaunch does not support a setting of Accelerate; None if it does, or if Accelerate has no such
-    setting."""
+    """Return the reason why nblaunch does not support a setting of Accelerate; None if it does, or if unknown."""
     if name in SETTINGS:
         return None
     for unsupported, reason in _UNSUPPORTED.items():

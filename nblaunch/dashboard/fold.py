@@ -373,7 +373,7 @@ def _with_epoch(view: JobView, key: tuple[int, int], epoch: EpochView) -> JobVie
 
 
 def _with_points(view: JobView, event: events.Metric) -> Mapping[str, Curve]:
-    """Return the curves of ``view`` with the finite numbers of ``event``."""
+    """Return the curves of ``view``, extended by the finite numbers in ``event``."""
     extended = dict(view.curves)
     for name, value in event.values.items():
         is_number = (

@@ -249,7 +249,7 @@ def _stalled(view: JobView) -> list[Notice]:
     if view.hang and stalls:
         text = view.hang[0]
         if all(stall.is_certain for stall in stalls.values()):
-            # The report's first line counts the seconds until its creation, so a current line replaces it.
+            # The report's first line gives the duration at the time of the report. Replace it with the current one.
             since_s = max(stall.time_s - stall.for_s for stall in stalls.values())
             text = f"no progress for {whole_duration(view.now_s - since_s)}:"
         return [Notice("stalled", tuple(stalls), text, view.hang[1:])]

@@ -1,6 +1,6 @@
 """The result of a job: figures such as rate, losses and memory, a comparison of its ranks, and its failures.
 
-Rates are means over all of training, without evaluations. The best value of a metric is shown if the metric's
+Rates are averages over the whole training, excluding evaluations. The best value of a metric is shown if the metric's
 name says which direction is better: ``loss`` falls, ``accuracy`` rises.
 """
 

@@ -209,7 +209,7 @@ class JobFollower(Job):
                 self._leave()
                 return
             has_job_process = num_polls % _POLLS_PER_CHECK > 0 or self._look_at_process()
-            # Read after that check, so that these are all events if the process has ended.
+            # Read the events after that check: if the process has ended, no event can follow these.
             events = self._reader.read_events()
             if num_polls == 0:
                 events = self._dated(events, has_job_process)

@@ -45,7 +45,10 @@ class NodesWanted:
 
     @property
     def interpreter_variables(self) -> dict[str, str]:
-        """Variables that Python reads when it starts. With one hash seed, all ranks order sets of strings alike."""
+        """Variables that Python reads when it starts.
+
+        With the same hash seed, all ranks iterate over a set of strings in the same order.
+        """
         return {name: value for name, value in self.environment.items() if name == "PYTHONHASHSEED"}
 
 

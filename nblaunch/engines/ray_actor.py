@@ -34,7 +34,7 @@ def leave_out_optional_packages() -> None:
 
 
 class NodeActor:
-    """Runs the node program. Several threads call its methods, but each method only in one thread at a time.
+    """Runs the node program. Several threads call its methods, but no two threads call the same method at once.
 
     Its constructor has no arguments, because Ray would import optional packages to read them.
 

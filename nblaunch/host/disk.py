@@ -23,7 +23,7 @@ def free_range(fd: int, start: int, length: int) -> None:
 
 
 def growth_problem(path: Path, num_bytes: int) -> str | None:
-    """Return why a file can't grow by ``num_bytes``, in the words of :func:`reason`; None if it can, or if unknown.
+    """Return the :func:`reason` why a file can't grow by ``num_bytes``; None if it can, or if this is unknown.
 
     The call reserves the space if there is enough; the file's contents and size stay unchanged.
     """

@@ -149,7 +149,7 @@ def own_bytes(pid: int) -> int | None:
 
 
 def unusual_state(pid: int) -> str | None:
-    """Return why a process can't answer a signal, as text; None if it can."""
+    """Return the reason why a process can't respond to a signal; None if it can."""
     fields = _stat_fields(pid)
     return _STATES.get(fields[0]) if fields else None
 

@@ -278,7 +278,7 @@ def ask_metadata_server(key: str) -> str | None:
 
 
 def num_chips_of(accelerator_type: str) -> int:
-    """Return the number of chips, as PCI shows them, on all hosts of a slice of this type; 0 if unknown."""
+    """Return the number of chips on the PCI buses of all hosts in a slice of this type; 0 if unknown."""
     match = re.fullmatch(r"([a-z]+\d[a-z]*)-(\d+)", accelerator_type)
     if match is None:
         return 0

@@ -60,7 +60,7 @@ class Waits:
     """The waits of a process whose main thread can be woken only by another of its threads.
 
     Args:
-        main: wait of the main thread. An equal wait later means that the thread has not run in between.
+        main: wait of the main thread. If a later wait is equal, the thread has not run in the meantime.
         others: waits of the other threads, if all are of the same kind; None if a thread may continue by itself.
     """
 

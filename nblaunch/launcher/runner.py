@@ -471,8 +471,8 @@ class _KeptWorkers(KeptFailure):
 def _clear_variables(error: BaseException) -> None:
     """Clear the launcher's frames in the tracebacks of ``error`` and its causes; they hold the function's arguments.
 
-    Frames of ranks hold their variables only as text and are not cleared, but the launcher's frames that called them
-    are.
+    A rank's frames are not cleared, because they hold their variables only as text. The launcher's frames behind them
+    are cleared.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

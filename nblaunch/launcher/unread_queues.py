@@ -1,4 +1,4 @@
-"""Saves values that ranks put into queues of the kernel and that no process has read when the ranks end.
+"""Saves values that ranks have put into the kernel's queues, if no process has read them by the time the ranks end.
 
     rank ── PutUnread ──> UnreadQueues: once all running ranks wait for readers
                             └── thread: reads the pipes, so that the ranks can end

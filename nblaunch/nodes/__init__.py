@@ -10,9 +10,9 @@ waits again before a restart. The agent takes part in torch's elastic rendezvous
 nodes.
 
 nblaunch does not use torchrun's agent, because that agent starts the workers as its own children. Here the launcher
-starts and supervises them, as on one machine: children of an agent could inherit neither the function nor the model of
-the notebook, and events, logs, diagnosis, results, trained weights and escalation would need a second implementation.
-The agent runs in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
+starts and supervises them, as on one machine. Children of an agent could not inherit the notebook's function and model.
+Events, logs, diagnosis, results, trained weights and escalation would also need a second implementation. The agent runs
+in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
 
 Three more things differ from torchrun. Workers do not share the agents' store: each start gets a new store in the agent
 of node 0, so that nothing reads a value of an earlier start by mistake. No store listens on all interfaces. And a node

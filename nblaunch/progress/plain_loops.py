@@ -4,9 +4,9 @@
         loss.backward()               torch.autograd.backward        marks the loop as an epoch; provides the loss
         optimizer.step()              hook of torch.optim            counts a step; without a loader, an iteration
 
-Hooks on torch see these calls in every library. A loop over a loader that calls ``backward`` trains; any other loop
-evaluates. Some libraries read ahead, so batches that were read before the first ``backward``, except the last, count
-as not done.
+Hooks on torch see these calls in every library. A loop over a loader counts as training if it calls ``backward``, and
+otherwise as evaluation. Some libraries read ahead, so batches that were read before the first ``backward``, except the
+last, count as not done.
 
 The loss is the tensor on which ``backward`` was called. It is shown without the factor of a ``GradScaler`` and without
 the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it reports by

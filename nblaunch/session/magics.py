@@ -108,7 +108,7 @@ class RankMagics(Magics):
         RankMagics.session = None
 
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
-        """Show the ranks' last values; show equal values once.
+        """Show the value of each rank's last expression; show a value that several ranks share only once.
 
         Text follows the list of ranks; other displays come below it.
         """

@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         report_left(boot)
         with process_control.signals_blocked():
             pids = _start_workers(boot, call)
-            # Until the launcher knows the workers, it sends interrupts to the server.
+            # The launcher sends interrupts to the server until it has the workers' pids.
             signal.signal(signal.SIGINT, lambda number, frame: _interrupt(pids))
     except BaseException as error:
         # No worker can report the error yet, so the server reports it for the first rank.

@@ -94,7 +94,8 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | torch.Tensor:
         """Step ``optimizer``. Return whether the step was skipped because gradients overflowed.
 
-        If the device decides this, the answer is a tensor, and only reading it waits for the device.
+        If the device decides this, the answer is a tensor. The call then does not wait for the device; reading the
+        tensor does.
         """
         if closure is None:
             optimizer.step()
@@ -175,7 +176,7 @@ class Fp16Precision(Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """torch's scaler. If the round has ended, it already has the scale of the next round."""
+        """torch's scaler. After the end of a round, the scaler already has the scale of the next round."""
         if not self._waiting():
             self._end_round()
         return self._scaler

@@ -2,9 +2,9 @@
 
     kernel ── CommandConnection ══ socketpair ══ CommandConnection ── worker
 
-A worker has one connection, for both. It is made before the worker starts and has no address: only the kernel, the
-worker and processes that the worker forks have an end of it. Messages are therefore pickled, like events
-(``channel.py``); memory files carry objects of the user's classes. A command of a session is reported by events
+A worker has one connection for sessions and the debugger. It is made before the worker starts and has no address: only
+the kernel, the worker and processes that the worker forks have an end of it. Messages are therefore pickled, like
+events (``channel.py``); memory files carry objects of the user's classes. A command of a session is reported by events
 (:class:`nblaunch.events.CommandEvent`); a command to the debugger that has a number is answered by a :class:`Reply`.
 """
 

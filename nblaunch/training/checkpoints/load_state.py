@@ -298,7 +298,7 @@ class _Checkpoint:
 
 
 def _check_optimizer(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError if a state's groups of parameters differ from the optimizer's."""
+    """Raise CheckpointError if a state's parameter groups differ from the optimizer's."""
     saved, groups_here = state.get("param_groups"), getattr(optimizer, "param_groups", None)
     if not isinstance(saved, list) or not isinstance(groups_here, list):
         return  # another format, which the strategy understands

@@ -6,9 +6,9 @@
 Before the ranks write, they compare the states of registered objects, if rank 0 has any.
 
 Rank 0 waits until every other rank has arrived or has *passed*. A rank has passed if it has begun a collective that
-rank 0 has not begun: it waits there for rank 0, so it can't reach this round. This is how nblaunch recognises ``if
-accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group has also passed.
-torch's process groups count their collectives (the sequence numbers of its flight recorder). The counts include
+rank 0 has not begun. There, the rank waits for rank 0, so it can't reach this round. This is how nblaunch recognises
+``if accelerator.is_main_process: save_state()`` without a timeout. A rank that has left the process group has also
+passed. torch's process groups count their collectives (the sequence numbers of its flight recorder). The counts include
 collectives of wrappers such as DistributedDataParallel, and collectives that scripts call themselves. They also include
 point-to-point messages over gloo (torch 2.13). If only some ranks exchange such messages, use
 ``main_process_only=True`` to save only on rank 0.
@@ -229,7 +229,7 @@ class Coordinator(_Side):
 
     def open(self) -> list[int]:
         """Open a round, wait until every other rank has arrived or passed, and return the ranks that passed."""
-        # Hold the store, because it may live in this process, where it would end with the group.
+        # Keep a reference to the store: this process may host it, and would otherwise close it with the group.
         self._held = _default_store()
         before = self._mail.read("round", Round)
         self._number = before.number + 1 if before is not None else 1

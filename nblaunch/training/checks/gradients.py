@@ -1,4 +1,4 @@
-"""Checks for gradients that are never cleared, never computed, or overflow in every step."""
+"""Checks for gradients that are never cleared, are never computed, or overflow in every step."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class Watch:
                 self._call("before_step", self._prepared, optimizer)
 
     def _before_torch_clips(self, gradients: Sequence[torch.Tensor]) -> None:
-        # The observation outlives the window if other code has replaced torch's helper in the meantime.
+        # This hook remains after the window if other code has replaced torch's helper in the meantime.
         if self.is_looking and self._is_at_home():
             self._call("before_clip", self._prepared, gradients, True)
 

@@ -371,7 +371,7 @@ def _make_samplers_shareable_in_place(index_sampler: Any, config: DataLoaderConf
 
 
 def _is_reseeded(sampler: Any, data_seed: int | None) -> bool:
-    """Return whether ``prepare`` sets the seed: the sampler has none from the user, or the configuration has one."""
+    """Return whether ``prepare`` sets the seed, because the user has set none or because the configuration has one."""
     if type(sampler) is SeedableRandomSampler:
         return sampler.data_seed is None or data_seed is not None
     return type(sampler) is RandomSampler

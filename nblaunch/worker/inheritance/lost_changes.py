@@ -386,7 +386,7 @@ def _parts(value: Any, *, with_itself: bool = True) -> Iterator[Any]:
 
 
 def _kept_in(returned: Any) -> set[int]:
-    """Return the identities of the objects in a function's value, which the kernel gets."""
+    """Return the ids of the objects that the kernel receives with a function's return value."""
     pending, kept = deque([returned]), set[int]()
     while pending and len(kept) < _MAX_RETURNED:
         value = pending.popleft()

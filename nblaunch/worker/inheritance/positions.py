@@ -180,9 +180,9 @@ def _sharing(fds: Sequence[int], flags: int) -> Collection[Sequence[int]]:
     """Group the ``fds`` that share an open file description and therefore its flags.
 
     The flag ``O_NONBLOCK`` has no effect on files and folders. In one round per bit, every descriptor sets the flag
-    to that bit of its index in ``fds``, and then every descriptor reads the flag. Over all rounds, a descriptor reads
-    the index of the last descriptor that shares its description. Descriptors that a thread closes in the meantime are
-    left out.
+    to that bit of its index in ``fds``, and then every descriptor reads the flag. The bits that a descriptor reads in
+    all rounds form an index: the index of the last descriptor that shares its description. Descriptors that a thread
+    closes in the meantime are left out.
     """
     if len(fds) == 1:
         return [fds]

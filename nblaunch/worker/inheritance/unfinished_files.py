@@ -54,7 +54,7 @@ _WRITERS = (
     _Writer("lz4.frame", "LZ4FrameFile", "lz4 file", ("write",), ("flush", "close"), stream="_fp"),
     _Writer("zipfile", "ZipFile", "zip archive", ("write", "writestr", "mkdir", "_open_to_write"), stream="fp"),
     _Writer("zipfile", "_ZipWriteFile", "zip archive", ("write",), stream="_fileobj"),
-    # Workers may add to a tar archive, but readers stop at an end that a worker writes.
+    # Workers may add to a tar archive, but if a worker writes the end mark, readers stop there.
     _Writer("tarfile", "TarFile", "tar archive", (), stream="fileobj"),
     _Writer("tarfile", "_Stream", "tar archive", ("write",), stream="fileobj"),
     _Writer("wave", "Wave_write", "WAV file", ("writeframesraw", "writeframes"), stream="_file"),
@@ -67,7 +67,7 @@ _WRITERS = (
     _Writer("matplotlib.backends.backend_pdf", "PdfPages", "PDF file", ("savefig", "attach_note"), stream="_file.fh"),
     _Writer("pandas.io.excel._openpyxl", "OpenpyxlWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
     _Writer("pandas.io.excel._xlsxwriter", "XlsxWriter", "Excel file", ("_write_cells",), stream="_handles.handle"),
-    # Every change to a PyTables file, except to the elements of an array, calls this method first.
+    # PyTables calls this method before every change to a file, except before changes to the elements of an array.
     _Writer("tables.file", "File", "PyTables file", ("_check_writable",), ("flush", "close"), path="filename"),
     _Writer("tables.array", "Array", "PyTables file", ("__setitem__",), ()),
     _Writer("netCDF4._netCDF4", "Dataset", "netCDF file",

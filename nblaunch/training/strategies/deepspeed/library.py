@@ -112,8 +112,8 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
 def _take_over_group() -> None:
     """Make DeepSpeed use this process's process group, and forget the group of an earlier launch.
 
-    A group inherited through a fork is kept without being used, because destroying it would wait for threads that a
-    fork does not copy.
+    A group inherited through a fork is kept but not used. It can't be destroyed: that would wait for its threads, which
+    a fork does not copy.
     """
     global _group, _owner_pid
     comm: Any = importlib.import_module("deepspeed.comm.comm")

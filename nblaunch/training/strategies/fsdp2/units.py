@@ -71,8 +71,9 @@ def of_one_dtype_each(
 ) -> list[tuple[str, nn.Module]]:
     """Divide ``units`` until the trained weights in each share one dtype. Return all units, innermost first.
 
-    A unit has the dtype of its direct weights, or else of most weights inside. Inner modules become units if their
-    direct weights have another dtype. :func:`odd_weights` returns the weights that can't be divided this way.
+    A unit has the dtype of its direct weights or, without direct weights, the most frequent dtype of the weights
+    inside. Inner modules become units if their direct weights have another dtype. :func:`odd_weights` returns the
+    weights that can't be divided this way.
     """
     chosen = list(units)
     while True:
