@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
+import os
 import re
 import sys
 import warnings
@@ -19,6 +20,9 @@ from typing import Any, TypeVar
 Change = Callable[[ModuleType], None]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_OWNER = "_nblaunch_process"
+"""Attribute of an object that holds the id of the process that owns it."""
 
 
 def is_installed(package: str) -> bool:
@@ -132,6 +136,16 @@ def call_before(cls: Any, name: str, act: Callable[[Any], None]) -> None:
         return method(self, *args, **kwargs)
 
     setattr(cls, name, call)
+
+
+def mark_as_own(instance: Any) -> None:
+    """Mark a library's object that this process has created or made usable, as opposed to an inherited one."""
+    setattr(instance, _OWNER, os.getpid())
+
+
+def is_own(instance: Any) -> bool:
+    """Return whether this process, rather than one that it was forked from, has marked the object."""
+    return vars(instance).get(_OWNER) == os.getpid()
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -22,6 +22,5 @@ queues.py         waits until others have read the values that the function put 
 studies.py        reports writes to copies of optuna studies
 loaders.py        restarts data loaders, and rejects iterators that the kernel has begun
 kernel_threads.py restarts log listeners, and reports joins of threads that the fork left behind
-marks.py          marks objects of this process, for several of these modules
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
 """

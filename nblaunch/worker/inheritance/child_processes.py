@@ -16,7 +16,6 @@ from typing import Any
 
 from nblaunch import packages
 from nblaunch.host import exhaustion
-from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _POLL_S = 0.05
 _STATE, _EXIT_STATUS = 0, 49
@@ -58,7 +57,7 @@ def watch(*, is_forked_here: bool = False) -> None:
 
     @packages.replacement_of(poll)
     def poll_here(self: Any, *args: Any, **kwargs: Any) -> int | None:
-        if self.returncode is not None or is_marked(self):
+        if self.returncode is not None or packages.is_own(self):
             result: int | None = poll(self, *args, **kwargs)
             return result
         status = _status(self.pid)
@@ -68,7 +67,7 @@ def watch(*, is_forked_here: bool = False) -> None:
 
     @packages.replacement_of(try_wait)
     def try_wait_here(self: Any, wait_flags: int) -> tuple[int, int]:
-        if is_marked(self):
+        if packages.is_own(self):
             result: tuple[int, int] = try_wait(self, wait_flags)
             return result
         while (status := _status(self.pid)) is None:
@@ -77,7 +76,7 @@ def watch(*, is_forked_here: bool = False) -> None:
             time.sleep(_POLL_S)
         return self.pid, status
 
-    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "__init__", packages.mark_as_own)
     cls._internal_poll, cls._try_wait = poll_here, try_wait_here
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from nblaunch import context, packages
 from nblaunch.events import Note
 from nblaunch.user_code import is_user_file
-from nblaunch.worker.inheritance.marks import is_marked, mark
 
 of_kernel: list[threading.Thread] = []
 """The threads that ran in the kernel at the fork, as seen in a forked worker."""
@@ -49,8 +48,8 @@ def watch() -> None:
 
 
 def _restart_listener_once(handler: Any) -> None:
-    if not is_marked(handler):
-        mark(handler)
+    if not packages.is_own(handler):
+        packages.mark_as_own(handler)
         _restart_listener(handler.queue)
 
 

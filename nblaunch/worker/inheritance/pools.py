@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _kept: list[Any] = []
 """Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
@@ -112,7 +111,7 @@ def _watch_process_executors(module: Any) -> None:
         )
         make(pool, pool._max_workers, pool._mp_context, pool._initializer, pool._initargs, **options)
 
-    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "__init__", packages.mark_as_own)
     packages.call_before(cls, "submit", _once(renew))
     # Otherwise, shutdown() would wake the thread that manages the kernel's pool.
     packages.call_before(cls, "shutdown", _once(renew))
@@ -142,7 +141,7 @@ def _watch_loky(module: Any) -> None:
         )
         pool._initializer, pool._initargs = initializer, initargs  # already wrapped by loky
 
-    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "__init__", packages.mark_as_own)
     packages.call_before(cls, "submit", _once(renew))
     packages.call_before(cls, "shutdown", _once(renew))
     reusable = sys.modules.get(module.__name__.replace("process_executor", "reusable_executor"))
@@ -173,7 +172,7 @@ def _watch_pools(module: Any) -> None:
         pool._pool = []
         pool._change_notifier = queue.SimpleQueue()
 
-    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "__init__", packages.mark_as_own)
     packages.call_before(cls, "_check_running", _once(renew))
     for name in ("close", "terminate", "join"):
         packages.call_before(cls, name, _once(end))
@@ -183,12 +182,12 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that calls ``act(pool)`` once, in the first thread that uses the pool, while others wait."""
 
     def act_once(pool: Any) -> None:
-        if is_marked(pool):
+        if packages.is_own(pool):
             return
         with _changing:
-            if not is_marked(pool):
+            if not packages.is_own(pool):
                 act(pool)
-                mark(pool)
+                packages.mark_as_own(pool)
 
     return act_once
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nblaunch import packages
-from nblaunch.worker.inheritance.marks import is_marked, mark
 
 _WRITES = (
     "create_new_study",
@@ -45,11 +44,11 @@ def _watch_storages(warn: Callable[[str], None], module: Any) -> None:
 
     def report(storage: Any) -> None:
         nonlocal has_warned
-        if not has_warned and not is_marked(storage):
+        if not has_warned and not packages.is_own(storage):
             has_warned = True
             warn(_LOST)
 
-    packages.call_before(cls, "__init__", mark)
+    packages.call_before(cls, "__init__", packages.mark_as_own)
     for name in _WRITES:
         if hasattr(cls, name):
             packages.call_before(cls, name, report)
