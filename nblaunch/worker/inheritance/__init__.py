@@ -17,10 +17,9 @@ connected_engines.py  prevents forks of a process that is connected to Ray; fres
 random_states.py  gives workers the kernel's random states, then advances them in the kernel
 files.py          files that the kernel has open, with positions.py and written_files.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory
-pools.py          recreates pools of the standard library and joblib when a worker uses them
+pools.py          recreates pools of the standard library and joblib, and restarts data loaders, when a worker uses them
 queues.py         waits until others have read the values that the function put into multiprocessing queues
 studies.py        reports writes to copies of optuna studies
-loaders.py        restarts data loaders, and rejects iterators that the kernel has begun
 kernel_threads.py restarts log listeners, and reports joins of threads that the fork left behind
 kernel_only.py    removes the kernel's input(), exit handlers, open figures and profiler
 """

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from nblaunch.backends import process_group
 from nblaunch.wire import accelerate_states
 from nblaunch.worker import libraries
-from nblaunch.worker.inheritance import child_processes, kernel_threads, loaders, pools
+from nblaunch.worker.inheritance import child_processes, kernel_threads, pools
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 _abandoned: list[Any] = []
@@ -51,7 +51,6 @@ def leave_kernel(kernel_streams: Iterable[Any]) -> None:
     child_processes.watch()
     _leave_event_loop()
     pools.renew_at_use()
-    loaders.renew_at_use()
     os.register_at_fork(after_in_child=_renew_in_child)
     kernel_threads.watch()
     accelerate_states.reset_in_worker()
@@ -63,7 +62,6 @@ def _renew_in_child() -> None:
     """Renew what a process forked by the function inherits from this worker."""
     child_processes.watch(is_forked_here=True)
     pools.renew_at_use()
-    loaders.renew_at_use()
 
 
 def _drop_exit_handlers() -> None:

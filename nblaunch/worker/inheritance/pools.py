@@ -1,9 +1,13 @@
-"""Lets workers use pools of the standard library, loky and joblib that the kernel has created.
+"""Lets workers use pools of the standard library, loky and joblib, and data loaders, that the kernel has created.
 
 A fork copies a pool's bookkeeping but not its threads, and the pool's processes serve only the kernel. A pool whose
 bookkeeping lists threads starts no new ones, so its first task would wait forever. nblaunch therefore recreates a
 pool when a worker first uses it, with the same arguments, and in place, because other objects may refer to it. The
 kernel's tasks stay in the kernel.
+
+A data loader with ``persistent_workers`` keeps its iterator and processes; a rank creates its own. An iterator that a
+cell has begun raises an error, because a rank can't know what the iterator's processes have already sent to the kernel.
+Iterators without processes continue in each rank from the kernel's position.
 
 nblaunch looks only at modules that the kernel has loaded, and changes only pools that are used. It never walks the
 heap. Where a module's own records show that the kernel has no pool of a kind, a worker leaves the classes as they are,
@@ -12,6 +16,7 @@ because each change copies pages of the kernel's memory.
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -21,19 +26,21 @@ from typing import Any
 from nblaunch import packages
 
 _kept: list[Any] = []
-"""Parts of the kernel's pools, kept because freeing them may write to pipes that the kernel's processes read."""
+"""Parts of the kernel's pools and its iterators of loaders. Freeing them may write to pipes that the kernel's processes
+read, or end these processes.
+"""
 _changing = threading.RLock()
 """Held while a pool is recreated, because several threads of a worker may start to use it at the same moment."""
 
 
 _watched: set[str] = set()
-"""Modules whose pools are watched in this process."""
+"""Modules whose pools or loaders are watched in this process."""
 
 
 def renew_at_use() -> None:
-    """Recreate every inherited pool on its first use in this process.
+    """Recreate every inherited pool and restart every inherited loader on its first use in this process.
 
-    A process that this one forks inherits pools again and must also call this function.
+    A process that this one forks inherits them again and must also call this function.
     """
     _replace_lock()
     for name, watch, has_pools in _WATCHES:
@@ -43,7 +50,7 @@ def renew_at_use() -> None:
             watch(module)
 
 
-def has_made_processes(package: str = "multiprocessing") -> bool:
+def _has_made_processes(package: str = "multiprocessing") -> bool:
     """Return whether this process or one of its parents has ever created a process object.
 
     Args:
@@ -70,7 +77,12 @@ def _has_process_executors(module: Any) -> bool:
 def _has_pools(module: Any) -> bool:
     """Return whether a pool may exist. A ``ThreadPool`` has no processes, but creating one imports another module."""
     package = module.__name__.rpartition(".")[0]
-    return has_made_processes(package) or f"{package}.dummy" in sys.modules
+    return _has_made_processes(package) or f"{package}.dummy" in sys.modules
+
+
+def _has_loaders(module: Any) -> bool:
+    """Return whether a data loader with processes may exist."""
+    return _has_made_processes() and hasattr(module, _LOADERS[module.__name__][1])
 
 
 def empty_like(kernels: Any) -> Any:
@@ -178,6 +190,52 @@ def _watch_pools(module: Any) -> None:
         packages.call_before(cls, name, _once(end))
 
 
+_LOADERS = {
+    "torch.utils.data.dataloader": ("DataLoader", "_MultiProcessingDataLoaderIter"),
+    "torchdata.stateful_dataloader.stateful_dataloader": (
+        "StatefulDataLoader",
+        "_StatefulMultiProcessingDataLoaderIter",
+    ),
+}
+"""Module -> loader class, class of iterators with processes."""
+
+
+def _watch_loaders(module: Any) -> None:
+    """Restart inherited loaders on first use, and reject iterators with the kernel's processes."""
+    loader, iterator = (getattr(module, name) for name in _LOADERS[module.__name__])
+    end = iterator._shutdown_workers
+
+    @packages.replacement_of(end)
+    def end_here(self: Any) -> None:
+        if not _serves_kernel(self):  # the kernel's processes share an event and would end
+            end(self)
+
+    packages.call_before(loader, "__iter__", _forget_iterator)
+    packages.call_before(iterator, "_next_data", _reject_read)
+    iterator._shutdown_workers = end_here
+
+
+def _serves_kernel(iterator: Any) -> bool:
+    processes: Any = getattr(iterator, "_workers", None)
+    return bool(processes) and processes[0]._parent_pid != os.getpid()
+
+
+def _forget_iterator(loader: Any) -> None:
+    """Let a loader begin a new iterator if it keeps the kernel's."""
+    iterator = vars(loader).get("_iterator")
+    if _serves_kernel(iterator):
+        _kept.append(iterator)
+        loader._iterator = None
+
+
+def _reject_read(iterator: Any) -> None:
+    if _serves_kernel(iterator) and not iterator._shutdown:
+        raise RuntimeError(
+            "this iterator of a DataLoader was created in another process, and its worker processes serve only that "
+            "process. Call iter(loader) inside the function to read the loader from its beginning"
+        )
+
+
 def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a function that calls ``act(pool)`` once, in the first thread that uses the pool, while others wait."""
 
@@ -199,5 +257,6 @@ _WATCHES: tuple[tuple[str, Callable[[Any], None], Callable[[Any], bool]], ...] =
     ("multiprocess.pool", _watch_pools, _has_pools),
     ("loky.process_executor", _watch_loky, _has_process_executors),
     ("joblib.externals.loky.process_executor", _watch_loky, _has_process_executors),
+    *((module, _watch_loaders, _has_loaders) for module in _LOADERS),
 )
-"""Module, the function that watches its pools, and the function that returns whether it may have any."""
+"""Module, the function that watches its pools or loaders, and the function that returns whether it may have any."""
