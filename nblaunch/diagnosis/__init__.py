@@ -17,6 +17,6 @@ memory.py               the host's memory; evidence that it ran out
 failure.py              which exception the kernel raises, with its evidence
 silent_errors.py        mistakes that raise no exception: compares the observations of all ranks
 slow_steps.py           why steps are slow: judges how ranks spend their time
-exceptions.py           rebuilds the worker's exception in the kernel with its frames; chooses frames for IPython
-rank_variables.py       values and descriptions of a rank's variables in these frames
+exceptions.py           rebuilds the worker's exception in the kernel with its frames and variables; chooses frames
+                        for IPython
 """

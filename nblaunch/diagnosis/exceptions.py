@@ -11,13 +11,13 @@ shows the notes. If the launcher raised the exception, it shows only the line of
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
-from nblaunch.diagnosis.rank_variables import value_of
 from nblaunch.errors import WorkerFailed
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import cell_name, ipython_shell, is_own_file, is_user_file, line_of
@@ -26,6 +26,8 @@ from nblaunch.wire.exceptions import MAX_CHARACTERS, fewer_lines, set_attribute,
 
 _SHOWN_CHARACTERS = 4000
 _EARLIER_CHARACTERS = 200
+_MAX_LITERAL = 400  # characters of a variable's value
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_FRAMES = 3
 _MAX_NOTES_LINES = 4
 _MAX_LINES = 25
@@ -109,6 +111,40 @@ def make_traceback(frames: Sequence[FrameInfo]) -> TracebackType | None:
     return result
 
 
+class RankVariable:
+    """A description in place of a variable that only the rank has, such as a tensor.
+
+    ``%debug``, pdb and verbose tracebacks show it.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankVariable, (self._text,)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of {self._text}: the traceback has only a description of this variable. To use the variable "
+            "itself, launch with post_mortem=True and call nblaunch.debug() after the error"
+        )
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of ``text`` if it is a Python literal; otherwise a :class:`RankVariable`."""
+    if text in _FLOATS:
+        return _FLOATS[text]
+    try:
+        return ast.literal_eval(text) if len(text) <= _MAX_LITERAL else RankVariable(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return RankVariable(text)
+
+
 class _Made(Exception):
     """Raised by functions that exist only to put their frame into a traceback."""
 
@@ -127,7 +163,7 @@ def _one_frame(frame: FrameInfo) -> TracebackType | None:
 
     Template engines map errors to template lines the same way (see Jinja2's debug module).
     """
-    values = tuple(value_of(text) for _, text in frame.variables)
+    values = tuple(_value_of(text) for _, text in frame.variables)
     function = FunctionType(_raising_code(frame), {_ERROR: _Made(), _VALUES: values})
     try:
         function()
