@@ -2,7 +2,6 @@
 
 proc.py          /proc and /sys: states, memory, processor time of processes and threads; limits of control groups
 waits.py         finds threads whose waits no other process can end
-wake_channels.py  pipes and sockets by which threads of one process wake each other
 descendants.py   finds and ends every process that workers have started, even outside their process groups
 memory.py        memory of processes, limits of the host, glibc's allocator
 heap.py          hides Python's objects from the garbage collector, for forks and large imports
