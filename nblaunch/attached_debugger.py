@@ -22,7 +22,7 @@ _ORIGINAL = "original_"  # pydevd keeps each function that it replaces under its
 
 
 def is_attached() -> bool:
-    """Return whether the debugger of a front end is attached to this process."""
+    """Return whether a front end's debugger is attached to this process."""
     constants = sys.modules.get("_pydevd_bundle.pydevd_constants")
     return constants is not None and constants.get_global_debugger() is not None
 

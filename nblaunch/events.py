@@ -309,7 +309,7 @@ class Returned(Event):
 
 @dataclass(frozen=True)
 class Interrupted(Event):
-    """The user's interrupt ended the function of a rank. The trained states follow, then :class:`Failed`.
+    """The user's interrupt ended a rank's function. The trained states follow, then :class:`Failed`.
 
     Args:
         step: number of completed optimizer steps.
@@ -343,7 +343,7 @@ class StateSent(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The function of a rank raised an exception.
+    """A rank's function raised an exception.
 
     Args:
         info: the exception as text.

@@ -333,7 +333,7 @@ def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> 
 
 def _reply(reader: int, timeout_s: float) -> str | None:
     """Read the child's report."""
-    # Not select.select(), which rejects descriptors of 1024 and above: a kernel may have many files open.
+    # Don't use select.select(), which rejects descriptors of 1024 and above: a kernel may have many files open.
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     if not poller.poll(timeout_s * 1000):

@@ -195,7 +195,7 @@ class TorchTpuBackend(Backend):
         import torch
         from torch.utils.checkpoint import get_device_states
 
-        # torch's generic interface, because torch.tpu.get_rng_state rejects callers outside torch.
+        # Use torch's generic interface, because torch.tpu.get_rng_state rejects callers outside torch.
         _, states = get_device_states(torch.empty(0, device="tpu"))
         return {"tpu": states[0]}
 

@@ -128,7 +128,7 @@ def host_env() -> dict[str, str | None]:
 def counters() -> Counters:
     """Return the compiler's counters since the start of the process."""
     metrics = part("debug.metrics")
-    # Not metrics_report(), which takes a hundred times longer and initialises the runtime.
+    # Don't call metrics_report(), which takes a hundred times longer and initialises the runtime.
     compiled = metrics.metric_data("CompileTime")
     fallbacks = {
         name: metrics.counter_value(name) or 0

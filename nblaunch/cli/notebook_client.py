@@ -241,7 +241,7 @@ def execute(notebook: Any, folder: Path, screen: Screen, kernel_name: str) -> No
         NotebookStopped: a signal stopped the notebook.
     """
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
-        # Unix sockets, because other users of the machine could connect to TCP ports.
+        # Use Unix sockets, because other users of the machine could connect to TCP ports.
         connection = {"transport": "ipc", "connection_file": str(Path(sockets, "k.json"))}
         options: dict[str, Any] = {"kernel_name": kernel_name} if kernel_name else {}
         client = ShowingClient(

@@ -199,7 +199,7 @@ def _fold_others(view: JobView, group: Iterable[Event]) -> JobView:
 
 
 def _fold_ranks(view: JobView, group: Iterable[Event]) -> JobView:
-    # Copied once, because copying hundreds of ranks takes as long as folding an event.
+    # Copy the list only once, because copying hundreds of ranks takes as long as folding an event.
     ranks = list(view.ranks)
     for event in _merged(group):
         if 0 <= event.rank < len(ranks):

@@ -1,4 +1,4 @@
-"""Output of workers, and notes of the launcher: lines and displays in the output of the cell or on the terminal.
+"""Output of workers, and notes from the launcher: lines and displays in the output of the cell or on the terminal.
 
     [0] epoch 0: loss 0.693
     [1] epoch 0: loss 0.701

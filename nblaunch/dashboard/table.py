@@ -386,8 +386,8 @@ class Table:
         notices: slow and stalled ranks, losses that are not finite.
         epochs: losses and metrics of each epoch.
         metrics: the last logged values in one line, if they are not all in ``epochs``; may be empty.
-        warnings: warnings of the launcher and the workers.
-        notes: notes of the launcher and the workers, except warnings.
+        warnings: warnings from the launcher and the workers.
+        notes: notes from the launcher and the workers, except warnings.
         runs: ``(tracker, address or command)`` of runs that trackers have started.
         log_dir: folder of complete logs; may be empty.
     """
@@ -466,7 +466,7 @@ def headline(view: JobView) -> str:
         return f"{outcome} {duration(view.elapsed_s)}"
     failed = [rank.rank for rank in view.ranks if rank.failure and not rank.is_consequence]
     first = f"{formatting.ranks(failed)} failed, " if failed else ""
-    # Whole seconds while it runs, because a table is published only when its text has changed.
+    # Show whole seconds while the job runs, because a table is published only when its text has changed.
     return f"{first}running for {whole_duration(int(view.elapsed_s))}"
 
 

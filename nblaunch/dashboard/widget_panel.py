@@ -221,7 +221,7 @@ class Panel:
         self._hidden = widgets.Layout(display="none")
         self._title = widgets.HTML("starting", layout=widgets.Layout(flex="1 1 0", min_width="0", margin="0"))
         self._buttons = Buttons(self._throttle, clock)
-        # One widget and one message, whatever the number of ranks.
+        # All rows are one widget and one message, whatever the number of ranks.
         rows = widgets.Layout(margin="4px 0", width="100%", overflow="auto hidden")
         self._rows = widgets.HTML("", layout=rows, _dom_classes=("nbl-job",))
         self._states: list[tuple[str, str]] = []

@@ -166,7 +166,7 @@ class JobFolder(LogFolder):
             os.close(fd)
 
     def opener(self, path: str, flags: int) -> int:
-        """Open a file of the folder, like :func:`os.open`."""
+        """Open a file in the folder, like :func:`os.open`."""
 
         def opened() -> int:
             with self.opened() as fd:
@@ -308,7 +308,7 @@ class JobFolder(LogFolder):
         return Unusable("damaged", reason, f"{self.id} is damaged: {reason}. Its logs are in {self.path}")
 
     def of_another_version(self, head: Head, reason: str) -> Unusable:
-        """Return the error for a job of another version, with the commands that still work."""
+        """Return the error for a job launched by another version, with the commands that still work."""
         launcher, own_version = head.launcher, sys.modules["nblaunch"].__version__
         text = (
             f"{self.id} was launched by {launcher}, and nblaunch {own_version} can't read its files ({reason}). Attach "

@@ -105,7 +105,7 @@ def jobs() -> list[JobSummary]:
     looks = _at_once(_look_at, _folders(homes))
     listed, records = [summary for summary, _ in looks], [record for _, record in looks]
     addresses = {record.address for record in records if record is not None}
-    # A job that is restoring its files looks damaged, but answers.
+    # A job that is restoring its files looks damaged, but replies.
     by_folder = {
         summary.log_dir: summary
         for summary in [*listed, *_without_folder(homes, addresses)]
@@ -145,7 +145,7 @@ def find(job_id: str | None) -> JobFolder:
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
     """Ask a job process about itself; return None if it does not reply.
 
-    The process restores removed files of its folder before it answers.
+    The process restores files removed from its folder before it answers.
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())

@@ -162,7 +162,7 @@ class Recorder:
     # --- the folder ----------------------------------------------------------------------------------------------
 
     def restore(self) -> str:
-        """Restore removed files of the folder; return why that failed, or an empty string."""
+        """Restore files removed from the folder; return why that failed, or an empty string."""
         with self._lock:
             try:
                 if self._events_fd >= 0 and not self._is_whole():
@@ -287,7 +287,7 @@ class Recorder:
             raise problem
 
     def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
-        """Write files of the outcome; return why that failed, by name.
+        """Write the outcome files; return why that failed, by name.
 
         Writing a file can take a long time on a full disk. If an earlier file is removed in the meantime, write it
         again.

@@ -365,7 +365,7 @@ def _fitting(
     lines: list[str] = []
     for context, max_lines in _FITS:
         error = shown(max_lines)
-        # Positional, because IPython versions differ in the name of the last parameter.
+        # Pass all arguments by position, because IPython versions differ in the name of the last parameter.
         lines = [*shell.InteractiveTB.structured_traceback(type(error), error, tb, 0, context), *notes]
         if len("\n".join(lines).splitlines()) <= _MAX_LINES:
             break

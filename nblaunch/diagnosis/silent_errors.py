@@ -40,7 +40,7 @@ _TOLERANCE = 1e-3
 
 
 class SilentErrors:
-    """Judges the observations of the ranks of an attempt.
+    """Judges the observations of an attempt's ranks.
 
     Args:
         ranks: all ranks that may send observations.

@@ -6,8 +6,8 @@
 
 A newline follows each message, because Slurm's ``srun`` forwards whole lines.
 
-A node's message is unpickled only if it has the seal of the job's key and the expected number. Bytes of other jobs,
-replayed messages and output of other programs are rejected. Only :meth:`Channel.wait` and :meth:`Channel.send_now`
+A node's message is unpickled only if it has the seal of the job's key and the expected number. Bytes from other jobs,
+replayed messages and output from other programs are rejected. Only :meth:`Channel.wait` and :meth:`Channel.send_now`
 block; the node program uses them when it has nothing else to do.
 """
 

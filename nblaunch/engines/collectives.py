@@ -3,7 +3,7 @@
     node ── CallMarks, twice a second: digests of a few calls ──> do any differ? ── AskStacks ──> all nodes
     node ── Stacks: all recorded calls ──> compared as on one machine (launcher/collective_watch.py)
 
-A digest covers all collectives of a group up to a call, so ranks that have differed once differ from then on. Marks
+A digest covers all collectives of a group up to a call, so once ranks differ, they continue to differ. Marks
 cover the last calls, and calls with round numbers, because nodes send marks at different times.
 """
 

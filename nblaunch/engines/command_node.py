@@ -87,7 +87,8 @@ class CommandNode(NodeHandle):
         self.address = address
         self._log_path = log_path
         try:
-            # A separate POSIX session, because Ctrl-C in a terminal must reach only the launcher, which forwards it.
+            # Use a separate POSIX session, because Ctrl-C in a terminal must reach only the launcher, which forwards
+            # it.
             with (
                 open(log_path, "ab") as log,
                 process_control.signals_blocked(),

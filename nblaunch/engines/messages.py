@@ -263,7 +263,7 @@ class StoreOpened:
 
 @dataclass(frozen=True)
 class Replies:
-    """Replies of the ranks of this node to a :class:`Proposal`: rank -> checks so far, and the reply."""
+    """Replies of this node's ranks to a :class:`Proposal`: rank -> checks so far, and the reply."""
 
     subject: Subject
     by_rank: Mapping[int, tuple[int, int]]
@@ -271,7 +271,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class Happened:
-    """Events of the ranks of this node."""
+    """Events of this node's ranks."""
 
     events: tuple[Event, ...]
 
@@ -306,7 +306,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class CallMarks:
-    """Digests of some of the last collectives of ranks of this node (``collectives.py``).
+    """Digests of some of the last collectives of this node's ranks (``collectives.py``).
 
     Args:
         digests: group and number -> digest; equal on all nodes.

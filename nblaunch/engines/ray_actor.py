@@ -1,8 +1,8 @@
 """NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
 The program ends with the actor, whose pipes then close. The actor watches the raylet, reports its death at once, and
-ends soon after. Ray itself would end the actor ten seconds later without a reason, and not at all while the raylet is a
-zombie.
+ends soon after. Ray itself would end the actor ten seconds later without giving a reason, and not at all while the
+raylet is a zombie.
 
 The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
 """

@@ -71,7 +71,7 @@ class Allocated(Event):
 
 @dataclass(frozen=True)
 class NodeEnded(Event):
-    """The program of a node has ended."""
+    """A node's program has ended."""
 
     number: int = 0
     why: str = ""

@@ -70,7 +70,7 @@ class Descendants:
         return running
 
     def _candidates(self) -> list[int]:
-        """Return process ids to check; for a short job, only ids since its start, because the system counts up."""
+        """Return process ids to check; for a short job, only ids since its start, because ids are assigned in order."""
         new_pids = self._new_pids()
         # Listing all processes takes much longer. (Unlike that list, the new ids include ids of threads, which may have
         # a tag.)

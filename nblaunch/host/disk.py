@@ -57,7 +57,7 @@ def reason(path: Path, error: OSError) -> str:
 
 
 def _lack(path: Path) -> str | None:
-    """Return which resource of ``path``'s file system is used up; None if none is."""
+    """Return which resource of ``path``'s file system is exhausted; None if there is none."""
     try:
         place = next(folder for folder in (path, *path.parents) if folder.exists())
         status = os.statvfs(place)

@@ -64,7 +64,7 @@ class CallSource(Protocol):
 
 
 class BoardCalls:
-    """Calls of the ranks of this machine. Implements :class:`CallSource`.
+    """Calls of this machine's ranks. Implements :class:`CallSource`.
 
     Args:
         running: the attempt.
@@ -104,7 +104,7 @@ class BoardCalls:
 
 
 class CollectiveWatch:
-    """Compares the recorded collectives of the ranks of an attempt.
+    """Compares the collectives that the ranks of an attempt have recorded.
 
     Args:
         source: the recorded calls.
@@ -235,7 +235,7 @@ class CollectiveWatch:
 
 
 def _continues(earlier: Disagreement, later: Disagreement) -> bool:
-    """Return whether a later check confirms a difference. Ranks that have differed once differ from then on.
+    """Return whether a later check confirms a difference. Once ranks differ, they continue to differ.
 
     The first difference may no longer be recorded, because ranks call collectives faster than they are compared.
     """

@@ -344,7 +344,7 @@ _MISSING = "not defined"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The local variables of the ranks of a job. Its text lists each value with its ranks.
+    """The local variables of a job's ranks. Its text lists each value with its ranks.
 
     Args:
         frames: rank -> variables of its frame.

@@ -28,7 +28,7 @@ _SCRIPT = (
     # "-s KILL": dash takes no "--" after "-KILL".
     'for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done; '
     '[ -z "$log" ] || printf "\\n%s\\n" "$line_of_log" >> "$log" 2>/dev/null; '
-    # More than once, because a killed process may have started another.
+    # Repeat this, because a killed process may have started another.
     'for round in 1 2 3; do for file in $(grep -ls "$tag" /proc/[0-9]*/limits); do '
     'pid="${file#/proc/}"; kill -s KILL "${pid%/limits}" 2>/dev/null; done; done'
 )

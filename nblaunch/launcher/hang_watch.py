@@ -56,7 +56,7 @@ class Hung:
         positions: positions of the ranks.
         lines: its description.
         advice: what to check, if the description does not say it.
-        explanation: explanation by the ranks' recorded collectives; None if there is none.
+        explanation: explanation from the ranks' recorded collectives; None if there is none.
     """
 
     positions: Positions
@@ -302,7 +302,7 @@ class HangWatch:
     def _describe(
         self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()
     ) -> tuple[list[str], Explanation | None]:
-        """Return the positions of ranks, their meaning, and the explanation by recorded collectives."""
+        """Return the positions of ranks, their meaning, and the explanation from recorded collectives."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
         explanation = self._explain(positions, done, steps)
         lines = describe_hang(

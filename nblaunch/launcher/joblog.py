@@ -83,7 +83,7 @@ class LogFolder:
         return sorted(int(number) for before, _, number in parts if not before and number.isdecimal())
 
     def opener(self, path: str, flags: int) -> int:
-        """Open a file of the folder, like :func:`os.open`."""
+        """Open a file in the folder, like :func:`os.open`."""
         return os.open(path, flags)
 
     def _names(self) -> list[str]:

@@ -240,7 +240,7 @@ def _load_optimizers(
         return []
     unsent, notes = _unsent(report), []
     loaded: set[int] = set()
-    # Optimizers first, because a scheduler continues from its optimizer's learning rates.
+    # Load optimizers first, because a scheduler continues from its optimizer's learning rates.
     for path, optimizer in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
         kind = "scheduler" if is_scheduler(optimizer) else "optimizer"
         name = f"{path_name(path)} ({type(optimizer).__name__})"

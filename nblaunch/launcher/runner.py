@@ -232,7 +232,7 @@ class JobRunner(Job):
         self._end(outcome)
 
     def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
-        """Finish the job in its own thread. The thread keeps running while workers are kept, because they end with it.
+        """Finish the job in its own thread, which keeps running while workers are kept, because they end with it.
 
         Args:
             starts_here: start the workers in this thread, because the calling thread may end before them.
@@ -386,7 +386,7 @@ class JobRunner(Job):
             return start_attempt(attempt)
 
     def _advance_generators(self) -> None:
-        """Advance this process's generators, once, after workers were started with their states.
+        """Advance this process's generators once, after workers have been started with their states.
 
         A launch that blocks the cell calls this at its end, because workers that are starting need the processors.
         """

@@ -3,7 +3,7 @@
     spans ──────────────────────────┐
     /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
 
-Checks take at most a hundredth of a processor. A brief cause, such as a neighbour that compiles, is not
+Checks take at most a hundredth of a processor. A short-lived cause, such as a compilation in another process, is not
 named. A note without text clears a cause that has ended.
 """
 

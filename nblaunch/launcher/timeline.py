@@ -136,7 +136,7 @@ def _about(span: Span) -> dict[str, Any]:
 
 
 def _write(file: TextIO, first: _Slice, others: Iterator[_Slice], title: str, profiles: Path | None) -> int:
-    """Write the document; return its number of slices. Times count from the beginning of the first slice."""
+    """Write the document; return its number of slices. Times are relative to the beginning of the first slice."""
     start, end, num_slices, ranks = first[2], first[3], 0, set()
     file.write('{"displayTimeUnit":"ms","otherData":')
     json.dump({"clock": "CLOCK_MONOTONIC", "start_s": start / _US_PER_S}, file)

@@ -43,7 +43,7 @@ _CUT = "a value that a rank has put into a queue of the kernel is lost: the rank
 
 
 class UnreadQueues:
-    """The queues of the kernel that contain values left by the ranks of an attempt.
+    """The kernel's queues that contain values left by the ranks of an attempt.
 
     Args:
         board: board of the attempt.
@@ -128,7 +128,7 @@ class _KeepingThread(threading.Thread):
     def _read(self) -> None:
         last_s = time.monotonic()
         while True:
-            # Checked first, so that all of the ranks' output is read afterwards.
+            # Check this first, so that all of the ranks' output is read afterwards.
             has_ended = self._ranks_have_ended.is_set()
             now = time.monotonic()
             num_read = sum(queue.read() for queue in self._queues)

@@ -171,7 +171,7 @@ def _num_bytes(state: Mapping[str, Any]) -> int:
 def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str:
     """Describe the notebook's modules that a function uses without an argument.
 
-    Workers train such a module like any other, but its weights are not collected and end with the workers.
+    Workers train such a module like any other, but its weights are not collected and are lost when the workers end.
 
     Args:
         function: the function that the workers ran.

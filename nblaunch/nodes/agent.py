@@ -247,7 +247,7 @@ class LauncherClient:
         threading.Thread(target=self._receive_all, name="launcher", daemon=True).start()
 
     def _receive_all(self) -> None:
-        """Handle each message of the launcher; leave the job if the launcher dies."""
+        """Handle each message from the launcher; leave the job if the launcher dies."""
         receiver = EventReceiver(self._reading_fd)
         while True:
             wait([receiver.fd])

@@ -306,7 +306,7 @@ class NodeLink:
         }
 
     def receive(self) -> None:
-        """Handle new messages of the agent."""
+        """Handle new messages from the agent."""
         for message in self._agent.receive():
             self._handle(message)
         if self._is_alone and not self._has_lost_agent and self._peers.failures.labels:

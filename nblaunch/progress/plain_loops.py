@@ -9,8 +9,8 @@ otherwise as evaluation. Some libraries read ahead, so batches that were read be
 last, count as not done.
 
 The loss is the tensor on which ``backward`` was called. It is shown without the factor of a ``GradScaler`` and without
-the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it reports by
-itself.
+the loop's division by the number of micro-steps. Calls of nblaunch's Accelerator are ignored, because it makes its own
+reports.
 """
 
 from __future__ import annotations

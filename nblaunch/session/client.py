@@ -260,7 +260,7 @@ class SessionClient:
         return bool(self._output.ended) and not self.num_interrupts and KeyboardInterrupt.__name__ in raised
 
     def _do_between_waits(self) -> None:
-        """Show output, answer prompts of the debugger, and interrupt again."""
+        """Show output, answer the debugger's prompts, and interrupt again."""
         self._output.pump()
         signal_handlers.run_arrived()  # an exception in the user's handler ends the command here
         if self.debugger.prompts and not self.num_interrupts:

@@ -89,7 +89,7 @@ class Children(WorkerGroup):
             signal_group(self._alive[rank], signum)
 
     def abandon(self, rank: int) -> None:
-        # Not reaped: until this process collects the status, no other process gets the id.
+        # Don't reap the process: until this process collects the status, no other process gets the id.
         self._abandoned.append(self._alive.pop(rank))
         self._close_pidfd(rank)
 

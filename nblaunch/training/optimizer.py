@@ -85,7 +85,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """The inner optimizer's default settings."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, as :class:`torch.optim.Optimizer` does."""
+        """Add a parameter group, as :class:`torch.optim.Optimizer` does."""
         self.optimizer.add_param_group(param_group)
         self._accumulation.forget_owners()
 

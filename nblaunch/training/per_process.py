@@ -149,7 +149,8 @@ class PerProcessParts(ABC):
         return _unpickled, (type(self), arguments), (carried, {})
 
     def __setstate__(self, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        # Separate from the arguments, because registered objects may refer to the Accelerator, as a Trainer does.
+        # The state is separate from the arguments, because registered objects may refer to the Accelerator, as a
+        # Trainer does.
         self._carried, self._own_parts = state
 
 

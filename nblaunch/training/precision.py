@@ -140,8 +140,8 @@ class Fp16Precision(Precision):
     """Autocast to float16, with a scaled loss to keep small gradients from vanishing.
 
     Several optimizers share one gradient scaler. torch's scaler needs one ``update`` per round of backward passes and
-    steps, after all optimizers have stepped, because ``update`` may change the scale, which optimizers that have not
-    stepped yet still need, and forgets which gradients were unscaled. This class decides when a round is over::
+    steps, after all optimizers have stepped. An earlier ``update`` could change the scale, which the remaining
+    optimizers still need. It would also forget which gradients were unscaled. This class decides when a round is over::
 
         backward   unscale(a) unscale(b)   step(a)   step(b)   -> update
         backward   unscale(a)   step(a)   backward   ...       -> update before the second backward

@@ -139,7 +139,7 @@ class ProcessMethods(ABC):
         if not is_first:
             self.wait_for_everyone()
         yield
-        # Not in a ``finally``: if the block failed, its result is missing, and the others must not continue. The
+        # Don't use ``finally``: if the block failed, its result is missing, and the others must not continue. The
         # launcher stops them.
         if is_first:
             self.wait_for_everyone()

@@ -263,7 +263,7 @@ class Slot:
         self.memory = memory
         self._ints = self.words = memory.cast("q")
         self._doubles = memory.cast("d")
-        # Copies of what this process has written, because reading a word of the board takes as long as writing it.
+        # Keep copies of what this process has written, because reading a word of the board takes as long as writing it.
         _, self.step, self.steps_done, self.samples = _PROGRESS.unpack_from(memory, PROGRESS)
         self.updates = self._ints[UPDATES]
         self.boundaries = StepBoundaries(self._ints)

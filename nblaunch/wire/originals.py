@@ -83,7 +83,7 @@ class Originals:
             self._modules[path] = {name: original for name, original in noted if original is not None}
 
     def equality_tests(self, path: ArgPath, state: Mapping[str, Any]) -> dict[int, Callable[[Any], bool]]:
-        """Return, by ``id`` of a tensor in ``state``, a test whether the tensor's copy on the CPU equals the original.
+        """Return, by ``id`` of a tensor in ``state``, a function that compares the tensor's CPU copy with the original.
 
         Tensors whose originals can't be read have no test.
         """
@@ -124,7 +124,7 @@ def _never(tensor: Any) -> bool:
 
 
 def _original(tensor: Any) -> _Original | None:
-    """Return where a tensor is; None (it counts as changed) if it is not plainly in this process's memory."""
+    """Return where a tensor is; None (it counts as changed) if it is not in ordinary memory of this process."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

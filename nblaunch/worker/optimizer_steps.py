@@ -125,7 +125,7 @@ class OptimizerSteps:
 
     def _is_nested(self, optimizer: Any) -> bool:
         """Return whether the step that begins is part of another optimizer's step. Called by the hook before a step."""
-        # The frames decide, because a step that raised stays marked as active.
+        # Look at the frames, because a step that raised an exception stays marked as active.
         return self._active is not optimizer and _is_in_step(sys._getframe(3))
 
     def _stop_here(self) -> None:
@@ -152,7 +152,7 @@ class OptimizerSteps:
         now = time.monotonic()
         if self._held_since_s is None:
             self._held_since_s = now
-            # Not ``threading``, whose lock may be held when the signal arrives.
+            # Don't use ``threading``: its lock may be held when the signal arrives.
             _thread.start_new_thread(self._remind, (now,))
             return True
         if now - self._held_since_s < HOLD_S:

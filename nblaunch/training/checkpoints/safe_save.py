@@ -38,7 +38,7 @@ class Staging:
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is a file; a folder is needed")
         self.target = target
-        # Inside an existing target, because the target may be a mount point.
+        # If the target exists, create the folder inside it, because the target may be a mount point.
         self.folder = target / _PARTIAL if target.is_dir() else target.with_name(f".{target.name}{_PARTIAL}")
 
     def create(self) -> None:

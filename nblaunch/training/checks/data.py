@@ -64,7 +64,7 @@ class SameSamples(Check):
 
 def _digest_next_batch(iterator: Any, digests: deque[int]) -> None:
     """Add to ``digests`` a digest of the next batch that an iterator of torch's loader reads."""
-    # Weak, because the processes of the loader stop only when the iterator is gone.
+    # Keep a weak reference, because the processes of the loader stop only when the iterator is gone.
     reference = weakref.ref(iterator)
 
     def read_and_digest() -> Any:

@@ -265,7 +265,7 @@ def load_by_names(owner: nn.Module, inner: Any, state: dict[str, Any]) -> None:
 
 
 def in_own_order(state: dict[str, Any], names_here: Sequence[Sequence[set[str]]]) -> dict[str, Any]:
-    """Sort the parameters of a state by an optimizer's own order.
+    """Sort the parameters of a state into an optimizer's own order.
 
     Args:
         state: keyed by parameter names.

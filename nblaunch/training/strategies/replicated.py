@@ -182,7 +182,7 @@ class DdpStrategy(Strategy):
             return
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        # As DDP's forward does with find_unused_parameters=False: the reducer waits for every parameter.
+        # Do what DDP's forward does with find_unused_parameters=False: make the reducer wait for every parameter.
         ddp.reducer.prepare_for_backward([])
         try:
             yield

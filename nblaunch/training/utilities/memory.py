@@ -138,7 +138,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside the handler, because the error's traceback holds the batch that did not fit.
+            # Clear the cache outside the handler, because the error's traceback holds the batch that did not fit.
             clear_device_cache(garbage_collection=True)
             batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else int(batch_size * 0.9)
         raise RuntimeError(f"{function.__name__} runs out of memory at every batch size down to 1")

@@ -194,7 +194,7 @@ KINDS: tuple[Kind, ...] = (
         ),
         fresh=Way(
             Treatment.KEPT,
-            "the same; all ranks order sets of strings in the same way, but not in the kernel's order",
+            "the same; all ranks iterate over sets of strings in the same order, which is not the kernel's",
         ),
     ),
     Kind(

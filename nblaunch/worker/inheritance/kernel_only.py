@@ -78,7 +78,7 @@ def _drop_exit_handlers() -> None:
     finalize._registered_with_atexit = False  # so that the next finalizer registers the handler again
     logging: Any = sys.modules.get("logging")
     if logging is not None:
-        # A new list, because clearing the kernel's would write to each of its handlers.
+        # Create a new list, because clearing the kernel's list would write to each of its handlers.
         handlers: list[Any] = _empty_buffering_handlers(logging._handlerList)
         _abandoned.extend((logging._handlerList, logging.shutdown.__defaults__))
         logging._handlerList = handlers
@@ -166,7 +166,7 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
 
 
 def _drop_kernel_messages() -> None:
-    """Drop messages of widgets, which Jupyter's message session rejects in a fork and logs in full."""
+    """Drop widget messages, which Jupyter's message session rejects in a fork and logs in full."""
     kernel = _kernel()
     if kernel is not None and kernel.session is not None:
         kernel.session.send = _send_nothing
@@ -179,7 +179,7 @@ def _send_nothing(*args: object, **kwargs: object) -> None:
 def _kernel() -> Any:
     """Return the kernel that forked this worker; None if there was none."""
     kernelbase: Any = sys.modules.get("ipykernel.kernelbase")
-    # Not instance(), which would create a kernel if there is none.
+    # Don't call instance(), which would create a kernel if there is none.
     return None if kernelbase is None else kernelbase.Kernel._instance
 
 

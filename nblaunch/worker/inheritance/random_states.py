@@ -142,7 +142,7 @@ def _move_numpy_on(numpy_random: Any) -> None:
     # NumPy 1.24 can replace the generator with one that the global functions can't seed.
     generator = numpy_random.get_bit_generator() if hasattr(numpy_random, "get_bit_generator") else None
     if generator is None or isinstance(generator, numpy_random.MT19937):
-        # Not randint(), which calls functions of NumPy and so copies pages that workers share.
+        # Don't call randint(), which calls functions of NumPy and so copies pages that workers share.
         numpy_random.seed(struct.unpack(_NUMPY_SEED, numpy_random.bytes(struct.calcsize(_NUMPY_SEED))))
         return
     if hasattr(generator, "jumped"):

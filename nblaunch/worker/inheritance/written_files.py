@@ -212,7 +212,7 @@ def _logs_of_parent() -> set[tuple[int, int]]:
 
 
 def _is_database(fd: int) -> bool:
-    """Return whether ``fd`` is a database of SQLite."""
+    """Return whether ``fd`` is an SQLite database."""
     try:
         return os.pread(fd, len(_SQLITE), 0) == _SQLITE
     except OSError:  # the file is open only for writing

@@ -350,7 +350,7 @@ def _is_filled(cache: Any) -> bool:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """Return the groups of parameters of one sharded unit."""
+    """Return the parameter groups of one sharded unit."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.12 allows several
         return list(state._fsdp_param_groups)
