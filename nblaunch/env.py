@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VariableType:
-    """A type of values, with the conversion from text.
+    """The type of a variable's values, and the conversion from text.
 
     Args:
         convert: returns the value; raises ValueError if the text is invalid.

@@ -66,7 +66,7 @@ _GOOD = b"+"
 
 
 class GpuRuntime(NamedTuple):
-    """A runtime of GPUs, and how to find out whether a process uses it.
+    """A GPU runtime, and how to find out whether a process uses it.
 
     Args:
         name: "CUDA".
@@ -199,7 +199,7 @@ def _try_torch(runtime: GpuRuntime) -> None:
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
     # Without an earlier backward, this child's backward would start the driver with all GPUs, which takes a second or
-    # more on large machines at each launch. After an earlier backward, the child's fails even without any GPU.
+    # more on large machines at each launch. After an earlier backward, the child's backward fails even without any GPU.
     env.apply(runtime.hiding)
     small_backward()
 

@@ -22,7 +22,7 @@ class XpuBackend(GpuBackend):
     runtime = first_use.LEVEL_ZERO
 
     def affinity(self) -> int:
-        # Next to a GPU of NVIDIA or AMD, an Intel GPU is probably integrated into the processor.
+        # If there is also an NVIDIA or AMD GPU, an Intel GPU is probably integrated into the processor.
         return min(super().affinity(), 9)
 
     def build_problem(self) -> str | None:

@@ -285,7 +285,7 @@ class Panel:
         still = table.stall
         troubles = bool(table.failures), still is not None, still is not None and still.is_certain
         has_news, self._troubles = troubles != self._troubles, troubles
-        # One line, however long, so that everything below keeps its place.
+        # Keep a long title on one line, so that everything below keeps its place.
         title = f'<div style="{_ONE_LINE}">{html.title(view, table)}</div>'
         self._throttle.update(self._title, every_s=_TITLE_S, is_urgent=has_news, value=in_style(title))
         self._buttons.show(is_running=view.is_started and not view.is_over)

@@ -2,8 +2,8 @@
 
 If the disk is full, the recorder keeps data in memory and writes it as soon as there is space: events while the job
 runs; the result, the weights and the error when the job ends. The process waits for space until the user drops the
-result. Space for the record of the end is reserved from the beginning. Files that are removed while the job runs are
-restored.
+result. From the beginning, the recorder reserves space for the record of the job's end. Files that are removed while
+the job runs are restored.
 """
 
 from __future__ import annotations

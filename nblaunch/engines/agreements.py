@@ -1,4 +1,4 @@
-"""Agreements of the ranks on all nodes about the step at which they leave their loops or raise an interrupt.
+"""Agreements among the ranks on all nodes about the step at which they leave their loops or raise an interrupt.
 
     coordinator: NodesAgreement                          each node: NodeBallots
     a StopAgreement over copies of all ballots  ── Proposal ──>  writes it to the ballots of its ranks

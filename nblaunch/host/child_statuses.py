@@ -26,7 +26,7 @@ _num_blocks = 0
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Make the system keep children's exit statuses during the block. Blocks of several threads may overlap."""
+    """Make the system keep children's exit statuses during the block. Blocks in several threads may overlap."""
     global _num_blocks
     with _lock:
         _num_blocks += 1

@@ -44,9 +44,9 @@ _ALL_CONNECTED = re.compile(
 class LogTail:
     r"""Follows the log file of a rank, turns new output into events, and limits the size of the file.
 
-    Complete lines become events. The text after the last ``\r`` (a progress bar that redraws itself), or of an
-    incomplete line, is the rank's status. In a complete line, only the text after its last ``\r`` counts, as on a
-    screen. At most 64 KiB of an incomplete line are held, to limit memory and time.
+    Complete lines become events. The text after the last ``\r`` (a progress bar that redraws itself), or an incomplete
+    line, is the rank's status. In a complete line, only the text after its last ``\r`` counts, as on a screen. At most
+    64 KiB of an incomplete line are held, to limit memory and time.
 
     Args:
         rank: rank of the log.

@@ -91,7 +91,7 @@ class _Use:
 
 
 class MemorySampler:
-    """Reads the host memory of workers four times a second, for its peaks.
+    """Reads the host memory of workers four times a second, to record its peaks.
 
     Proportional memory, in which shared pages count in part, is expensive: the system walks all pages of the process,
     which takes 12 ms per GB. It is therefore read for one rank at a time, and takes at most a hundredth of the

@@ -364,7 +364,7 @@ def _are_shards(result: RankResult | None) -> bool:
 
 
 def _has_begun(report: AttemptReport, rank: int) -> bool:
-    """Return whether the function of a rank had begun when the interrupt arrived."""
+    """Return whether a rank's function had begun when the interrupt arrived."""
     if rank in report.announced:
         return True
     failed = report.failed.get(rank)

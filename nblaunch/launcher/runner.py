@@ -7,7 +7,7 @@ A launch in another thread starts its workers in the thread that finishes it, be
 thread that started them ends (``PR_SET_PDEATHSIG``).
 
 The caller sees the runner as a :class:`nblaunch.launcher.job.Job`. On several machines (``NodeRunner`` in
-``nodes/link.py``), start only prepares the job; attempts start in finish, once the rendezvous is complete.
+``nodes/link.py``), ``start`` only prepares the job, and ``finish`` starts each attempt once the rendezvous is complete.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
              <── WorldFormed, StopWorkers, PeerHeartbeats,           <────────── Heartbeat of all others ──────
                  AgentEnded
 
-Launcher and agent are two processes on one machine, connected by two pipes (``wire/channel.py``). The agent starts with
-``AgentConfig`` in a memory file. One node hosts the store. The machines share no secret before the rendezvous, so any
-process that reaches the store can write to it. The values on it are therefore parsed as plain data of the classes below
-(``wire/schema.py``) and never unpickled.
+The launcher and the agent are two processes on one machine, connected by two pipes (``wire/channel.py``). The agent
+starts with ``AgentConfig`` in a memory file. One node hosts the store. The machines share no secret before the
+rendezvous, so any process that reaches the store can write to it. The values on it are therefore parsed as plain data
+of the classes below (``wire/schema.py``) and never unpickled.
 """
 
 from __future__ import annotations

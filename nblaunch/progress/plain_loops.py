@@ -156,7 +156,7 @@ def _watch_scaler(module: Any) -> None:
 
 
 def _note_step(frame: FrameType, has_arguments: bool) -> None:
-    """Note that an optimizer begins a step; the hook in ``worker/optimizer_steps.py`` calls it."""
+    """Record that an optimizer begins a step; the hook in ``worker/optimizer_steps.py`` calls it."""
     try:
         plain = plain_loops()
         plain.note_step(frame)

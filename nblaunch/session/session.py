@@ -213,7 +213,7 @@ class Session(RankCommands):
             The return value of rank 0, or of all ranks.
 
         Raises:
-            KeyboardInterrupt: the call was interrupted. If every rank still returned, the weights are loaded and
+            KeyboardInterrupt: the call was interrupted. If every rank nevertheless returned, the weights are loaded and
                 :meth:`result` returns the value. Otherwise the error's ``partial`` has the values of ranks that had
                 returned, by rank. A second interrupt kills the workers: weights in transit are then lost, but not
                 the value.

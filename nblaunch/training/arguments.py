@@ -248,8 +248,8 @@ def plugin_if_none_given(
     Args:
         kept: the plugin of an earlier Accelerator of this process.
         handlers: the Accelerator's handlers, which may have settings for replicas.
-        parallelism: how to divide ranks from now on; None: as before. If it has no shards, a plugin that shards is
-            not kept.
+        parallelism: how to divide ranks from now on; None: as before. If it does not shard, an earlier plugin that
+            shards is not kept.
     """
     without_shards = parallelism is not None and not parallelism.is_for_fsdp
     is_dropped = without_shards and isinstance(kept, FullyShardedDataParallelPlugin)

@@ -332,12 +332,12 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The number of the part of every layer that this process computes."""
+        """The number of this process's part of every layer."""
         return self._coordinate("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The number of the part of every sequence that this process computes."""
+        """The number of this process's part of every sequence."""
         return self._coordinate("cp")
 
     def deepspeed_ulysses_dl_adapter(self, dl: DataLoader, model: torch.nn.Module) -> DataLoader:

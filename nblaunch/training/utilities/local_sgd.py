@@ -91,7 +91,7 @@ class LocalSGD:
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Yield the trained parameters in groups of one type and device, of limited size."""
+    """Yield the trained parameters in groups of limited size, each of one type and on one device."""
     trained = (parameter for parameter in parameters if parameter.requires_grad)
     for _, group in groupby(trained, key=lambda parameter: (parameter.dtype, parameter.device)):
         bucket: list[torch.nn.Parameter] = []

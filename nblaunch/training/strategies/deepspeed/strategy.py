@@ -130,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
     def compile(self, model: torch.nn.Module, options: TorchDynamoPlugin) -> torch.nn.Module | None:
         if not deepspeed_library.is_engine(model) or not options.is_on:
             return None
-        # Compile the user's module in place: the engine's clocks and collectives around it can't be in a graph.
+        # Compile the user's module in place: the engine's clocks and collectives around it can't be part of a graph.
         module = without_parallel_wrappers(model)
         if options.use_regional_compilation:
             compile_model(module, options)

@@ -102,7 +102,7 @@ def odd_weights(
     """Return the parameters that ``fully_shard`` rejects in a unit with other parameters.
 
     These are scalars, which can't be sharded. With ``is_one_dtype``, trained weights are included if their dtype
-    differs from most elements of their unit.
+    differs from the dtype of most elements in their unit.
 
     Args:
         model: the model as the user built it.

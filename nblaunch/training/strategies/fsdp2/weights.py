@@ -392,7 +392,7 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def constructor(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Return a function that initialises one module as building the model on the CPU would, if possible.
+    """Return a function that initialises one module, if possible in the same way as building the model on the CPU.
 
     The constructor of the module's class calls ``reset_parameters``. Models of transformers then apply their
     ``_init_weights`` to each of their modules outside of nested models, inner modules first. This includes containers,
