@@ -29,8 +29,7 @@ In the launching process:
 
 On each node:
 
-    node.py              the entry point of the node program
-      node_forkserver.py if nodes are kept between launches: imports torch, forks a child for each job
+    node.py              the entry point of the node program; if nodes are kept between launches, forks a child per job
       node_program.py    loads the call, runs attempts
       uplink.py          exchanges data with the coordinator while ranks run
 

@@ -1,6 +1,6 @@
 """Nodes: machines of an engine that are kept between launches.
 
-Nodes ── KeptEngine ── engine ──> node program on each machine: a forkserver with torch imported (node_forkserver.py)
+Nodes ── KeptEngine ── engine ──> node program on each machine: a forkserver with torch imported (node.py)
 launch ── lend ──> the same programs; each forks a child, which runs the job and ends with it
 close, or the end of this process ──> the programs end
 """

@@ -5,7 +5,7 @@ machine.
     StartRanks ──> start_attempt, Supervisor ──> ranks forked from this process ──> AttemptOver
     StartRanks ──> the same again, after a failure anywhere
     end of the channel ──> the ranks end, and this process with them
-    Leave ──> this process ends, and another runs the next job on the same channel (node_forkserver.py)
+    Leave ──> this process ends, and another runs the next job on the same channel (node.py)
 
 The node program is a clean process with one thread, so that its ranks can be forked and share the model. Only the
 coordinator makes decisions about other nodes (``coordinator.py``).

@@ -49,7 +49,6 @@ OWN_IMPORTS_IN_FUNCTIONS: dict[tuple[str, str], str] = {
         "nblaunch.engines.node",
         "nblaunch.engines.node_program",
     ): "libraries read variables at their import, and these come first",
-    ("nblaunch.engines.node", "nblaunch.engines.node_forkserver"): "it imports the node program",
     (
         "nblaunch.dashboard.notebook",
         "nblaunch.dashboard.widget_panel",
