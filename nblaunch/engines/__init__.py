@@ -13,9 +13,8 @@ In the launching process:
 
     runner.py            runs the job: starts the nodes, attempt after attempt
       coordinator.py     watches one attempt on all nodes
-      link.py            the coordinator's view of a node
+      link.py            the coordinator's view of a node; a query for the stacks of ranks on several nodes
       log_copies.py      copies of the ranks' logs
-      stacks.py          a query for the stacks of ranks on several nodes
     kept_nodes.py        Nodes: machines that are kept between launches
     engine.py            the interface of an engine; one file each:
       processes.py       processes on this machine

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from nblaunch.engines.link import NodeLink
+from nblaunch.engines.link import NodeLink, NodesStacks
 from nblaunch.engines.messages import CallMarks
-from nblaunch.engines.stacks import NodesStacks
 from nblaunch.wire.board import Board, SlotReading
 from nblaunch.wire.collective_calls import NUM_CALLS, Call, RankCalls
 

@@ -20,7 +20,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.silent_errors import OF_JOB, SilentErrors
 from nblaunch.engines.agreements import NodesAgreement
 from nblaunch.engines.collectives import AllCalls
-from nblaunch.engines.link import LinkWaiter, NodeLink
+from nblaunch.engines.link import LinkWaiter, NodeLink, NodesStacks
 from nblaunch.engines.log_copies import LogCopies
 from nblaunch.engines.messages import (
     AskLogs,
@@ -42,7 +42,6 @@ from nblaunch.engines.messages import (
     Subject,
     Terminate,
 )
-from nblaunch.engines.stacks import NodesStacks
 from nblaunch.errors import LaunchError
 from nblaunch.events import (
     UNKNOWN_EXIT,

@@ -1,4 +1,4 @@
-"""NodeLink: the coordinator's view of one node, from the start of its program to its end.
+"""The coordinator's view of nodes. NodeLink is its view of one node, from the start of its program to its end.
 
 starting ── Hello ──> loading ── Ready, ClockIs ──> ready ── StartRanks ──> running ── AttemptOver ──> ready
     └───────────────────── end of its channel, or silence for too long ─────────────────────> lost
@@ -13,9 +13,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from nblaunch import packages
+from nblaunch.diagnosis.hang import Check
+from nblaunch.diagnosis.stacks import described_here
 from nblaunch.engines.channel import Channel, ChannelError
 from nblaunch.engines.engine import NodeHandle
-from nblaunch.engines.messages import PART_BYTES, AskClock, Boot, CallPart, ClockIs, Hello, Leave, Ready
+from nblaunch.engines.messages import (
+    PART_BYTES,
+    AskClock,
+    Boot,
+    CallPart,
+    ClockIs,
+    Hello,
+    Leave,
+    Ready,
+    Stacks,
+)
 from nblaunch.errors import LaunchError
 from nblaunch.events import Event
 from nblaunch.nodes.messages import Heartbeat, Node
@@ -24,6 +36,9 @@ from nblaunch.wire.board import SlotReading
 from nblaunch.wire.collective_calls import RankCalls
 
 _CLOSE_S = 3.0
+_STACKS_S = 4.0
+"""Time for nodes to collect their ranks' stacks, slightly longer than they need at most."""
+
 _MIN_SHIFT_S = 0.05
 """Clock difference below which times of the node are not converted."""
 
@@ -228,6 +243,45 @@ def end_all(links: list[NodeLink]) -> None:
     """End the programs of all nodes. All channels are closed first, so that no program waits for another."""
     while links:
         links.pop().close()
+
+
+class NodesStacks:
+    """A query for stacks to several nodes. Implements ``launcher.hang_watch.StackQuery``.
+
+    Args:
+        number: number of the query.
+        asked: the nodes; each is removed when it answers.
+    """
+
+    def __init__(self, number: int, asked: set[NodeLink]) -> None:
+        self._number = number
+        self._missing = asked
+        self._checks: dict[int, Check] = {}
+        self._until_s = time.monotonic() + _STACKS_S
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all nodes have answered or ended, or their time has run out."""
+        return self.is_complete or time.monotonic() > self._until_s
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all nodes have answered or ended."""
+        return all(link.is_over for link in self._missing)
+
+    def poll(self) -> None:
+        """Do nothing: replies arrive through :meth:`take`."""
+
+    def take(self, stacks: Stacks, link: NodeLink) -> None:
+        """Store a reply if it belongs to this query."""
+        if stacks.number == self._number:
+            for rank, check in stacks.checks.items():
+                self._checks[rank] = replace(check, position=described_here(check.position))
+            self._missing.discard(link)
+
+    def checks(self) -> dict[int, Check]:
+        """Return each rank's position and processor time."""
+        return dict(sorted(self._checks.items()))
 
 
 def _check_versions(label: str, hello: Hello) -> None:
