@@ -28,6 +28,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.backends import process_group
@@ -59,6 +60,25 @@ def tensors(data: Any) -> Iterator[Any]:
             yield from tensors(item)
 
 
+def _drop(*values: object) -> None:
+    """Drop a report, because the process has no launcher."""
+
+
+@dataclass(frozen=True)
+class Reporters:
+    """The functions through which a device reports to the launcher.
+
+    Args:
+        note: receives a sentence for the user.
+        compiling: receives whether this process is probably compiling.
+        fact: receives a name and a few words for the header of the job's table, such as ``("precision", "bf16")``.
+    """
+
+    note: Callable[[str], None] = _drop
+    compiling: Callable[[bool], None] = _drop
+    fact: Callable[[str, str], None] = _drop
+
+
 class Backend(ABC):
     """One device family."""
 
@@ -70,6 +90,9 @@ class Backend(ABC):
 
     distributed_type = "MULTI_CPU"
     """``accelerator.distributed_type`` of a job with several processes: a member of ``DistributedType``."""
+
+    reporters = Reporters()
+    """How this process's device reports to the launcher; without a launcher, reports are dropped."""
 
     drives = ""
     """The hardware, such as "tpu"; families that drive the same hardware are alternatives."""
@@ -254,20 +277,9 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.name} has one device per process")
 
-    def set_reporters(
-        self,
-        *,
-        note: Callable[[str], None],
-        compiling: Callable[[bool], None],
-        fact: Callable[[str, str], None],
-    ) -> None:
-        """Set the functions through which the device reports to the launcher.
-
-        Args:
-            note: receives a sentence for the user.
-            compiling: receives whether this process is probably compiling.
-            fact: receives a name and a few words for the header of the job's table, such as ``("precision", "bf16")``.
-        """
+    def set_reporters(self, reporters: Reporters) -> None:
+        """Set :attr:`reporters`."""
+        self.reporters = reporters
 
     def autocast(self, dtype: torch.dtype, **options: Any) -> AbstractContextManager[Any]:
         """Autocast to ``dtype`` on this device."""

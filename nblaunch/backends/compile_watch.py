@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch import formatting
-from nblaunch.backends.base import tensors
+from nblaunch.backends.base import Reporters, tensors
 
 WARM_UP_STEPS = 2
 """Number of steps that compile for a new shape, because values created in the first step are inputs of the second."""
@@ -60,22 +60,12 @@ class CompileWatch:
 
     Args:
         read: returns the current counters.
-        note: receives a sentence for the user.
-        compiling: receives whether the process is probably compiling.
-        fact: receives a name, and a phrase with the total number of compiled graphs.
+        reporters: receive the reports.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Counters],
-        note: Callable[[str], None],
-        compiling: Callable[[bool], None],
-        fact: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, read: Callable[[], Counters], reporters: Reporters) -> None:
         self._read = read
-        self._note = note
-        self._compiling = compiling
-        self._fact = fact
+        self._reporters = reporters
         self._phases: dict[str, _Phase] = {}
         self._before = self._first = read()
         self._open: tuple[str, str] | None = None
@@ -90,13 +80,13 @@ class CompileWatch:
         steps.num_steps += 1
         steps.shapes[shapes] += 1
         self._open = (phase, shapes)
-        self._compiling(steps.shapes[shapes] <= WARM_UP_STEPS)
+        self._reporters.compiling(steps.shapes[shapes] <= WARM_UP_STEPS)
 
     def leave(self) -> None:
         """Forget the current step, because its loop ended in the middle of it."""
         if self._open is not None:
             self._open = None
-            self._compiling(False)
+            self._reporters.compiling(False)
 
     def end_step(self) -> None:
         """Report what the current step has compiled, if there is a current step."""
@@ -104,11 +94,13 @@ class CompileWatch:
             return
         (phase, shapes), self._open = self._open, None
         now = self._read()
-        self._compiling(False)
+        self._reporters.compiling(False)
         num_graphs = now.num_graphs - self._before.num_graphs
         if num_graphs:
             total, total_s = now.num_graphs - self._first.num_graphs, now.compile_s - self._first.compile_s
-            self._fact("compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s")
+            self._reporters.fact(
+                "compilations", f"{formatting.count(total, 'graph')} compiled in {total_s:.1f} s"
+            )
         self._check_graphs(phase, shapes, num_graphs, now.compile_s - self._before.compile_s)
         self._check_reads(self._phases[phase], now.num_scalars - self._before.num_scalars)
         self._check_fallbacks(now.fallbacks)
@@ -141,7 +133,7 @@ class CompileWatch:
         elif steps.shapes[shapes] > WARM_UP_STEPS:
             steps.num_late_steps += 1
             if steps.num_late_steps == _CHANGING_STEPS:
-                self._note(
+                self._reporters.note(
                     f"{phase}: {_CHANGING_STEPS} steps compiled new graphs although the batch shape did not "
                     f"change, the last one in {seconds:.1f} s: something else in the loop changes between steps, such "
                     "as another model, a Python number in a computation, or a branch",
@@ -172,12 +164,12 @@ class CompileWatch:
         if steps.num_graphs and not steps.is_reported:
             steps.is_reported = True
             compiled = f"{formatting.count(steps.num_graphs, 'graph')} compiled in {steps.compile_s:.1f} s"
-            self._note(f"{phase}: {compiled}, for batches of {next(iter(steps.shapes))}")
+            self._reporters.note(f"{phase}: {compiled}, for batches of {next(iter(steps.shapes))}")
 
     def _note_cause(self, cause: str, text: str) -> None:
         if cause not in self._reported:
             self._reported.add(cause)
-            self._note(text)
+            self._reporters.note(text)
 
 
 def describe(batch: Any) -> str:

@@ -13,12 +13,12 @@ import re
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
-from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend
+from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend, Reporters
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class GpuBackend(Backend):
     is_oversubscribable = False
     runtime: first_use.GpuRuntime
     """The traces that such a GPU leaves in a process that uses it."""
-
-    def __init__(self) -> None:
-        self._note: Callable[[str], None] | None = None
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -128,20 +125,10 @@ class GpuBackend(Backend):
             )
         return None
 
-    def set_reporters(
-        self,
-        *,
-        note: Callable[[str], None],
-        compiling: Callable[[bool], None],
-        fact: Callable[[str, str], None],
-    ) -> None:
-        self._note = note
-
     def _report_once(self, text: str) -> None:
         """Send ``text`` once per process."""
-        if self._note is not None:
-            self._note(text)
-        self._note = None
+        self.reporters.note(text)
+        self.reporters = Reporters()
 
     def rng_state(self) -> Mapping[str, Any]:
         return {self.device_type: self._torch_module().get_rng_state()}

@@ -26,13 +26,13 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nblaunch import env
 from nblaunch.backends import first_use, process_group, xla_runtime
-from nblaunch.backends.base import NO_FP8, Backend
+from nblaunch.backends.base import NO_FP8, Backend, Reporters
 from nblaunch.backends.compile_watch import CompileWatch
 from nblaunch.backends.cpu import usable_cores
 from nblaunch.host import memory, tpu
@@ -69,8 +69,6 @@ class XlaBackend(Backend):
         self._seed: int | None = None
         self._watch: CompileWatch | None = None
         self._noted: set[str] = set()
-        self._note: Callable[[str], None] = _drop
-        self._fact: Callable[[str, str], None] = _drop
 
     # --- launcher's half -----------------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class XlaBackend(Backend):
 
     def _report_exchanged_copies(self, topology: Topology) -> None:
         if topology.rank == 0 and first_use.is_xla_initialised() and xla_runtime.has_exchanged_copies():
-            self._note(
+            self.reporters.note(
                 "a collective of torch.distributed got tensors on the XLA device for a gloo group, which exchanges "
                 "copies and leaves the tensors unchanged. Pass tensor.cpu(), or use nblaunch's Accelerator"
             )
@@ -207,7 +205,7 @@ class XlaBackend(Backend):
     def _note_once(self, subject: str, text: str) -> None:
         if subject not in self._noted:
             self._noted.add(subject)
-            self._note(text)
+            self.reporters.note(text)
 
     def enable_spmd(self) -> None:
         xla_runtime.use_spmd()
@@ -237,15 +235,9 @@ class XlaBackend(Backend):
             timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
 
-    def set_reporters(
-        self,
-        *,
-        note: Callable[[str], None],
-        compiling: Callable[[bool], None],
-        fact: Callable[[str, str], None],
-    ) -> None:
-        self._note, self._fact = note, fact
-        self._watch = CompileWatch(xla_runtime.counters, note, compiling, fact)
+    def set_reporters(self, reporters: Reporters) -> None:
+        super().set_reporters(reporters)
+        self._watch = CompileWatch(xla_runtime.counters, reporters)
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
         is_full = isinstance(error, RuntimeError) and _OUT_OF_HBM.search(str(error))
@@ -292,11 +284,11 @@ class XlaBackend(Backend):
 
     def _report_precision(self, is_bf16: bool, types: str, variable: str) -> None:
         if is_bf16:
-            self._note(f"bf16: on the device {types} ({variable})")
-            self._fact("precision", f"bf16: {types}")
+            self.reporters.note(f"bf16: on the device {types} ({variable})")
+            self.reporters.fact("precision", f"bf16: {types}")
         else:
-            self._fact("precision", "bf16: autocast")
-            self._note(
+            self.reporters.fact("precision", "bf16: autocast")
+            self.reporters.note(
                 f"bf16: autocast, with weights in float32 ({variable} has no effect, either in this "
                 "torch_xla, or because a tensor was already on the device)"
             )
@@ -376,10 +368,6 @@ def _computed_thirds() -> tuple[float, float]:
 
 def _default_cache() -> str:
     return os.path.join(os.path.expanduser("~"), ".cache", "nblaunch", "xla")
-
-
-def _drop(*values: object) -> None:
-    """Drop a report: this process has no launcher."""
 
 
 BACKEND = XlaBackend()

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch import attached_debugger, backends, context, env
 from nblaunch.backends import process_group
+from nblaunch.backends.base import Reporters
 from nblaunch.context import ProcessContext
 from nblaunch.events import Fact, Note, PutUnread, Started, WorkerState
 from nblaunch.host import descendants
@@ -273,7 +274,7 @@ class _Worker:
             unfinished_files.reject_writes_to_copies()
         self._prepare_debugger()
         os.register_at_fork(after_in_child=self._become_subprocess)
-        backend.set_reporters(note=self._note, compiling=self._show_compiling, fact=self._report_fact)
+        backend.set_reporters(Reporters(self._note, self._show_compiling, self._report_fact))
         self.slot.set_state(WorkerState.RUNNING)
         self.sender.send(Started(rank=assignment.rank, pid=os.getpid()))
         if assignment.restricts_threads and assignment.num_threads > 1 and assignment.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nblaunch.backends.base import Reporters
 from nblaunch.backends.compile_watch import CompileWatch, Counters, describe
 
 
@@ -15,9 +16,8 @@ class Device:
         self.notes: list[str] = []
         self.shown: list[bool] = []
         self.facts: dict[str, str] = {}
-        self.watch = CompileWatch(
-            lambda: self.now, self.notes.append, self.shown.append, self.facts.__setitem__
-        )
+        reporters = Reporters(self.notes.append, self.shown.append, self.facts.__setitem__)
+        self.watch = CompileWatch(lambda: self.now, reporters)
 
     def step(
         self,
@@ -162,7 +162,7 @@ def test_counts_before_the_watch_are_not_reported() -> None:
     notes: list[str] = []
     counters = Counters(7, 9.0, {"aten::linalg_eig": 3})
     facts: dict[str, str] = {}
-    watch = CompileWatch(lambda: counters, notes.append, lambda is_compiling: None, facts.__setitem__)
+    watch = CompileWatch(lambda: counters, Reporters(note=notes.append, fact=facts.__setitem__))
     watch.begin_step("training", torch.zeros(3))
     watch.end_loop()
     assert (notes, facts) == ([], {})

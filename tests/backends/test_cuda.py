@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nblaunch import backends, notebook_launcher
 from nblaunch.backends import cuda, first_use, process_group
+from nblaunch.backends.base import Reporters
 from nblaunch.backends.cuda import BACKEND
 from nblaunch.topology import Topology
 from tests.host.fake_nvml import FakeGpu, FakeNvml
@@ -201,7 +202,7 @@ def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None
     """For example on a T4, where torch counts bf16 as supported since 2.4."""
     notes: list[str] = []
     backend = cuda.CudaBackend()
-    backend.set_reporters(note=notes.append, compiling=lambda _: None, fact=lambda *_: None)
+    backend.set_reporters(Reporters(note=notes.append))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
