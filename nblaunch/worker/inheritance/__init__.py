@@ -9,6 +9,7 @@ cell_assignments.py  attributes of modules that cells have changed, for the same
                   plain_values.py    values that can be copied, and how a worker takes them over
 registrations.py  what cells have registered in libraries and modules, for the same workers
 lost_changes.py   names variables of the notebook that the function fills or assigns
+comparisons.py    compares a variable's value with the value at the start of the function
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
 child_processes.py  lets workers query programs that the kernel has started

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import dis
 import functools
-import math
 import re
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,17 +33,14 @@ from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
+from nblaunch.worker.inheritance import comparisons
+from nblaunch.worker.inheritance.comparisons import CONTAINERS, Comparisons, HasChanged, is_unset
 from nblaunch.worker.inheritance.plain_values import has_own_class
 
 _MAX_FUNCTIONS = 200
-_MAX_ELEMENTS = 1 << 16
-_MAX_TENSORS = 2000
-_MAX_SUMMED = 1 << 20
-"""Largest number of tensor elements that are summed in all, which may take 0.2 s on a slow machine."""
 _MAX_RETURNED = 20_000
 _MAX_DEPTH = 2
 """How many attributes a name may have, as in ``trainer.average.weights``."""
-_CONTAINERS = (list, dict, set, deque)
 _FOR_ITSELF = re.compile(r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger)$", re.IGNORECASE)
 """Names of variables that a function keeps for itself, so the kernel does not need their values."""
 _CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
@@ -77,7 +72,7 @@ class _Variable(NamedTuple):
 
     name: str
     get: Callable[[], Any]
-    has_changed: Callable[[Any], bool]
+    has_changed: HasChanged
 
 
 class Changes:
@@ -122,7 +117,7 @@ def _has_changed(variable: _Variable) -> bool:
         return False
 
 
-_PLAIN = (int, float, complex, str, bytes, tuple, *_CONTAINERS)
+_PLAIN = (int, float, complex, str, bytes, tuple, *CONTAINERS)
 
 
 def _notebook() -> dict[str, Any]:
@@ -175,9 +170,8 @@ class _Finder:
     """
 
     def __init__(self, is_forked: bool) -> None:
-        self._is_forked = is_forked
+        self._comparisons = Comparisons(is_forked)
         self._seen: set[int] = set()
-        self._to_sum = _MAX_SUMMED
         self._torch: Any = sys.modules.get("torch")
 
     def variables(self, name: str, value: Any, depth: int = 0) -> Iterator[_Variable]:
@@ -189,7 +183,7 @@ class _Finder:
         if _FOR_ITSELF.match(name.rpartition(".")[2]) or not has_own_class(value) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        has_changed = self._watched(value, is_attribute=depth > 0)
+        has_changed = self._comparisons.of(value, is_attribute=depth > 0)
         if has_changed is not None:
             yield _Variable(name, lambda: value, has_changed)
         elif depth < _MAX_DEPTH and (attributes := self._attributes(value)):
@@ -199,7 +193,7 @@ class _Finder:
                 where = f"{name}.{attribute}"
                 if not is_users:  # the names of a library's attributes say nothing about their purpose
                     yield from self._tensors(where, part)
-                elif _is_unset(part):
+                elif is_unset(part):
                     if not _CLOCK.search(attribute):
                         yield _number(where, attributes, attribute)
                 # A dictionary in a dataset may only cache the samples that it has loaded.
@@ -217,63 +211,9 @@ class _Finder:
     def _tensors(self, name: str, value: Any) -> Iterator[_Variable]:
         with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
             is_own = _FOR_ITSELF.match(name.rpartition(".")[2])
-            has_changed = None if is_own else self._watched_tensors(value)
+            has_changed = None if is_own else self._comparisons.of_tensors(value)
             if has_changed is not None:
                 yield _Variable(name, lambda: value, has_changed)
-
-    def _watched(self, value: Any, *, is_attribute: bool) -> Callable[[Any], bool] | None:
-        """Return a function that checks whether a value has changed; None if it can't keep values."""
-        try:
-            if is_attribute or self._is_trainable(value):
-                has_changed = self._watched_tensors(value)
-                if has_changed is not None:
-                    return has_changed
-            if isinstance(value, _CONTAINERS):
-                return _watched_container(value)
-            return _is_filled if self._is_array(value) and not _is_filled(value) else None
-        except Exception:  # for example, a sparse tensor has no memory to ask about
-            return None
-
-    def _is_array(self, value: Any) -> bool:
-        if module_of(type(value)) == "numpy":
-            is_own = type(value).__name__ == "ndarray" and (not self._is_forked or _owns_memory(value))
-            return is_own and 0 < value.size <= _MAX_ELEMENTS and value.dtype.kind in "biufc"
-        if module_of(type(value)) == "torch":
-            is_own = (
-                type(value).__name__ == "Tensor" and value.device.type == "cpu" and not value.requires_grad
-            )
-            return is_own and 0 < value.numel() <= _MAX_ELEMENTS and not value.is_shared()
-        return False
-
-    def _is_trainable(self, value: Any) -> bool:
-        """Return whether a value is a parameter, or a container that begins with one."""
-        first = next(iter(_parts(value, with_itself=False)), value)
-        return self._torch is not None and isinstance(first, self._torch.nn.Parameter)
-
-    def _watched_tensors(self, value: Any) -> Callable[[Any], bool] | None:
-        """Return a function that checks whether a tensor, or a container of tensors, has changed."""
-        is_container = isinstance(value, _ITERATED)
-        tensors = list(_parts(value, with_itself=False)) if is_container else [value]
-        if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
-            return None
-        if not all(isinstance(each, self._torch.Tensor) and not each.is_shared() for each in tensors):
-            return None
-        before = [_Tensor(each, is_summed=self._may_sum(each)) for each in tensors]
-
-        def has_changed(value: Any) -> bool:
-            present = list(_parts(value, with_itself=False)) if is_container else [value]
-            return len(present) > len(before) or any(map(_Tensor.has_changed, before, present))
-
-        return has_changed
-
-    def _may_sum(self, tensor: Any) -> bool:
-        is_summed = (
-            tensor.device.type == "cpu"
-            and tensor.numel() <= min(_MAX_ELEMENTS, self._to_sum)
-            and tensor.dtype.is_floating_point
-        )
-        self._to_sum -= tensor.numel() if is_summed else 0
-        return is_summed
 
 
 def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
@@ -290,99 +230,9 @@ def _optimizers(args: tuple[Any, ...]) -> Iterator[_Variable]:
     for path, value in optimizers_in(args).items():
         if not is_scheduler(value):
             with suppress(Exception):  # an optimizer of another library may have no state
-                yield _Variable(f"{path} ({type(value).__name__})", lambda: None, _watched_optimizer(value))
-
-
-def _watched_optimizer(optimizer: Any) -> Callable[[Any], bool]:
-    """Return a function that checks whether the state or the learning rates of an optimizer have changed."""
-
-    def state() -> list[Any]:
-        tensors = [
-            part
-            for of_one in optimizer.state.values()
-            for part in _parts(of_one)
-            if hasattr(part, "_version")
-        ]
-        return [*(each._version for each in tensors), *(group.get("lr") for group in optimizer.param_groups)]
-
-    before = state()
-    return lambda _: state() != before
-
-
-def _watched_container(value: Any) -> Callable[[Any], bool]:
-    was_empty, size = _is_empty(value), _num_kept(value)
-    return lambda value: _num_kept(value) > size or (was_empty and not _is_empty(value))
-
-
-def _num_kept(value: Any) -> int:
-    """Return the number of elements. A dictionary may hold options, so only its containers count."""
-    if isinstance(value, dict):
-        return sum(len(part) for part in value.values() if isinstance(part, _CONTAINERS))
-    return len(value)
-
-
-def _is_empty(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_unset(part) or (isinstance(part, _CONTAINERS) and not part) for part in value.values())
-    # This includes a list of zeros, one for each epoch.
-    if type(value) is list and len(value) <= _MAX_ELEMENTS:
-        return all(type(part) in (int, float) and _is_unset(part) for part in value)
-    return not value
-
-
-def _is_unset(value: Any) -> bool:
-    """Return whether a value is None, or a number with which a sum or a search for the best value begins."""
-    return value is None or (type(value) in (bool, int, float) and value in (0, math.inf, -math.inf))
-
-
-def _is_filled(array: Any) -> bool:
-    return bool(array.any())
-
-
-def _owns_memory(array: Any) -> bool:
-    """Return whether an array, or the array of which it is a view, is not a part of a file or of shared memory."""
-    while type(array.base) is type(array):
-        array = array.base
-    return bool(array.flags.owndata)
-
-
-class _Tensor:
-    """The state of a tensor at the start of the function: torch's count of changes, and the sum of the elements.
-
-    The sum is needed because changes through ``tensor.data`` bypass the count.
-
-    Args:
-        tensor: the tensor, which this object doesn't keep alive.
-        is_summed: whether to compute the sum.
-    """
-
-    def __init__(self, tensor: Any, *, is_summed: bool) -> None:
-        self._tensor, self._is_summed = weakref.ref(tensor), is_summed
-        self._form = tensor.shape, tensor.device
-        self._version = self._version_of(tensor)
-
-    def has_changed(self, present: Any) -> bool:
-        """Return whether a tensor is the changed tensor, or a new tensor in its place, as in an average of weights."""
-        if present is self._tensor():
-            return self._version_of(present) != self._version
-        return (getattr(present, "shape", None), getattr(present, "device", None)) == self._form
-
-    def _version_of(self, tensor: Any) -> tuple[int, float]:
-        total = float(tensor.detach().double().abs().sum()) if self._is_summed else 0.0
-        return tensor._version, 0.0 if math.isnan(total) else total  # NaN differs from itself
-
-
-_ITERATED = (list, tuple, dict)
-
-
-def _parts(value: Any, *, with_itself: bool = True) -> Iterator[Any]:
-    """Yield a value, and the elements of a list, tuple or dictionary."""
-    if with_itself:
-        yield value
-    if type(value) in (list, tuple):
-        yield from value
-    elif type(value) is dict:
-        yield from value.values()
+                yield _Variable(
+                    f"{path} ({type(value).__name__})", lambda: None, comparisons.of_optimizer(value)
+                )
 
 
 def _kept_in(returned: Any) -> set[int]:
