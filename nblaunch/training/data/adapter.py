@@ -181,8 +181,10 @@ class DataLoaderAdapter(Base):
         if not is_fresh:
             self.skip_batches = 0  # the loaded state already counts them as read
         self.epochs.batches_behind = progress.batches
-        knows_stream = progress.knows_stream and not _loses_rows(base.dataset, progress.batches)
-        if knows_stream or not isinstance(base.dataset, IterableDataset):
+        buffer_size = _shuffle_buffer_size(base.dataset) if progress.knows_stream else None
+        if buffer_size is not None and progress.batches:
+            _warn_of_reading_again(buffer_size, progress.batches)
+        if (progress.knows_stream and buffer_size is None) or not isinstance(base.dataset, IterableDataset):
             base.load_state_dict(
                 {} if is_fresh else {key: state_dict[key] for key in state_dict if key != ORDER}
             )
@@ -258,26 +260,30 @@ class _Progress:
         return cls(batches, knows_stream)
 
 
-def _loses_rows(dataset: Any, num_batches: int) -> bool:
-    """Return whether a stream of ``datasets`` shuffles in a buffer; its state does not include the rows in that buffer.
+def _shuffle_buffer_size(dataset: Any) -> int | None:
+    """Return the size of the buffer, in rows, in which a stream of ``datasets`` shuffles; None if it has no buffer.
 
-    Warn that ``num_batches`` batches are read again for this reason.
+    The state of the stream does not include the rows in that buffer.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     while parts:
         attributes = getattr(parts.pop(), "__dict__", {})
         if "buffer_size" in attributes:
-            if num_batches and current_topology().rank == 0:
-                warn(
-                    f"the stream shuffles in a buffer of {attributes['buffer_size']} rows, which its state does not "
-                    f"include, so the loader reads the first {num_batches} batches of the epoch again and drops them. "
-                    "Resuming from the stream's state would lose the rows in the buffer. To resume without "
-                    "reading these batches again, shuffle the data before you store it, and omit shuffle()"
-                )
-            return True
+            size: int = attributes["buffer_size"]
+            return size
         parts += [attributes["ex_iterable"]] if "ex_iterable" in attributes else []
         parts += attributes.get("ex_iterables", [])
-    return False
+    return None
+
+
+def _warn_of_reading_again(buffer_size: int, num_batches: int) -> None:
+    if current_topology().rank == 0:
+        warn(
+            f"the stream shuffles in a buffer of {buffer_size} rows, which its state does not include, so the loader "
+            f"reads the first {num_batches} batches of the epoch again and drops them. Resuming from the stream's "
+            "state would lose the rows in the buffer. To resume without reading these batches again, shuffle the data "
+            "before you store it, and omit shuffle()"
+        )
 
 
 def _rebuild(cls: type[DataLoaderAdapter], state: dict[str, Any]) -> DataLoaderAdapter:
