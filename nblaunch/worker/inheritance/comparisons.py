@@ -1,7 +1,7 @@
 """Comparisons of values with what they were when the function started.
 
 A comparison is made before the function runs. It keeps no copy of the value, only its size, torch's count of changes,
-or a sum. Afterwards, it tells whether a container has grown, an array of zeros has other elements, or a tensor has
+or a sum. Afterwards, it answers whether a container has grown, an array of zeros has other elements, or a tensor has
 changed.
 """
 
