@@ -142,7 +142,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self) -> str:
-        """Return why ``affinity()`` is 0 and what would change that; called only if it is 0."""
+        """Return the reason why ``affinity()`` is 0 and what would change that; called only if it is 0."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -159,28 +159,28 @@ class Backend(ABC):
 
     @abstractmethod
     def fork_hazard(self) -> str | None:
-        """Return why workers that are forked from *this* process now can't use the device; None if they can.
+        """Return the reason why workers that are forked from *this* process now can't use the device; None if they can.
 
         The text completes the sentence "fork is not possible here: ...".
         """
 
     def clean_start_reason(self) -> str | None:
-        """Return why workers should start from a clean process by default although a fork is possible.
+        """Return the reason why workers should start from a clean process by default although a fork is possible.
 
         The reason is a clause. None: workers are forked from this process.
         """
         return None
 
     def overlooked(self) -> str | None:
-        """Return why this host's devices of this family can't be used and were therefore not chosen."""
+        """Return the reason why this host's devices of this family can't be used and were therefore not chosen."""
         return None
 
     def launch_problem(self) -> str | None:
-        """Return why no worker can use the devices now, however it starts, and what to do; None if workers can."""
+        """Return the reason why no worker, however it starts, can use the devices now, and what to do; else None."""
         return None
 
     def count_problem(self, num_processes: int) -> str | None:
-        """Return why this number of workers can't start although there are enough devices; None if it can."""
+        """Return the reason why this number of workers can't start although there are enough devices; else None."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:

@@ -177,7 +177,7 @@ def _module_of_torch(runtime: GpuRuntime) -> Any:
 
 
 def gpu_hazard(runtime: GpuRuntime) -> str | None:
-    """Return why a forked copy of this process can't use a GPU, as the end of "this process ..."; None if it can."""
+    """Return the reason why a fork of this process can't use a GPU, to complete "this process ..."; else None."""
     torch_module, name, module = _module_of_torch(runtime), runtime.name, runtime.module
     in_vain = f"{name} can't be used in a forked process"
     if torch_module is not None and torch_module.is_initialized():
@@ -266,7 +266,7 @@ def first_match(cells: Sequence[str]) -> str:
 
 
 def xla_backward_hazard() -> str | None:
-    """Return why forked workers can't run backward() after this process has done so; None if they can.
+    """Return the reason why forked workers can't run backward() after this process has done so; None if they can.
 
     torch_xla must have been imported.
     """

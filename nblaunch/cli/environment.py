@@ -127,7 +127,7 @@ def _version(name: str) -> str:
 
 
 def _torch_error() -> str:
-    """Return why torch can't be imported; empty if it can."""
+    """Return the reason why torch can't be imported; empty if it can."""
     try:
         importlib.import_module("torch")
     except Exception as error:  # a broken installation may raise anything

@@ -156,7 +156,7 @@ def _without_accelerate(name: str, cause: Exception | None) -> Any:
 
 
 def system_problem() -> str | None:
-    """Return why no job can run on this system, and what to do; None if jobs can run."""
+    """Return the reason why no job can run on this system, and what to do; None if jobs can run."""
     if hasattr(os, "fork") and sys.platform != "emscripten":
         return None
     return (

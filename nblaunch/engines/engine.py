@@ -69,7 +69,10 @@ class NodeHandle(ABC):
 
     @abstractmethod
     def how_ended(self) -> str:
-        """Return why the program ended, such as ``its process was killed by SIGKILL``. Called after the end of file."""
+        """Return the reason why the program ended, such as ``its process was killed by SIGKILL``.
+
+        Called after the end of file.
+        """
 
     @abstractmethod
     def kill(self) -> None:

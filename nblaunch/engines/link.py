@@ -126,7 +126,7 @@ class NodeLink:
         self.has_clock = True
 
     def how_ended(self) -> str:
-        """Return why the node's program ended."""
+        """Return the reason why the node's program ended."""
         return self.loss or self._handle.how_ended()
 
     # --- what it sends -------------------------------------------------------------------------------------------

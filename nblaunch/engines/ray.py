@@ -149,7 +149,7 @@ class _Driver:
         ]
 
     def why_ended(self, number: int) -> str:
-        """Return why a node's program has ended; empty while unknown."""
+        """Return the reason why a node's program has ended; empty while unknown."""
         wait([self._receiver.fd], _TICK_S)
         events, is_closed = self._receiver.receive()
         self.ended |= {event.number: event.why for event in events if isinstance(event, NodeEnded)}

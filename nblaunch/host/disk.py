@@ -50,7 +50,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def reason(path: Path, error: OSError) -> str:
-    """Return why ``error`` was raised for ``path``: its file system's state if that explains it, or else its text."""
+    """Return the reason for ``error`` at ``path``: its file system's state if that explains it, or else the text."""
     if error.errno == errno.ENOSPC:
         return _lack(path) or str(error.strerror)
     return str(error.strerror or error)

@@ -100,7 +100,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def uncounted() -> str | None:
-    """Return why this host's GPUs can't be counted; None if they can, or if there are none."""
+    """Return the reason why this host's GPUs can't be counted; None if they can, or if there are none."""
     device = next(iter(sorted(_DEVICES.glob("nvidia[0-9]*"))), None)
     if device is None:
         return None

@@ -168,7 +168,7 @@ def lock_holder(path: Path = LOCK_FILE, processes: Path = PROC) -> int | None:
 
 
 def holder_problem(is_ours: bool, where: str = "") -> str | None:
-    """Return why the chips can't be used now and what to do, if a process has taken them; otherwise None.
+    """Return the reason why the chips can't be used now and what to do, if a process has taken them; otherwise None.
 
     Args:
         is_ours: whether this process is known to use them.
@@ -217,7 +217,7 @@ class TpuSlice:
     num_chips: int
 
     def problem(self) -> str | None:
-        """Return why this host's chips can't compute without other hosts; None if they can."""
+        """Return the reason why this host's chips can't compute without other hosts; None if they can."""
         if len(self.hosts) > 1:
             return (
                 f"this machine is one of {len(self.hosts)} hosts of a TPU slice, whose chips must all compute "

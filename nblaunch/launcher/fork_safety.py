@@ -78,7 +78,7 @@ _FORKABLE = {"tokenizers"}
 
 
 def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
-    """Return why workers for ``call`` can't be forked from this thread, as the end of a sentence; None if they can.
+    """Return the reason why workers can't be forked from this thread, as the end of a sentence; None if they can.
 
     Args:
         backend: device family of the workers.

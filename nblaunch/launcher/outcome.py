@@ -270,7 +270,7 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
 
 
 def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
-    """Return why announced states were not sent by ranks whose function returned, by argument path."""
+    """Return the reason why announced states were not sent by ranks whose function returned, by argument path."""
     reasons: dict[ArgPath, str] = {}
     for rank, announced in sorted(report.announced.items()):
         sent = report.sent_states.get(rank, {})
@@ -375,7 +375,7 @@ def _has_begun(report: AttemptReport, rank: int) -> bool:
 
 
 def _why_unsent(report: AttemptReport, rank: int) -> str:
-    """Return why a rank has not sent its states; empty if it has."""
+    """Return the reason why a rank has not sent its states; empty if it has."""
     event = report.interruptions.get(rank)
     if rank in report.returned or (event is not None and not event.is_cut):
         return ""

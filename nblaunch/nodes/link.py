@@ -174,7 +174,7 @@ class NodeLink:
                 last_note = self._note_joining(last_note)
 
     def _reason_to_leave(self) -> str:
-        """Return why this node, whose ranks have returned, leaves now; empty while it should wait for the others."""
+        """Return the reason why this node leaves after its ranks have returned; empty while it should wait."""
         for text in self._peers.check(time.monotonic()):
             self._note(text)
         if self._requests.interrupts:

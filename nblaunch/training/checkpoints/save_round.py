@@ -414,7 +414,7 @@ class Participant(_Side):
             self._mail.post(f"report/{self._rank}", Report(number, is_through=True))
 
     def failure_of(self, number: int) -> str | None:
-        """Return why rank 0 has given up round ``number``; None if it has not."""
+        """Return the reason why rank 0 has given up round ``number``; None if it has not."""
         outcome = self._mail.read(f"outcome/{number}", SaveOutcome)
         return outcome.error if outcome is not None and outcome.error_type else None
 
