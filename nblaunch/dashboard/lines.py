@@ -210,6 +210,7 @@ class LinesPrinter(Dashboard):
         self._pending: list[str | MergedLines | Displayed] = []
         self._num_lines: Counter[int] = Counter()
         self._num_shown: Counter[int] = Counter()
+        self._num_hidden = 0
         self._tails: dict[int, deque[str]] = {}
         self._num_displays: Counter[int] = Counter()
         self._ranks_without_displays: set[int] = set()
@@ -247,7 +248,7 @@ class LinesPrinter(Dashboard):
         if self._pending:
             self._flush()
         if self._folded is not None and self._publish is not None:
-            bundle, last = self._folded.rest(self._log_dir)
+            bundle, last = self._folded.rest(self._log_dir, self._num_hidden)
             if bundle is not None:
                 self._publish(Displayed(data=bundle))
             self._print("".join(last))
@@ -316,6 +317,7 @@ class LinesPrinter(Dashboard):
     def _end(self, rank: int) -> None:
         label, tail = self._label(rank), self._tails[rank]
         num_hidden = self._num_lines[rank] - self._num_shown[rank] - len(tail)
+        self._num_hidden += num_hidden
         text = ""
         if num_hidden:
             log = f"; complete log: {self._log_dir}/rank_{rank}.log" if self._log_dir else ""
@@ -448,18 +450,25 @@ class FoldedLines:
         self._num_others += len(lines) - len(first)
         return first
 
-    def rest(self, log_dir: str) -> tuple[Bundle | None, list[str]]:
-        """Return an output that unfolds lines (None if there are few), and the last lines, to be printed below it."""
+    def rest(self, log_dir: str, num_hidden: int) -> tuple[Bundle | None, list[str]]:
+        """Return an output that unfolds lines (None if there are few), and the last lines, to be printed below it.
+
+        Args:
+            log_dir: folder with the complete logs; empty if there is none.
+            num_hidden: number of the job's lines that are only in the logs.
+        """
         others = list(self._others)
         num_last = MAX_IN_CELL - _FIRST_IN_CELL - 2
         if self._num_others <= num_last:
             return None, others
         folded, last = others[:-num_last], others[-num_last:]
-        summary = formatting.count(self._num_others - num_last, "more line")
+        num_others = self._num_others - num_last + num_hidden
+        summary = formatting.count(num_others, "more line")
+        unfolds = "show all:" if len(folded) == num_others else f"show {len(folded):,} of"
         logs = f"; complete logs: {log_dir}" if log_dir else ""
         text = escape("".join(folded))
         shown = (
             f'<details style="font-family:system-ui,sans-serif;font-size:13px"><summary style="cursor:pointer">'
-            f'show all: {summary}</summary><pre style="{_FOLDED}">{text}</pre></details>'
+            f'{unfolds} {summary}</summary><pre style="{_FOLDED}">{text}</pre></details>'
         )
         return {"text/html": shown, "text/plain": f"... {summary} not shown{logs}"}, last

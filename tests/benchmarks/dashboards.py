@@ -35,7 +35,7 @@ def empty_job():
 min(empty_job() for _ in range(10))
 """
 
-_FOLDED = "show all"
+_FOLDED = "more lines"
 """Text in the output that holds the workers' lines after the first ones."""
 
 _SAME_UPDATE_S = 0.03

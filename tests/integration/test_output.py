@@ -70,12 +70,29 @@ job = nblaunch.last_job()
     shown = [line.partition("] ")[2] for line in cell.stdout.splitlines()]
     assert 50 < len(shown) <= 60
     assert (shown[0], shown[-1]) == ("line 0", "line 9999")
-    folded = next(display.data for display in cell.displays if "show all" in display.data["text/html"])
+    folded = next(display.data for display in cell.displays if "more lines" in display.data["text/html"])
     assert 500 < folded["text/html"].count("line ") < 5000
+    num_hidden = int(folded["text/plain"].split()[1].replace(",", ""))
+    assert num_hidden == pytest.approx(2 * 10_000 - len(shown), abs=10)  # some of the lines say what is missing
+    assert f" of {num_hidden:,} more lines" in folded["text/html"]
     assert log_dir in folded["text/plain"]
     for rank in (0, 1):
         assert f"{log_dir}/attempt_0/rank_{rank}.log" in folded["text/html"]
     assert iopub_messages(cell) < 60
+
+
+def test_captured_cells_have_the_lines_of_earlier_log_handlers(shared: Kernel) -> None:
+    shared.run(
+        "import contextlib, io, logging\n"
+        "logging.getLogger('early').addHandler(logging.StreamHandler(sys.stdout))\n"
+        "def log(): logging.getLogger('early').error('a line')"
+    )
+    shared.run("%%capture captured\nnotebook_launcher(log, num_processes=2)")
+    assert shared.run("captured.stdout.splitlines()").value == ["[0] a line", "[1] a line"]
+    shared.run(
+        "with contextlib.redirect_stdout(io.StringIO()) as text: notebook_launcher(log, num_processes=1)"
+    )
+    assert shared.run("text.getvalue()").value == "a line\n"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

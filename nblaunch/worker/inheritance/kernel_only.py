@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import functools
 import getpass
 import multiprocessing.process
 import multiprocessing.util
@@ -161,7 +162,9 @@ def _redirect_kernel_streams(streams: Iterable[Any]) -> None:
         (sys.stderr if self.name == "stderr" else sys.stdout).flush()
 
     _abandoned.extend((iostream.OutStream.write, iostream.OutStream.flush))
-    iostream.OutStream.write = write
+    # A property overrides the method of the stream object as well, even of a stream that is not sys.stdout at the
+    # moment, because the cell captures its output.
+    iostream.OutStream.write = property(lambda self: functools.partial(write, self), lambda self, value: None)
     iostream.OutStream.flush = flush
 
 
