@@ -310,4 +310,4 @@ def _misfit(module: Any, state: Mapping[str, Any], is_complete: bool) -> str:
         f"{name} is {there} in the worker and {here} in the kernel"
         for name, here, there in shape_mismatches(module, current, state)
     ]
-    return "; ".join(reasons)
+    return formatting.first(reasons, _MAX_NAMED, "; ")

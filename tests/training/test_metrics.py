@@ -154,7 +154,6 @@ UNCLEAR: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
     "a list of 2 tensors with one row": (lambda x: list(x), False),
     r"a tensor of shape \[10\]": (lambda x: tuple(row.repeat(5) for row in x), False),
     "a list of 8 objects": (lambda x: [*x, *x], True),
-    "a list of 2 tensors": (lambda x: [row.repeat(2) for row in x], False),
     "a list of 2 dicts": (lambda x: [{"boxes": row.repeat(2)} for row in x], False),
     "a list of 2 tuples": (lambda x: [(row, row) for row in x], False),
     "a set of length 2": (lambda x: (x, set(_texts(x))), False),
@@ -185,6 +184,18 @@ def test_uncuttable_values_raise_on_every_rank() -> None:
         assert all(
             "use_gather_object=True" in text and "accelerator.gather" in text for text in messages.values()
         )
+
+
+def _lists_of_columns() -> list[list[list[int]]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(ROWS), batch_size=BATCH))
+    rounds = [accelerator.gather_for_metrics([batch, batch * 2]) for batch in loader]
+    return [torch.cat(column).tolist() for column in zip(*rounds, strict=True)]
+
+
+def test_lists_of_as_many_columns_as_samples_are_cut() -> None:
+    rows = list(range(ROWS))
+    assert ranks.run(_lists_of_columns, 2) == [[rows, [2 * row for row in rows]]] * 2
 
 
 def _different_structures() -> str:

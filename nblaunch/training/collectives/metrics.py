@@ -250,14 +250,20 @@ class _Tail:
         return containers.rebuilt(gathered, [self.cut(part) for part in parts])
 
     def _check_columns(self, gathered: Any, parts: Sequence[Any]) -> None:
-        """Raise ValueError if each part of a list may be a sample instead of a column."""
+        """Raise ValueError if each part of a list may be a sample instead of a column.
+
+        Tensors with one row per sample are columns, as in ``[predictions, labels]``.
+        """
         per_rank = self.completed // self.num_ranks
-        if self.is_short or not len(parts) == per_rank > 1:
+        if self.is_short or not len(parts) == per_rank > 1 or all(map(self._has_a_row_per_sample, parts)):
             return
         is_single = all(map(self._is_of_ranks, parts))
         if is_single or len({_kind(part) for part in parts}) == 1:
             kind = "tensor" if isinstance(parts[0], torch.Tensor) else type(parts[0]).__name__
             raise self._unclear(f"a list of {len(parts)} {kind}s{' with one row' if is_single else ''}")
+
+    def _has_a_row_per_sample(self, part: Any) -> bool:
+        return isinstance(part, torch.Tensor) and part.ndim > 0 and len(part) == self.completed
 
     def _is_of_ranks(self, part: Any) -> bool:
         return isinstance(part, torch.Tensor) and part.ndim > 0 and len(part) == self.num_ranks
