@@ -84,11 +84,11 @@ def test_many_lines_are_folded(page: Page) -> None:
     page.run(CHATTER)
     page.wait_for_text(CHATTER, "done in")
     page.wait_until_idle(CHATTER)
-    page.wait_for_text(CHATTER, "show all")
+    page.wait_for_text(CHATTER, "more lines")
     lines = [line for line in page.text(CHATTER).splitlines() if " says " in line]
     assert 40 <= len(lines) <= 60
     page.screenshot("many_lines.png", page.output(CHATTER))
-    page.output(CHATTER).locator("summary", has_text="show all").click()
+    page.output(CHATTER).locator("summary", has_text="more lines").click()
     page.wait_until(lambda: page.text(CHATTER).count(" says ") > 200, "all lines")
 
 

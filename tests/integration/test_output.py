@@ -73,7 +73,8 @@ job = nblaunch.last_job()
     folded = next(display.data for display in cell.displays if "more lines" in display.data["text/html"])
     assert 500 < folded["text/html"].count("line ") < 5000
     num_hidden = int(folded["text/plain"].split()[1].replace(",", ""))
-    assert num_hidden == pytest.approx(2 * 10_000 - len(shown), abs=10)  # some of the lines say what is missing
+    # Some of the counted lines say what is missing.
+    assert num_hidden == pytest.approx(2 * 10_000 - len(shown), abs=10)
     assert f" of {num_hidden:,} more lines" in folded["text/html"]
     assert log_dir in folded["text/plain"]
     for rank in (0, 1):
