@@ -29,7 +29,6 @@ from nblaunch.detached.record import Record
 from nblaunch.detached.recorder import Recorder
 from nblaunch.detached.requests import Endpoint, RequestServer, new_address
 from nblaunch.errors import LaunchError, warn
-from nblaunch.events import JobEnded
 from nblaunch.host import disk
 from nblaunch.host.machine import ProcessMark
 from nblaunch.launcher.debug_client import release_kept_failures
@@ -235,8 +234,7 @@ class _DetachedJob:
     def _end_unstarted(self, error: BaseException) -> None:
         """Record that the job ended before it ran."""
         self._outcome = JobOutcome.of_error(error)
-        ended = JobEnded(outcome=self._outcome.status, message=self._outcome.message)
-        self._recorder.on_event(ended)
+        self._recorder.on_event(self._outcome.end_event())
 
     def _present_outcome(self) -> JobOutcome | None:
         return self._runner.outcome if self._runner is not None else self._outcome

@@ -15,8 +15,8 @@ from nblaunch.diagnosis.exceptions import hide_launcher
 from nblaunch.diagnosis.failure import failure_of, memory_evidence
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import RootCause, early_leavers, how_ended
-from nblaunch.errors import JobCancelled, ResultError
-from nblaunch.events import Note, WorkerState
+from nblaunch.errors import CollectiveMismatch, JobCancelled, JobHung, ResultError
+from nblaunch.events import JobEnded, Note, WorkerState
 from nblaunch.launcher import weights
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.weights import listed
@@ -77,6 +77,17 @@ class JobOutcome:
         if self.headline or self.error is None:
             return self.headline
         return f"{type(self.error).__name__}: {self.error}"
+
+    def end_event(self) -> JobEnded:
+        """Return the event that reports the end to listeners."""
+        return JobEnded(
+            outcome=self.status,
+            failed_rank=self.failed_rank,
+            message=self.message,
+            advice=self.advice,
+            is_early=self.is_early,
+            has_hung=isinstance(self.error, (JobHung, CollectiveMismatch)),
+        )
 
     def with_traceback(self) -> JobOutcome:
         """Return a copy with the error's current traceback, which begins at the user's function.

@@ -25,8 +25,8 @@ from nblaunch.diagnosis.exceptions import is_of_rank
 from nblaunch.diagnosis.failure import failure_of
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import find_root_cause
-from nblaunch.errors import CollectiveMismatch, JobHung, LaunchError
-from nblaunch.events import JobEnded, Note
+from nblaunch.errors import LaunchError
+from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
@@ -261,16 +261,7 @@ class JobRunner(Job):
         """Set the outcome of the job, and send it to the listeners as their last event."""
         self.status = outcome.status
         self.outcome = outcome.with_traceback()
-        self.emit(
-            JobEnded(
-                outcome=outcome.status,
-                failed_rank=outcome.failed_rank,
-                message=outcome.message,
-                advice=outcome.advice,
-                is_early=outcome.is_early,
-                has_hung=isinstance(outcome.error, (JobHung, CollectiveMismatch)),
-            )
-        )
+        self.emit(self.outcome.end_event())
         self._close_listeners()
 
     def _release(self) -> None:

@@ -27,7 +27,6 @@ from nblaunch.events import (
     Note,
     Started,
 )
-from nblaunch.launcher.outcome import JobOutcome
 from nblaunch.session.command import CommandReport
 from nblaunch.wire.board import SlotReading
 
@@ -161,13 +160,3 @@ def emit(shown: Sequence[Dashboard], events: Iterable[Event]) -> None:
     for event in events:
         for dashboard in shown:
             dashboard.on_event(event)
-
-
-def end_event(outcome: JobOutcome) -> JobEnded:
-    """Return the event that makes dashboards show the end of a command."""
-    return JobEnded(
-        outcome=outcome.status,
-        failed_rank=outcome.failed_rank,
-        message=outcome.message,
-        advice=outcome.advice,
-    )

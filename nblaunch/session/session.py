@@ -25,7 +25,7 @@ from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import ENDED, FailedCommand, SessionClient
 from nblaunch.session.command import CommandReport
-from nblaunch.session.output import SessionOutput, emit, end_event
+from nblaunch.session.output import SessionOutput, emit
 from nblaunch.session.rank_commands import RankCommands, SomeRanks
 from nblaunch.session.server import serve
 from nblaunch.spec import (
@@ -153,7 +153,7 @@ class Session(RankCommands):
         with self._output.shown_by([printer], open_rows):
             report = self._request(chosen, command)
             outcome = self._outcome(report)
-            emit(rows, [end_event(outcome)])
+            emit(rows, [outcome.end_event()])
         outcome.with_traceback().raise_error()
         return {rank: result.value_of(rank) for rank, result in report.results().items()}
 
@@ -271,7 +271,7 @@ class Session(RankCommands):
             outcome, notes = conclude_job(attempt, report, report.results(), self.pids, [])
             if not self.is_running:  # killed after every rank had sent its value
                 notes.append(Note.of_job(ENDED, "warning"))
-            emit(shown, [*notes, end_event(outcome)])
+            emit(shown, [*notes, outcome.end_event()])
         self._unloaded_weights = outcome.unloaded_weights
         return outcome
 
