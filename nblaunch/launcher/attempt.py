@@ -30,7 +30,7 @@ from nblaunch.launcher.monitor import DeviceSampler
 from nblaunch.launcher.plan import LaunchPlan
 from nblaunch.launcher.store import StoreHost
 from nblaunch.spec import LaunchSpec
-from nblaunch.start_methods import STARTERS, Starter
+from nblaunch.start_methods import STARTERS
 from nblaunch.start_methods.saved_call import SavedCall
 from nblaunch.start_methods.worker_group import WorkerGroup
 from nblaunch.topology import Topology
@@ -189,20 +189,15 @@ class RunningAttempt:
         self._resources.close()
 
 
-def start_attempt(attempt: Attempt, starter: Starter | None = None) -> RunningAttempt:
+def start_attempt(attempt: Attempt) -> RunningAttempt:
     """Start the workers of an attempt.
-
-    Args:
-        attempt: what to start.
-        starter: starts the workers; None = the plan's start method.
 
     Raises:
         PayloadError: the call can't be sent to workers.
         LaunchError: a worker, descriptor, port or folder was not available. Nothing is left behind.
     """
-    starter = starter or STARTERS[attempt.plan.start_method]
     with ExitStack() as stack, start_failures_as_launch_errors(attempt):
-        return _start(attempt, starter, stack)
+        return _start(attempt, stack)
 
 
 @contextmanager
@@ -217,7 +212,7 @@ def start_failures_as_launch_errors(attempt: Attempt) -> Iterator[None]:
         ) from error
 
 
-def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttempt:
+def _start(attempt: Attempt, stack: ExitStack) -> RunningAttempt:
     """Acquire everything and start the workers; ``stack`` releases everything in reverse order."""
     attempt.log.make_attempt_folder(attempt.number, attempt.ranks)
     stack.enter_context(child_statuses.kept())
@@ -234,7 +229,7 @@ def _start(attempt: Attempt, starter: Starter, stack: ExitStack) -> RunningAttem
     with ExitStack() as worker_ends:
         assignments, connections = assign(attempt, board, descendants.tag, stack, worker_ends)
         call = (attempt.spec.function, attempt.spec.args)
-        group = starter(call, assignments, board, attempt.saved)
+        group = STARTERS[attempt.plan.start_method](call, assignments, board, attempt.saved)
     left_running: list[str] = []
     # Runs after the group has been closed, when no worker can start another process.
     stack.callback(_end_descendants, descendants, group, group.process_groups(), left_running)
