@@ -183,6 +183,11 @@ def check() -> None:
         raise ValueError("; ".join(problems))
 
 
+def is_check_off(name: str) -> bool:
+    """Return whether the user has turned off a check, or all checks, with ``NBLAUNCH_CHECKS``."""
+    return bool({"off", f"-{name}"} & read("NBLAUNCH_CHECKS"))
+
+
 def snapshot() -> dict[str, str]:
     """Return a copy of the environment, for :class:`nblaunch.topology.Topology` and fresh interpreters."""
     return dict(os.environ)

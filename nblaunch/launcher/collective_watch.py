@@ -127,7 +127,6 @@ class CollectiveWatch:
         self.calls = source.last
         self._is_session = attempt.spec.is_session
         self._is_judge = attempt.compares_ranks
-        self._left_out = env.read("NBLAUNCH_CHECKS")
         self._emit = emit
         self._clock = clock
         self._next_s = 0.0
@@ -150,7 +149,7 @@ class CollectiveWatch:
             return
         explanation = self._look(now_s, running)
         self._next_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
-        if explanation is None or self._is_skipped(explanation.check):
+        if explanation is None or env.is_check_off(explanation.check):
             return
         if self._is_session:
             self._emit(Note.of_job(explanation.text, "warning"))
@@ -169,7 +168,7 @@ class CollectiveWatch:
             return
         explanation = self._explain(report.calls)
         # A failed attempt is always explained.
-        if explanation is not None and not (report.is_success and self._is_skipped(explanation.check)):
+        if explanation is not None and not (report.is_success and env.is_check_off(explanation.check)):
             report.disagreement = explanation
 
     def describe_wait(self, report: AttemptReport, interrupted_s: float | None = None) -> None:
@@ -198,9 +197,6 @@ class CollectiveWatch:
         if disagreement is None or self._key(disagreement) in self._known:
             return explain_splits(calls)
         return self._certain(disagreement, calls)
-
-    def _is_skipped(self, check: str) -> bool:
-        return bool({"off", f"-{check}"} & self._left_out)
 
     def _look(self, now_s: float, alive: Collection[int]) -> Explanation | None:
         if self._found is None and not self._is_reading and not self._source.may_differ():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 from nblaunch import env
@@ -58,7 +59,7 @@ class SlowWatch:
     def __init__(self, running: RunningAttempt, emit: Callable[[Event], None]) -> None:
         self._group = running.group
         self._emit = emit
-        self._is_on = not {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
+        self._is_on = not env.is_check_off(CHECK)
         ranks = running.attempt.ranks
         num_spans = min(max(_ALL_SPANS // len(ranks), _MIN_SPANS), _MAX_SPANS)
         self._spans: dict[int, deque[Span]] = {rank: deque(maxlen=num_spans) for rank in ranks}
@@ -169,7 +170,7 @@ class _Readings:
             0.0 if is_first else min((throttled_s - self._throttled_s) / elapsed_s, 1.0),
         )
         self._read_s, self._stolen_s, self._throttled_s = now_s, stolen_s, throttled_s
-        return {rank: _with(use, neighbours.get(rank)) for rank, use in uses.items()}, machine
+        return {rank: replace(use, neighbour=neighbours.get(rank)) for rank, use in uses.items()}, machine
 
     def _neighbours(
         self, waiting: Mapping[int, int], pids_of_job: set[int], elapsed_s: float
@@ -213,7 +214,3 @@ def _use_of(
         run_s=sum(run_s[thread] for thread in busy),
         wait_s=sum(wait_s[thread] for thread in busy),
     )
-
-
-def _with(use: Processors, neighbour: Neighbour | None) -> Processors:
-    return Processors(use.wait_share, use.num_threads, use.run_s, use.wait_s, neighbour)

@@ -68,7 +68,7 @@ def get_reports() -> Reports:
 
 def _report_nan(step: int) -> None:
     """Send the first step after which all losses of this rank are NaN; the launcher compares it with other ranks'."""
-    if {"off", f"-{NAN_CHECK}"} & env.read("NBLAUNCH_CHECKS"):
+    if env.is_check_off(NAN_CHECK):
         return
     here, frame = context.current(), user_frame()
     is_users = is_user_file(frame.f_code.co_filename)

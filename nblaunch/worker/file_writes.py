@@ -123,7 +123,7 @@ class FileWrites:
     ) -> Observation | None:
         if self._num_left <= 0 or not isinstance(file, (str, os.PathLike)) or os.getpid() != self._pid:
             return None
-        if self._num_left == _MAX_NOTED and {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS"):
+        if self._num_left == _MAX_NOTED and env.is_check_off(CHECK):
             self._num_left = 0
             return None
         users = user_frame_behind(frame, writers)

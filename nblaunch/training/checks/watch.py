@@ -58,12 +58,11 @@ class Watch:
     """
 
     def __init__(self, process: ProcessContext) -> None:
-        settings = env.read("NBLAUNCH_CHECKS")
         # An Accelerator in the notebook may keep the watch after its inline launch has ended.
         self._context = weakref.ref(process)
         self._slot = process.slot
         self._checks = [] if process.backend.is_lazy else [
-            kind(self.report) for kind in CHECKS if not {"off", f"-{kind.name}"} & settings
+            kind(self.report) for kind in CHECKS if not env.is_check_off(kind.name)
         ]  # fmt: skip
         self._prepared: Prepared | None = None
         self._evaluated_alone: tuple[int | None, int] | None = None
