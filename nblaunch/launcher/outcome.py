@@ -1,6 +1,6 @@
 """The outcome of a job: the error, or the workers' results, loaded into the kernel's modules and optimizers.
 
-conclude_job   the report of the last attempt, and the results of ranks -> JobOutcome
+EndedAttempt   the last attempt with its report and the results of its ranks; conclude() -> JobOutcome
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from nblaunch.weights.sharded import TensorShard
 from nblaunch.wire.argument_paths import ArgPath, is_scheduler, path_name
 from nblaunch.wire.exceptions import set_attribute
 from nblaunch.wire.outbox import RankResult
+
+StateDicts = dict[ArgPath, dict[str, Any]]
+"""Argument path -> state dict."""
 
 _KEEP_ADVICE = (
     "To keep them, catch the KeyboardInterrupt in the function and return, or save checkpoints with "
@@ -67,7 +70,7 @@ class JobOutcome:
     def of_error(cls, error: BaseException) -> JobOutcome:
         """Return the outcome of a job that ``error`` ended in this process; an interrupt has status ``interrupted``.
 
-        :func:`conclude_job` returns the outcome of interrupted workers.
+        :meth:`EndedAttempt.conclude` returns the outcome of interrupted workers.
         """
         return cls("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
@@ -88,6 +91,15 @@ class JobOutcome:
             is_early=self.is_early,
             has_hung=isinstance(self.error, (JobHung, CollectiveMismatch)),
         )
+
+    def late_interrupt(self, expression: str) -> KeyboardInterrupt:
+        """Return the KeyboardInterrupt of a job that was interrupted but has succeeded.
+
+        Args:
+            expression: expression that returns the value.
+        """
+        loaded = "" if self.has_lost_weights else "weights are loaded, and "
+        return KeyboardInterrupt(f"every rank here has returned: {loaded}{expression} returns the value")
 
     def with_traceback(self) -> JobOutcome:
         """Return a copy with the error's current traceback, which begins at the user's function.
@@ -120,155 +132,255 @@ class JobOutcome:
             del error  # otherwise the traceback, which refers to this frame, would keep itself alive
 
 
-def conclude_job(
-    attempt: Attempt,
-    report: AttemptReport,
-    rank_results: Mapping[int, RankResult],
-    pids: Mapping[int, int],
-    past_failures: list[str],
-) -> tuple[JobOutcome, list[Note]]:
-    """Return the outcome of a job and notes about it; load its trained weights if it is done or was interrupted.
-
-    An interrupted job gets a new KeyboardInterrupt instead of the workers' exceptions.
+@dataclass(frozen=True)
+class EndedAttempt:
+    """The last attempt of a job, from which its outcome is concluded.
 
     Args:
-        attempt: the last attempt.
-        report: report of this attempt.
-        rank_results: rank -> its result.
-        pids: rank -> process id.
-        past_failures: one line for each earlier attempt that failed.
+        attempt: the attempt.
+        report: its report.
+        results: rank -> its result.
     """
-    unkillable = list(report.unkillable.values())
-    if report.cancelled:
-        text = f"{attempt.spec.function_name} was cancelled; logs: {attempt.log.path}"
-        cancelled = JobCancelled("\n".join([text, *unkillable]))
-        values, notes = keep_values(cancelled, attempt, report, rank_results)
-        return JobOutcome("cancelled", cancelled, values=values), notes
-    if report.interrupted:
-        error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
-        unfit, notes = _load_interrupted(attempt, report, rank_results)
-        values, notes_of_values = keep_values(error, attempt, report, rank_results)
-        outcome = JobOutcome("interrupted", error, values=values, unloaded_weights=unfit)
-        return outcome, notes + notes_of_values
-    if not report.is_success:
-        failure = failure_of(report, pids, attempt.log, attempt.number, past_failures)
-        return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice), []
-    unfit, notes = _load_weights(attempt, report, rank_results)
-    notes += _load_optimizers(attempt, report, rank_results)
-    notes += [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
-    if early := early_leavers(report):
-        notes.append(Note.of_job(early, "warning"))
-    values = {rank: result.value for rank, result in rank_results.items()}
-    error_of_value = _result_error(report, rank_results)
-    return (
-        JobOutcome(
-            "done",
-            error_of_value,
-            is_early=report.stopped_early,
-            values=values,
-            unloaded_weights=unfit,
-            has_lost_weights=bool(_unsent(report)),
-        ),
-        notes,
-    )
 
+    attempt: Attempt
+    report: AttemptReport
+    results: Mapping[int, RankResult]
 
-def late_interrupt(outcome: JobOutcome, expression: str) -> KeyboardInterrupt:
-    """Return the KeyboardInterrupt of a job that was interrupted but has succeeded.
+    def conclude(
+        self, pids: Mapping[int, int], past_failures: Sequence[str] = ()
+    ) -> tuple[JobOutcome, list[Note]]:
+        """Return the outcome of a job and notes about it; load its trained weights if it is done or was interrupted.
 
-    Args:
-        expression: expression that returns the value.
-    """
-    loaded = "" if outcome.has_lost_weights else "weights are loaded, and "
-    return KeyboardInterrupt(f"every rank here has returned: {loaded}{expression} returns the value")
+        An interrupted job gets a new KeyboardInterrupt instead of the workers' exceptions.
 
+        Args:
+            pids: rank -> process id.
+            past_failures: one line for each earlier attempt that failed.
+        """
+        unkillable = list(self.report.unkillable.values())
+        if self.report.cancelled:
+            text = f"{self.attempt.spec.function_name} was cancelled; logs: {self.attempt.log.path}"
+            cancelled = JobCancelled("\n".join([text, *unkillable]))
+            values, notes = self.keep_values(cancelled)
+            return JobOutcome("cancelled", cancelled, values=values), notes
+        if self.report.interrupted:
+            error = KeyboardInterrupt(*["\n".join(unkillable)] if unkillable else [])
+            unfit, notes = self._load_interrupted()
+            values, notes_of_values = self.keep_values(error)
+            outcome = JobOutcome("interrupted", error, values=values, unloaded_weights=unfit)
+            return outcome, notes + notes_of_values
+        if not self.report.is_success:
+            failure = failure_of(self.report, pids, self.attempt.log, self.attempt.number, past_failures)
+            return JobOutcome(
+                "failed", failure.error, failure.rank, failure.headline, advice=failure.advice
+            ), []
+        unfit, notes = self._load_weights()
+        notes += self._load_optimizers()
+        notes += [Note.of_job(text) for text in self._describe_uncollected()]
+        if early := early_leavers(self.report):
+            notes.append(Note.of_job(early, "warning"))
+        values = {rank: result.value for rank, result in self.results.items()}
+        error_of_value = self._result_error()
+        return (
+            JobOutcome(
+                "done",
+                error_of_value,
+                is_early=self.report.stopped_early,
+                values=values,
+                unloaded_weights=unfit,
+                has_lost_weights=bool(self._unsent()),
+            ),
+            notes,
+        )
 
-def _describe_uncollected(attempt: Attempt, report: AttemptReport) -> list[str]:
-    """Describe the modules that the function trained although they are not in its arguments."""
-    has_trained = any(reading.loss is not None for reading in report.last_readings)
-    if not has_trained or not attempt.spec.sync_weights or attempt.plan.modules:
-        return []
-    text = weights.describe_uncollected_modules(attempt.spec.function, attempt.spec.function_name)
-    return [text] if text else []
+    def _describe_uncollected(self) -> list[str]:
+        """Describe the modules that the function trained although they are not in its arguments."""
+        has_trained = any(reading.loss is not None for reading in self.report.last_readings)
+        if not has_trained or not self.attempt.spec.sync_weights or self.attempt.plan.modules:
+            return []
+        text = weights.describe_uncollected_modules(
+            self.attempt.spec.function, self.attempt.spec.function_name
+        )
+        return [text] if text else []
 
+    # --- trained weights ---------------------------------------------------------------------------------------------
 
-# --- trained weights -------------------------------------------------------------------------------------------------
+    def _load_interrupted(self) -> tuple[StateDicts, list[Note]]:
+        """Load the trained weights of an interrupted job, with one note; return the same as :meth:`_load_weights`."""
+        modules = self.attempt.plan.modules
+        if not modules:
+            return {}, [Note.of_job(text) for text in self._describe_uncollected()]
+        if loss := self._describe_loss():
+            return {}, [Note.of_job(loss, "warning")]
+        if self.attempt.ranks[0] not in self.report.announced:
+            return {}, []
+        where, what = self._describe_interrupt()
+        unfit, notes = self._load_weights(what)
+        notes = [replace(note, text=f"{where}: {note.text}") for note in notes[:1]] + notes[1:]
+        return unfit, notes + self._load_optimizers()
 
+    def _load_weights(self, what: str = "trained weights") -> tuple[StateDicts, list[Note]]:
+        """Load the workers' weights, which notes call ``what``; return the weights that did not fit, and notes."""
+        modules, first_rank = self.attempt.plan.modules, self.attempt.ranks[0]
+        if first_rank not in self.results:
+            return {}, []
+        unsent = self._unsent()
+        lost: dict[ArgPath, str] = {}
+        unread: set[ArgPath] = set()
+        for rank, result in sorted(self.results.items(), reverse=True):
+            lost |= {path: f"rank {rank}: {error}" for path, error in result.state_errors.items()}
+            unread |= result.state_errors.keys() - result.states.keys()
+        lost = {path: reason for path, reason in (lost | unsent).items() if path in modules}
+        wanted = modules.keys() - unsent.keys() - unread  # all shards, or none
+        sent = [self.results[rank].states for rank in self.attempt.ranks if rank in self.results]
+        back = weights.merge_ranks(
+            [{path: states[path] for path in states.keys() & wanted} for states in sent]
+        )
+        if self.attempt.spec.is_detached:
+            full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
+            return full, weights.notes_of_detached(modules, full, lost)
+        loaded, notes = weights.load_back(modules, back, lost, what)
+        unfit = {
+            path: weights.assembled(state, modules[path])
+            for path, state in back.items()
+            if path not in loaded
+        }
+        return unfit, notes
 
-def _load_interrupted(
-    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
-) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load the trained weights of an interrupted job, with one note; return the same as :func:`_load_weights`."""
-    modules = attempt.plan.modules
-    if not modules:
-        return {}, [Note.of_job(text) for text in _describe_uncollected(attempt, report)]
-    if loss := _describe_loss(attempt, report, rank_results):
-        return {}, [Note.of_job(loss, "warning")]
-    if attempt.ranks[0] not in report.announced:
-        return {}, []
-    where, what = _describe_interrupt(attempt, report)
-    unfit, notes = _load_weights(attempt, report, rank_results, what)
-    notes = [replace(note, text=f"{where}: {note.text}") for note in notes[:1]] + notes[1:]
-    return unfit, notes + _load_optimizers(attempt, report, rank_results)
+    def _load_optimizers(self) -> list[Note]:
+        """Load the states of optimizers and their schedulers into the kernel's; return notes."""
+        result = self.results.get(self.attempt.ranks[0])
+        if result is None:
+            return []
+        unsent, notes = self._unsent(), []
+        loaded: set[int] = set()
+        # Load optimizers first, because a scheduler continues from its optimizer's learning rates.
+        for path, optimizer in sorted(
+            self.attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])
+        ):
+            kind = "scheduler" if is_scheduler(optimizer) else "optimizer"
+            name = f"{path_name(path)} ({type(optimizer).__name__})"
+            problem = unsent.get(path) or result.state_errors.get(path, "")
+            if not problem and is_scheduler(optimizer) and id(optimizer.optimizer) not in loaded:
+                problem = "the state of its optimizer was not copied back either"
+            if not problem and path not in result.states:
+                continue
+            problem = problem or _load_optimizer(optimizer, result.states[path])
+            if problem:
+                notes.append(
+                    Note.of_job(f"the state of the {kind} {name} was not copied back: {problem}", "warning")
+                )
+                continue
+            loaded.add(id(optimizer))
+            notes.append(Note.of_job(f"copied the state of the {kind} back into {name}"))
+        return notes
 
+    def _unsent(self) -> dict[ArgPath, str]:
+        """Return the reason why announced states were not sent by ranks whose function returned, by argument path."""
+        reasons: dict[ArgPath, str] = {}
+        for rank, announced in sorted(self.report.announced.items()):
+            sent = self.report.sent_states.get(rank, {})
+            missing = [path for path in announced if path not in sent]
+            reasons |= dict.fromkeys(missing, self._death_while_sending(rank)) if missing else {}
+            for path, event in sent.items():
+                if event.error:
+                    reasons[path] = f"rank {rank} could not send them ({event.error})"
+        return reasons
 
-def _load_weights(
-    attempt: Attempt,
-    report: AttemptReport,
-    rank_results: Mapping[int, RankResult],
-    what: str = "trained weights",
-) -> tuple[dict[ArgPath, dict[str, Any]], list[Note]]:
-    """Load the workers' weights, which notes call ``what``; return the weights that did not fit, and notes."""
-    modules, first_rank = attempt.plan.modules, attempt.ranks[0]
-    if first_rank not in rank_results:
-        return {}, []
-    unsent = _unsent(report)
-    lost: dict[ArgPath, str] = {}
-    unread: set[ArgPath] = set()
-    for rank, result in sorted(rank_results.items(), reverse=True):
-        lost |= {path: f"rank {rank}: {error}" for path, error in result.state_errors.items()}
-        unread |= result.state_errors.keys() - result.states.keys()
-    lost = {path: reason for path, reason in (lost | unsent).items() if path in modules}
-    wanted = modules.keys() - unsent.keys() - unread  # all shards, or none
-    sent = [rank_results[rank].states for rank in attempt.ranks if rank in rank_results]
-    back = weights.merge_ranks([{path: states[path] for path in states.keys() & wanted} for states in sent])
-    if attempt.spec.is_detached:
-        full = {path: weights.assembled(state, modules[path]) for path, state in back.items()}
-        return full, weights.notes_of_detached(modules, full, lost)
-    loaded, notes = weights.load_back(modules, back, lost, what)
-    unfit = {
-        path: weights.assembled(state, modules[path]) for path, state in back.items() if path not in loaded
-    }
-    return unfit, notes
+    def _death_while_sending(self, rank: int) -> str:
+        status, time_s = self.report.exits[rank]
+        evidence = memory_evidence(self.report, RootCause(rank, status=status, time_s=time_s))
+        what = f"rank {rank} {how_ended(status)} while it sent them"
+        return ". ".join([what, *(line.rstrip(".") for line in evidence[:1])])
 
+    # --- return values -----------------------------------------------------------------------------------------------
 
-def _load_optimizers(
-    attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
-) -> list[Note]:
-    """Load the states of optimizers and their schedulers into the kernel's; return notes."""
-    result = rank_results.get(attempt.ranks[0])
-    if result is None:
-        return []
-    unsent, notes = _unsent(report), []
-    loaded: set[int] = set()
-    # Load optimizers first, because a scheduler continues from its optimizer's learning rates.
-    for path, optimizer in sorted(attempt.plan.optimizers.items(), key=lambda item: is_scheduler(item[1])):
-        kind = "scheduler" if is_scheduler(optimizer) else "optimizer"
-        name = f"{path_name(path)} ({type(optimizer).__name__})"
-        problem = unsent.get(path) or result.state_errors.get(path, "")
-        if not problem and is_scheduler(optimizer) and id(optimizer.optimizer) not in loaded:
-            problem = "the state of its optimizer was not copied back either"
-        if not problem and path not in result.states:
-            continue
-        problem = problem or _load_optimizer(optimizer, result.states[path])
-        if problem:
-            notes.append(
-                Note.of_job(f"the state of the {kind} {name} was not copied back: {problem}", "warning")
+    def keep_values(self, error: BaseException) -> tuple[dict[int, Any], list[Note]]:
+        """Set ``error.partial`` to the values of ranks that returned before others were stopped.
+
+        Return these values and a note.
+        """
+        wanted = self.attempt.ranks if self.attempt.spec.return_all else self.attempt.ranks[:1]
+        ranks = [rank for rank in wanted if rank in self.report.returned and rank in self.results]
+        if not ranks:
+            return {}, []
+        values = {rank: self.results[rank].value for rank in ranks}
+        set_attribute(error, "partial", values)
+        text = (
+            f"{formatting.ranks(ranks)} had returned: {type(error).__name__}.partial has the values, by rank"
+        )
+        return values, [Note.of_job(text)]
+
+    def _result_error(self) -> ResultError | None:
+        """Return the error for a return value that could not be sent as a whole; it contains the parts that could."""
+        for rank, result in sorted(self.results.items()):
+            unpicklable = self.report.returned[rank].value_location.unpicklable
+            if unpicklable:
+                why = f"can't be pickled: {'; '.join(unpicklable)}. The rest is in this error's .partial"
+            elif result.value_error:
+                why = f"can't be rebuilt in this process: {result.value_error}"
+            else:
+                continue
+            return ResultError(
+                f"the function finished on every rank, but rank {rank}'s return value {why}; the trained "
+                "weights were kept. Return tensors, numbers or plain containers.",
+                partial=result.value,
             )
-            continue
-        loaded.add(id(optimizer))
-        notes.append(Note.of_job(f"copied the state of the {kind} back into {name}"))
-    return notes
+        return None
+
+    # --- interrupted jobs --------------------------------------------------------------------------------------------
+
+    # Each interrupted rank reports its last step and sends its modules. If every rank holds the whole model, the first
+    # rank of this machine is enough. Shards fit together only if all ranks were at the same step.
+
+    def _describe_loss(self) -> str:
+        """Return a sentence that says why the weights of an interrupted job are lost; empty if they are not lost."""
+        first = self.attempt.ranks[0]
+        ranks = self.attempt.ranks if _are_shards(self.results.get(first)) else [first]
+        reason = next(filter(None, (self._why_unsent(rank) for rank in ranks)), "")
+        if not reason and len(steps := self._steps(ranks)) > 1:
+            reason = f"ranks hold shards of them, and stopped after different steps ({', '.join(steps)})"
+        if not reason or not all(self._has_begun(rank) for rank in ranks):
+            return ""
+        named = listed(self.attempt.plan.modules, list(self.attempt.plan.modules))
+        return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_KEEP_ADVICE}"
+
+    def _steps(self, ranks: Sequence[int]) -> list[str]:
+        steps = {self.report.interruptions[rank].step for rank in ranks if rank in self.report.interruptions}
+        return [f"{step:,}" for step in sorted(steps)]
+
+    def _describe_interrupt(self) -> tuple[str, str]:
+        """Return where the job was interrupted, and which weights it sent."""
+        event = self.report.interruptions.get(self.attempt.ranks[0])
+        if event is None:
+            return "interrupted after the function had returned on the first rank", "trained weights"
+        if event.step == 0:
+            return "interrupted before the first optimizer step", "the weights at that moment"
+        return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
+
+    def _has_begun(self, rank: int) -> bool:
+        """Return whether a rank's function had begun when the interrupt arrived."""
+        if rank in self.report.announced:
+            return True
+        failed = self.report.failed.get(rank)
+        if failed is not None:  # a function that has begun announces a KeyboardInterrupt
+            return failed.info.type_name != KeyboardInterrupt.__name__
+        states = {reading.rank: reading.state for reading in self.report.last_readings}
+        return states.get(rank) is not WorkerState.STARTING
+
+    def _why_unsent(self, rank: int) -> str:
+        """Return the reason why a rank has not sent its states; empty if it has."""
+        event = self.report.interruptions.get(rank)
+        if rank in self.report.returned or (event is not None and not event.is_cut):
+            return ""
+        if event is not None:
+            step = f"optimizer step {event.step + 1:,}"
+            return f"rank {rank} was interrupted in {step}, which did not end in time"
+        failed = self.report.failed.get(rank)
+        if failed is not None:
+            return f"rank {rank} raised {failed.info.type_name} when it was interrupted"
+        status, _ = self.report.exits[rank]
+        return f"rank {rank} {how_ended(status)} before it left the function"
 
 
 def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
@@ -280,121 +392,6 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unsent(report: AttemptReport) -> dict[ArgPath, str]:
-    """Return the reason why announced states were not sent by ranks whose function returned, by argument path."""
-    reasons: dict[ArgPath, str] = {}
-    for rank, announced in sorted(report.announced.items()):
-        sent = report.sent_states.get(rank, {})
-        missing = [path for path in announced if path not in sent]
-        reasons |= dict.fromkeys(missing, _death_while_sending(report, rank)) if missing else {}
-        for path, event in sent.items():
-            if event.error:
-                reasons[path] = f"rank {rank} could not send them ({event.error})"
-    return reasons
-
-
-def _death_while_sending(report: AttemptReport, rank: int) -> str:
-    status, time_s = report.exits[rank]
-    evidence = memory_evidence(report, RootCause(rank, status=status, time_s=time_s))
-    what = f"rank {rank} {how_ended(status)} while it sent them"
-    return ". ".join([what, *(line.rstrip(".") for line in evidence[:1])])
-
-
-# --- return values ---------------------------------------------------------------------------------------------------
-
-
-def keep_values(
-    error: BaseException, attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]
-) -> tuple[dict[int, Any], list[Note]]:
-    """Set ``error.partial`` to the values of ranks that returned before others were stopped; return them and a note."""
-    wanted = attempt.ranks if attempt.spec.return_all else attempt.ranks[:1]
-    ranks = [rank for rank in wanted if rank in report.returned and rank in rank_results]
-    if not ranks:
-        return {}, []
-    values = {rank: rank_results[rank].value for rank in ranks}
-    set_attribute(error, "partial", values)
-    text = f"{formatting.ranks(ranks)} had returned: {type(error).__name__}.partial has the values, by rank"
-    return values, [Note.of_job(text)]
-
-
-def _result_error(report: AttemptReport, rank_results: Mapping[int, RankResult]) -> ResultError | None:
-    """Return the error for a return value that could not be sent as a whole; it contains the parts that could."""
-    for rank, result in sorted(rank_results.items()):
-        unpicklable = report.returned[rank].value_location.unpicklable
-        if unpicklable:
-            why = f"can't be pickled: {'; '.join(unpicklable)}. The rest is in this error's .partial"
-        elif result.value_error:
-            why = f"can't be rebuilt in this process: {result.value_error}"
-        else:
-            continue
-        return ResultError(
-            f"the function finished on every rank, but rank {rank}'s return value {why}; the trained "
-            "weights were kept. Return tensors, numbers or plain containers.",
-            partial=result.value,
-        )
-    return None
-
-
-# --- interrupted jobs ------------------------------------------------------------------------------------------------
-
-# Each interrupted rank reports its last step and sends its modules. If every rank holds the whole model, the first rank
-# of this machine is enough. Shards fit together only if all ranks were at the same step.
-
-
-def _describe_loss(attempt: Attempt, report: AttemptReport, rank_results: Mapping[int, RankResult]) -> str:
-    """Return a sentence that says why the weights of an interrupted job are lost; empty if they are not lost."""
-    first = attempt.ranks[0]
-    ranks = attempt.ranks if _are_shards(rank_results.get(first)) else [first]
-    reason = next(filter(None, (_why_unsent(report, rank) for rank in ranks)), "")
-    if not reason and len(steps := _steps(report, ranks)) > 1:
-        reason = f"ranks hold shards of them, and stopped after different steps ({', '.join(steps)})"
-    if not reason or not all(_has_begun(report, rank) for rank in ranks):
-        return ""
-    named = listed(attempt.plan.modules, list(attempt.plan.modules))
-    return f"interrupted: the changes that workers made to {named} are lost: {reason}. {_KEEP_ADVICE}"
-
-
-def _steps(report: AttemptReport, ranks: Sequence[int]) -> list[str]:
-    steps = {report.interruptions[rank].step for rank in ranks if rank in report.interruptions}
-    return [f"{step:,}" for step in sorted(steps)]
-
-
-def _describe_interrupt(attempt: Attempt, report: AttemptReport) -> tuple[str, str]:
-    """Return where the job was interrupted, and which weights it sent."""
-    event = report.interruptions.get(attempt.ranks[0])
-    if event is None:
-        return "interrupted after the function had returned on the first rank", "trained weights"
-    if event.step == 0:
-        return "interrupted before the first optimizer step", "the weights at that moment"
-    return f"interrupted after optimizer step {event.step:,}", "the weights of that step"
-
-
 def _are_shards(result: RankResult | None) -> bool:
     states = result.states.values() if result is not None else ()
     return any(isinstance(value, TensorShard) for state in states for value in state.values())
-
-
-def _has_begun(report: AttemptReport, rank: int) -> bool:
-    """Return whether a rank's function had begun when the interrupt arrived."""
-    if rank in report.announced:
-        return True
-    failed = report.failed.get(rank)
-    if failed is not None:  # a function that has begun announces a KeyboardInterrupt
-        return failed.info.type_name != KeyboardInterrupt.__name__
-    states = {reading.rank: reading.state for reading in report.last_readings}
-    return states.get(rank) is not WorkerState.STARTING
-
-
-def _why_unsent(report: AttemptReport, rank: int) -> str:
-    """Return the reason why a rank has not sent its states; empty if it has."""
-    event = report.interruptions.get(rank)
-    if rank in report.returned or (event is not None and not event.is_cut):
-        return ""
-    if event is not None:
-        step = f"optimizer step {event.step + 1:,}"
-        return f"rank {rank} was interrupted in {step}, which did not end in time"
-    failed = report.failed.get(rank)
-    if failed is not None:
-        return f"rank {rank} raised {failed.info.type_name} when it was interrupted"
-    status, _ = report.exits[rank]
-    return f"rank {rank} {how_ended(status)} before it left the function"

@@ -32,7 +32,7 @@ from nblaunch.launcher.attempt import Attempt, RunningAttempt, start_attempt
 from nblaunch.launcher.debug_client import DebugClient, KeptFailure
 from nblaunch.launcher.job import Job, Listener
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.outcome import JobOutcome, conclude_job, late_interrupt
+from nblaunch.launcher.outcome import EndedAttempt, JobOutcome
 from nblaunch.launcher.plan import LaunchPlan, replan_start_method
 from nblaunch.launcher.requests import JobRequests, interrupts_as_requests
 from nblaunch.launcher.store import StoreHost
@@ -128,7 +128,7 @@ class JobRunner(Job):
             finally:
                 self._advance_generators()
         if self.outcome is not None and self.outcome.status == "done" and self.requests.interrupts:
-            raise late_interrupt(self.outcome, "last_job().result()")
+            raise self.outcome.late_interrupt("last_job().result()")
 
     def run_in_background(self) -> None:
         """Start the workers and continue in a thread; return when they are running, or could not be started.
@@ -303,8 +303,8 @@ class JobRunner(Job):
     def _finish_workers(self) -> JobOutcome:
         """Run all attempts, conclude the job and load its weights."""
         report, rank_results = self._finish_attempts()
-        outcome, notes = conclude_job(
-            self._make_attempt(), report, rank_results, self.pids, self.past_failures
+        outcome, notes = EndedAttempt(self._make_attempt(), report, rank_results).conclude(
+            self.pids, self.past_failures
         )
         for note in notes:
             self.emit(note)

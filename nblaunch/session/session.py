@@ -20,7 +20,7 @@ from nblaunch.events import Note
 from nblaunch.host import signal_handlers
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.debug_client import Comparison, DebugClient, RankValues, release_kept_failures
-from nblaunch.launcher.outcome import JobOutcome, conclude_job, keep_values, late_interrupt
+from nblaunch.launcher.outcome import EndedAttempt, JobOutcome
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.launcher.runner import JobRunner
 from nblaunch.session.client import ENDED, FailedCommand, SessionClient
@@ -265,10 +265,10 @@ class Session(RankCommands):
                 report = self._request(self._ranks, command, [saved.fd])
             except JobCancelled as error:
                 report = self._output.command
-                _, notes = keep_values(error, attempt, report, report.results())
+                _, notes = EndedAttempt(attempt, report, report.results()).keep_values(error)
                 set_attribute(error, "__notes__", [note.text for note in notes])
                 raise
-            outcome, notes = conclude_job(attempt, report, report.results(), self.pids, [])
+            outcome, notes = EndedAttempt(attempt, report, report.results()).conclude(self.pids)
             if not self.is_running:  # killed after every rank had sent its value
                 notes.append(Note.of_job(ENDED, "warning"))
             emit(shown, [*notes, outcome.end_event()])
@@ -532,7 +532,7 @@ def run_in_session(
             outcome.with_traceback().raise_error()
             values = [outcome.values.get(rank) for rank in session._ranks]
             session._value = (values if spec.return_all else values[0],)
-            late = late_interrupt(outcome, "session.result()")
+            late = outcome.late_interrupt("session.result()")
     except KeyboardInterrupt:
         if late is None:
             raise

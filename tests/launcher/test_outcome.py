@@ -13,7 +13,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import ExitStatus, Returned, StateSent
 from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.joblog import JobLog
-from nblaunch.launcher.outcome import conclude_job
+from nblaunch.launcher.outcome import EndedAttempt
 from nblaunch.launcher.plan import plan_launch
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -40,7 +40,7 @@ def test_unreadable_shards_are_named(tmp_path: Path, lost: int) -> None:
         lost: RankResult(state_errors={path: "OSError: cannot allocate memory"}),
         1 - lost: RankResult(states={path: {"weight": shard}}),
     }
-    outcome, notes = conclude_job(attempt, report, results, {}, [])
+    outcome, notes = EndedAttempt(attempt, report, results).conclude({})
     assert outcome.status == "done"
     assert torch.equal(model.weight, before)
     (warning,) = [note.text for note in notes if note.kind == "warning"]
