@@ -227,12 +227,16 @@ def _take_own_part(
         )
     if config.even_batches and not isinstance(loader.sampler, DistributedSampler):
         _warn_of_uneven_parts(loader.dataset, can_dispatch=False)
+    return DataLoaderShard(loader.dataset, **_reading_all(loader, config), **common)
+
+
+def _reading_all(loader: DataLoader, config: DataLoaderConfiguration) -> dict[str, Any]:
+    """Return the options with which one process reads all data, in an order that ranks can share."""
     if isinstance(loader.dataset, IterableDataset):
-        sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    else:
-        _make_samplers_shareable_in_place(index_sampler_of(loader), config)
-        sampling = index_sampler_options(loader, index_sampler_of(loader))
-    return DataLoaderShard(loader.dataset, **sampling, **common)
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    index_sampler = index_sampler_of(loader)
+    _make_samplers_shareable_in_place(index_sampler, config)
+    return index_sampler_options(loader, index_sampler)
 
 
 def _shard_index_sampler(
@@ -286,19 +290,13 @@ def _dispatch(
 ) -> PreparedLoader:
     if config.split_batches:
         check_divisible(loader.batch_size or 0, target.world_size)
-    if isinstance(loader.dataset, IterableDataset):
-        sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    elif _has_single_samples(loader):
+    if _has_single_samples(loader) and not isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             "dispatch_batches=True divides batches, but a DataLoader with batch_size=None returns single samples. "
             "Set a batch_size, or use dispatch_batches=False."
         )
-    else:
-        index_sampler = index_sampler_of(loader)
-        _make_samplers_shareable_in_place(index_sampler, config)
-        sampling = index_sampler_options(loader, index_sampler)
     common.update(split_batches=config.split_batches, slice_fn=target.slice_fn)
-    return DataLoaderDispatcher(loader.dataset, **sampling, **common)
+    return DataLoaderDispatcher(loader.dataset, **_reading_all(loader, config), **common)
 
 
 def _shard_iterable(
