@@ -28,7 +28,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.host import descriptors
 from nblaunch.start_methods.interpreter import start_program
 from nblaunch.wire.channel import EventReceiver
-from nblaunch.worker.inheritance import connected_engines
+from nblaunch.worker.inheritance import connections
 
 _TICK_S = 0.1
 _END_S = 10.0
@@ -229,7 +229,7 @@ def _close(connection: socket.socket, *, keeps_descriptor: bool = False) -> None
 
 def _address(environment: Mapping[str, str]) -> str:
     """Return the address of the cluster from the user's connection or ``RAY_ADDRESS``; empty = Ray finds it."""
-    connected: dict[str, Any] = dict(connected_engines.environment())
+    connected: dict[str, Any] = dict(connections.environment_of_ray())
     return str(
         connected.get("RAY_ADDRESS") or environment.get("RAY_ADDRESS") or env.read("RAY_ADDRESS") or ""
     )

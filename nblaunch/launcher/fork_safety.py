@@ -27,7 +27,7 @@ from nblaunch.diagnosis.stacks import Position
 from nblaunch.launcher import store
 from nblaunch.user_code import cell_name, is_user_file, is_user_function, names_in, reachable_from
 from nblaunch.wire.assignment import FunctionCall
-from nblaunch.worker.inheritance import connected_engines
+from nblaunch.worker.inheritance import connections
 
 _THREADS = Path("/proc/self/task")
 
@@ -101,7 +101,7 @@ def find_hazard(backend: Backend, call: FunctionCall) -> str | None:
     hazard = backend.fork_hazard()
     if hazard is not None:
         return hazard + _first_use(backend)
-    if connected_engines.is_connected():
+    if connections.has_ray():
         return (
             "this process is connected to a Ray cluster, and a forked worker that calls Ray would end both processes; "
             "workers connect to the cluster themselves"

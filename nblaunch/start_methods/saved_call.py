@@ -24,7 +24,7 @@ from nblaunch.wire.assignment import FunctionCall, capture_sources, restore_sour
 from nblaunch.wire.board import create_memory_file
 from nblaunch.wire.pickling import payload, pickle_errors
 from nblaunch.worker import output
-from nblaunch.worker.inheritance import connected_engines, missing_names
+from nblaunch.worker.inheritance import connections, missing_names
 from nblaunch.worker.inheritance.modules import Place, find_at, places_of_this_process
 from nblaunch.worker.inheritance.random_states import RandomStates
 from nblaunch.worker.inheritance.settings import KernelSettings
@@ -71,7 +71,7 @@ class SavedCall:
             modules=places_of_this_process(),
             settings=KernelSettings.of_this_process([*sources.values(), *_text_of_script()]),
             random_states=RandomStates.of_this_process(),
-            environment={**_hash_seed(), **env.snapshot(), **connected_engines.environment()},
+            environment={**_hash_seed(), **env.snapshot(), **connections.environment_of_ray()},
             path=tuple(sys.path),
             folder=present_folder(),
             argv=tuple(sys.argv),

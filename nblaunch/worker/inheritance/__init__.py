@@ -13,8 +13,8 @@ comparisons.py    compares a variable's value with the value at the start of the
 message_settings.py  warning filters and logger settings, for the same workers
 missing_names.py  names variables of the kernel that fresh workers lack, because only a string mentions them
 child_processes.py  lets workers query programs that the kernel has started
-connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank
-connected_engines.py  prevents forks of a process that is connected to Ray; fresh workers join the same cluster
+connections.py    reconnects HTTP clients; leaves connections to databases and other machines to the first rank; finds
+                  the kernel's Ray cluster
 random_states.py  gives workers the kernel's random states, then advances them in the kernel
 files.py          files that the kernel has open, with positions.py and written_files.py
 unfinished_files.py  rejects writes to archives and other files that the kernel keeps partly in memory

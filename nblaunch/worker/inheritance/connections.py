@@ -13,6 +13,10 @@ an error that names the connection.
 Connections to the kernel itself and to programs that it has started stay shared, because these include services that
 expect several processes to write to them, such as experiment trackers. Connections that other programs opened to the
 kernel also stay shared.
+
+Ray's connections, and the gRPC threads inside its libraries, belong to one process. A fork that uses them crashes the
+kernel, or the daemon of the whole machine. A connected process therefore never forks workers; fresh workers connect
+to the kernel's cluster themselves. Nothing here imports Ray.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from nblaunch.worker.inheritance import positions
 from nblaunch.worker.inheritance.positions import Identity
 
 _MAX_NAMED = 3
+_RAY_ADDRESS = "RAY_ADDRESS"
 _ABOUT_CONNECTIONS = re.compile(r"connect|socket|server|pipe|\bEOF\b|closed|terminat", re.IGNORECASE)
 
 
@@ -137,3 +142,21 @@ _CLIENTS: dict[str, Callable[[Any, Collection[Identity]], None]] = {
     "logging.handlers": _renew_in_log_handlers,
 }
 """Module -> the function that renews its connections."""
+
+
+def has_ray() -> bool:
+    """Return whether this process is connected to a Ray cluster."""
+    ray: Any = sys.modules.get("ray")
+    is_initialized = getattr(ray, "is_initialized", None)  # missing while another thread imports Ray
+    return is_initialized is not None and bool(is_initialized())
+
+
+def environment_of_ray() -> dict[str, str]:
+    """Return environment variables that connect fresh workers to this process's cluster; empty if there is none."""
+    if not has_ray():
+        return {}
+    try:
+        address = sys.modules["ray"].get_runtime_context().gcs_address
+    except Exception:  # Ray Client does not know the address
+        return {}
+    return {_RAY_ADDRESS: str(address)}
