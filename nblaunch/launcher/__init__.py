@@ -25,8 +25,8 @@ launcher is this code in the kernel, or in the process of a detached job (:mod:`
         monitor.py       reads the workers' use of memory and devices from outside
       outcome.py         JobOutcome: values, or the error; loads weights, or says why they are lost
         weights.py       merges trained weights, and loads them if they fit the kernel's modules
-    timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank
-      step_picture.py    draws a typical step and the slowest step of each rank
+    timeline.py          converts the recorded file and traces of torch's profiler for Perfetto, with a track per rank;
+                         draws a typical step and the slowest step of each rank
     debug_client.py      the debugger's client: sends commands, receives prompts, keeps failures
 
 The supervisor returns an ``AttemptReport`` (:mod:`nblaunch.diagnosis.report`) for each attempt, which ``outcome.py``

@@ -2,7 +2,7 @@
 
     spans of the ranks ──> slices, one track per rank, all on the monotonic clock of the machine ──> JSON, or .gz of it
     traces of torch's profiler, one per rank ──> separate processes ─────────────────────────────┘       │
-                                        step_picture.py <── Timeline, the path in a notebook <───────────┘
+                       a picture of steps <── Timeline, the path in a notebook <─────────────────────────┘
 
 Source of the format: "Trace Event Format" (Chromium), complete events ("X") and metadata events ("M"). The time
 between the last slice and a backward pass is shown as the forward pass, because no hook observes the forward pass of a
@@ -17,13 +17,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from nblaunch.launcher.step_picture import Slice, picture
+from nblaunch import formatting
 from nblaunch.wire.collective_calls import COLLECTIVES
 from nblaunch.wire.spans import Span, SpanKind, unpack
 
@@ -59,12 +60,12 @@ class Timeline(type(Path())):  # type: ignore[misc]
                 events = json.load(file)["traceEvents"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        slices: dict[int, list[Slice]] = {}
+        slices: dict[int, list[_Period]] = {}
         for event in events:
             if event["ph"] == "X" and event["pid"] == _PID:
                 began = event["ts"]
                 slices.setdefault(event["tid"], []).append((event["name"], began, began + event["dur"]))
-        steps = picture(slices)
+        steps = _picture(slices)
         return f"{steps}<div>{escape(str(self))}: open it in https://ui.perfetto.dev</div>" if steps else None
 
 
@@ -219,3 +220,136 @@ class _Numbers(dict[Any, int]):
 
     def of(self, name: Any) -> int:
         return self.setdefault(name, self._first + len(self))
+
+
+# --- a picture for notebooks: a typical step and the slowest step of each rank ----------------------------------------
+# slices ──> steps of each rank, which end with an optimizer step ──> median and slowest ──> one bar each, in SVG
+
+_COLOURS = {
+    "data": "#e0a030",
+    "forward": "#3b82d6",
+    "backward": "#8b6fd6",
+    "optimizer": "#2f9e6e",
+    "save": "#e05656",
+    "evaluation": "#4aa8b8",
+    "garbage collection": "#b0568a",
+}
+_COLLECTIVE = "#8a8f98"
+_MAX_RANKS = 16
+_WIDTH, _LEFT, _ROW, _BAR = 720, 130, 22, 14
+_NUM_WARM = 1
+"""Number of first steps that are left out, because they create what later steps reuse."""
+
+_Period = tuple[str, float, float]
+"""Name, begin and end, in microseconds."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of a rank.
+
+    Args:
+        number: number of the step, from 1.
+        began: end of the previous step.
+        ended: end of the optimizer step.
+        slices: periods of the rank's work, in order.
+    """
+
+    number: int
+    began: float
+    ended: float
+    slices: Sequence[_Period]
+
+    @property
+    def length(self) -> float:
+        """The length in microseconds."""
+        return self.ended - self.began
+
+
+def _steps_of(slices: Iterable[_Period]) -> list[_Step]:
+    """Return the steps of a rank except the first; ``slices`` are all slices of the rank."""
+    steps: list[_Step] = []
+    pending: list[_Period] = []
+    began, number = None, 0
+    for name, begin, end in sorted(slices, key=lambda item: (item[1], -item[2])):
+        pending.append((name, begin, end))
+        if name == "optimizer":
+            number += 1
+            if began is not None and number > _NUM_WARM:
+                steps.append(_Step(number, began, end, tuple(pending)))
+            began, pending = end, []
+    return steps
+
+
+def _picture(by_rank: dict[int, list[_Period]]) -> str:
+    """Return a typical step and the slowest step of each rank as HTML; empty if no rank has taken steps.
+
+    Args:
+        by_rank: rank -> its slices.
+    """
+    all_steps = {rank: _steps_of(slices) for rank, slices in sorted(by_rank.items())}
+    steps = {rank: taken for rank, taken in all_steps.items() if taken}
+    if not steps:
+        return ""
+    shown = dict(list(steps.items())[:_MAX_RANKS])
+    typical = {
+        rank: sorted(taken, key=lambda step: step.length)[len(taken) // 2] for rank, taken in shown.items()
+    }
+    slowest = {rank: max(taken, key=lambda step: step.length) for rank, taken in shown.items()}
+    names = dict.fromkeys(
+        name for part in (typical, slowest) for step in part.values() for name, _, _ in step.slices
+    )
+    left_out = len(steps) - len(shown)
+    more = f"<div>and {formatting.count(left_out, 'rank')} more</div>" if left_out else ""
+    return (
+        '<div style="font-family: sans-serif; font-size: 12px">'
+        + _panel("typical step (median)", typical)
+        + _panel("slowest step", slowest)
+        + more
+        + _legend(names)
+        + "</div>"
+    )
+
+
+def _panel(title: str, steps: dict[int, _Step]) -> str:
+    """Return one bar per rank; the longest fills the width."""
+    scale = (_WIDTH - _LEFT) / max(step.length for step in steps.values())
+    rows = "".join(_row(rank, step, index * _ROW, scale) for index, (rank, step) in enumerate(steps.items()))
+    return (
+        f"<div>{title}</div>"
+        f'<svg width="{_WIDTH}" height="{len(steps) * _ROW}" role="img" aria-label="{title} of each rank">{rows}</svg>'
+    )
+
+
+def _row(rank: int, step: _Step, top: int, scale: float) -> str:
+    label = f"rank {rank}: {_milliseconds(step.length)}"
+    bars = [
+        f'<rect x="{_LEFT}" y="{top}" width="{step.length * scale:.1f}" height="{_BAR}" fill="#8a8f98" '
+        f'fill-opacity="0.2"><title>step {step.number}: {_milliseconds(step.length)}</title></rect>'
+    ]
+    for name, began, ended in step.slices:
+        # Slices inside others, such as collectives in an evaluation, are drawn over them.
+        left = _LEFT + max(0.0, began - step.began) * scale
+        tooltip = f"{name}, {_milliseconds(ended - began)}"
+        bars.append(
+            f'<rect x="{left:.1f}" y="{top}" width="{max((ended - began) * scale, 0.3):.1f}" height="{_BAR}" '
+            f'fill="{_colour(name)}"><title>{escape(tooltip)}</title></rect>'
+        )
+    text = f'<text x="0" y="{top + _BAR - 3}" fill="currentColor">{label}</text>'
+    return text + "".join(bars)
+
+
+def _legend(names: Iterable[str]) -> str:
+    parts = [
+        f'<span style="margin-right: 12px"><span style="color: {_colour(name)}">&#9632;</span> {escape(name)}</span>'
+        for name in names
+    ]
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name, _COLLECTIVE)
+
+
+def _milliseconds(time_us: float) -> str:
+    return f"{time_us / 1e3:,.1f} ms" if time_us < 1e5 else f"{time_us / 1e3:,.0f} ms"
