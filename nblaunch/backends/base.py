@@ -78,6 +78,10 @@ class Reporters:
     compiling: Callable[[bool], None] = _drop
     fact: Callable[[str, str], None] = _drop
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An object that refers to a backend, such as a prepared model, may be sent to a process without a launcher.
+        return Reporters, ()
+
 
 class Backend(ABC):
     """One device family."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,6 +197,13 @@ def test_bf16_is_rejected_if_the_gpu_lacks_it(monkeypatch: pytest.MonkeyPatch) -
     assert BACKEND.precision_problem("fp16") is None
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert BACKEND.precision_problem("bf16") is None
+
+
+def test_a_backend_can_be_pickled_in_a_worker() -> None:
+    """Prepared models refer to it, and functions may return them."""
+    backend = cuda.CudaBackend()
+    backend.set_reporters(Reporters(note=lambda text: None))
+    pickle.loads(pickle.dumps(backend)).reporters.note("dropped, because this process has no launcher")
 
 
 def test_emulated_bf16_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
