@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -30,7 +29,7 @@ from nblaunch.events import WorkerState
 from nblaunch.progress.planned_epochs import EpochPlan, iterations_left, places_around
 from nblaunch.weights.sharded import is_sharded
 from nblaunch.wire.board import MAX_BINS, LossCurve, Slot
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
+from nblaunch.wire.spans import SpanKind, start_of
 
 
 @dataclass(slots=True, eq=False)
@@ -253,11 +252,8 @@ class BusyTime:
         self.is_in_backward = False
         since_s = self._since
         self._since = now_s = monotonic()
-        spans = self._spans
-        if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-            spans.serial = serial = spans.serial + 1
-            place = serial % NUM_SPANS * SPAN_BYTES
-            spans.pack(spans.memory, place, _BACKWARD, began_s, now_s, serial)
+        if self._spans is not None:
+            self._spans.write(_BACKWARD, began_s, now_s)
         if since_s:
             self._sum_s += began_s - since_s
             self._num_steps += 1

@@ -35,7 +35,7 @@ from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
 from nblaunch.user_code import user_frame_behind
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
+from nblaunch.wire.spans import SpanKind, start_of
 
 _PLACE_S = 0.25
 """Seconds between inspections of the user's loops, each of which costs as much as a small step."""
@@ -66,7 +66,7 @@ def watch() -> None:
 def _watch_loaders(module: Any) -> None:
     iterator = module._BaseDataLoaderIter
     read = iterator.__next__
-    spans, get_ident = context.current().slot.spans, threading.get_ident
+    spans = context.current().slot.spans
 
     @packages.replacement_of(read)
     def read_and_note(self: Any) -> Any:
@@ -86,11 +86,8 @@ def _watch_loaders(module: Any) -> None:
                 is_measured, num_workers = self._num_yielded % _BATCHES_PER_SIZE == 1, self._num_workers
                 start = _DATA_HERE
                 if is_measured or num_workers:
-                    start = spans.pack_start(_DATA, num_workers, _num_elements(batch) if is_measured else 0)
-                if get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-                    spans.serial = serial = spans.serial + 1
-                    place = serial % NUM_SPANS * SPAN_BYTES
-                    spans.pack(spans.memory, place, start, began_s, ended_s, serial)
+                    start = start_of(_DATA, num_workers, _num_elements(batch) if is_measured else 0)
+                spans.write(start, began_s, ended_s)
             if not hasattr(self, _REPORTED):
                 plain_loops().note_batch(self, batch)
         except Exception as error:

@@ -43,6 +43,9 @@ _FIRST_ENTRY = _HEADER_BYTES + _TEXT_BYTES
 REGION_BYTES = -(-(_FIRST_ENTRY + NUM_CALLS * _ENTRY_BYTES) // 4096) * 4096
 """Memory of a rank; the system only provides pages that are written to."""
 
+_PLACES = tuple(_FIRST_ENTRY + index * _ENTRY_BYTES for index in range(NUM_CALLS))
+"""Offsets of the entries."""
+
 _VERSION, _HEAD, _FIRST, _TEXT_LENGTH = range(4)  # words of the header
 _MAX_READS = 3
 
@@ -268,7 +271,7 @@ class CallWriter:
         if site.version != self._version:
             self._place(site, serial)
         _ENTRY.pack_into(
-            self._memory, _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES,
+            self._memory, _PLACES[serial % NUM_CALLS],
             serial, site.position, number, chain, size, *shape, monotonic(), value,
         )  # fmt: skip
         self._words[_HEAD] = serial
@@ -288,7 +291,7 @@ class CallWriter:
             if site.version != self._version:
                 self._place(site, serial)
             numbers[site.handle] = number = numbers[site.handle] + 1
-            place = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES
+            place = _PLACES[serial % NUM_CALLS]
             pack(self._memory, place, serial, site.position, number, _ONLY_NOTED, monotonic(), value)
             self._words[_HEAD] = serial
 
@@ -296,7 +299,7 @@ class CallWriter:
 
     def withdraw(self, serial: int) -> None:
         """Remove a call that torch has rejected, so that no reader sees it."""
-        start = _FIRST_ENTRY + serial % NUM_CALLS * _ENTRY_BYTES
+        start = _PLACES[serial % NUM_CALLS]
         if _SERIAL.unpack_from(self._memory, start)[0] == serial:
             _SERIAL.pack_into(self._memory, start, 0)
 
@@ -406,7 +409,7 @@ class CallReader:
         digests: dict[tuple[int, int], float] = {}
         self._read_texts(version)
         for wanted in range(max(first, head - min(limit, NUM_CALLS - 1) + 1, 1), head + 1):
-            entry = _ENTRY.unpack_from(self._memory, _FIRST_ENTRY + wanted % NUM_CALLS * _ENTRY_BYTES)
+            entry = _ENTRY.unpack_from(self._memory, _PLACES[wanted % NUM_CALLS])
             site = self._sites[entry[1]] if 0 <= entry[1] < len(self._sites) else None
             if entry[0] == wanted and isinstance(site, Site) and site.group is not None:
                 if site.kind in _CHAINED:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import enum
 import struct
-import threading
 from collections.abc import Iterator, Mapping
+from threading import get_ident
 from typing import BinaryIO, NamedTuple
 
 NUM_SPANS = 4096
@@ -23,7 +23,7 @@ NUM_SPANS = 4096
 
 _ENTRY = struct.Struct("<hhf2dq")
 _START = struct.Struct("<hhf")
-_REST = struct.Struct("@8s2dq")  # the same entry; the bytes are its start
+_pack = struct.Struct("@8s2dq").pack_into  # the same entry; the bytes are its start
 SPAN_BYTES = _ENTRY.size
 REGION_BYTES = NUM_SPANS * SPAN_BYTES
 """Memory of a rank; the system provides only pages that are written to."""
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 def start_of(kind: SpanKind, detail: int = 0, value: float = 0.0) -> bytes:
-    """Return the first bytes of a span's entry, which ``SpanWriter.pack`` takes."""
+    """Return the first bytes of a span's entry, for :meth:`SpanWriter.write`."""
     return _START.pack(kind, min(detail, _MAX_DETAIL), value)
 
 
@@ -76,17 +76,16 @@ class SpanWriter:
         memory: :data:`REGION_BYTES` bytes of the board.
     """
 
+    __slots__ = ("_memory", "_serial", "_thread")
+
     def __init__(self, memory: memoryview) -> None:
-        # Code that runs at every step uses these to inline :meth:`put`.
-        self.memory = memory
-        self.thread = threading.get_ident()
-        self.serial = 0
-        self.pack = _REST.pack_into
-        self.pack_start = _START.pack
+        self._memory = memory
+        self._serial = 0
+        self._thread = get_ident()
 
     def detach(self) -> None:
         """Stop writing, in a process that was forked from the rank."""
-        self.thread = 0
+        self._thread = 0
 
     def put(
         self, kind: SpanKind, began_s: float, ended_s: float, detail: int = 0, value: float = 0.0
@@ -100,11 +99,19 @@ class SpanWriter:
             detail: at most 32,767.
             value: see :class:`SpanKind`.
         """
-        if threading.get_ident() != self.thread:
-            return
-        self.serial = serial = self.serial + 1
-        place = serial % NUM_SPANS * SPAN_BYTES
-        self.pack(self.memory, place, start_of(kind, detail, value), began_s, ended_s, serial)
+        self.write(start_of(kind, detail, value), began_s, ended_s)
+
+    def write(self, start: bytes, began_s: float, ended_s: float) -> None:
+        """Record a span that has just ended, in code that runs at every step.
+
+        Args:
+            start: output of :func:`start_of`, made once.
+            began_s: ``monotonic()`` at the beginning.
+            ended_s: ``monotonic()`` at the end.
+        """
+        if get_ident() == self._thread:
+            self._serial = serial = self._serial + 1
+            _pack(self._memory, serial % NUM_SPANS * SPAN_BYTES, start, began_s, ended_s, serial)
 
 
 class SpanReader:

@@ -32,7 +32,7 @@ from nblaunch.wire.board import (
     UPDATES,
     Slot,
 )
-from nblaunch.wire.spans import NUM_SPANS, SPAN_BYTES, SpanKind, start_of
+from nblaunch.wire.spans import SpanKind, start_of
 
 _OPTIMIZER = start_of(SpanKind.OPTIMIZER)
 
@@ -108,11 +108,8 @@ class OptimizerSteps:
             if groups is None or (groups and not groups.keys() <= process_group.kept):
                 process_group.keep_groups()
             if self._active is optimizer:
-                spans = slot.spans
-                if spans is not None and get_ident() == spans.thread:  # inlines ``SpanWriter.put``
-                    spans.serial = serial = spans.serial + 1
-                    place = serial % NUM_SPANS * SPAN_BYTES
-                    spans.pack(spans.memory, place, _OPTIMIZER, self._began_s, monotonic(), serial)
+                if slot.spans is not None:
+                    slot.spans.write(_OPTIMIZER, self._began_s, monotonic())
                 self._active = None
                 self.num_done += 1
                 self.is_cut = False
