@@ -15,9 +15,8 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 
-from nblaunch import backends, env, formatting
+from nblaunch import backends, env, formatting, packages
 from nblaunch.backends import cpu
 from nblaunch.backends.base import Backend
 from nblaunch.config import files
@@ -109,7 +108,7 @@ def _render(report: Report, problems: Sequence[str], notes: Sequence[str]) -> st
 
 
 def _versions() -> dict[str, str]:
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: packages.version(name) for name in _PACKAGES}
     return {
         "nblaunch": sys.modules["nblaunch"].__version__,  # this file must not import the package above it
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -117,13 +116,6 @@ def _versions() -> dict[str, str]:
         **{name: version for name, version in versions.items() if version},
         "not installed": ", ".join(name for name, version in versions.items() if not version),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _torch_error() -> str:
