@@ -247,11 +247,19 @@ def _sides(disagreement: Disagreement) -> Sides:
     return sorted(by_signature.values(), key=lambda side: (len(side[0]), side[0]))
 
 
+def outside_majority(sides: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """Return the ranks that are not on the side of most ranks; None if no side has more than half of them."""
+    largest = max(sides, key=len)
+    if 2 * len(largest) <= sum(map(len, sides)):
+        return None
+    return tuple(sorted(rank for ranks in sides if ranks is not largest for rank in ranks))
+
+
 def _faulty(sides: Sides) -> tuple[int, ...]:
     """Return the ranks outside the majority; without a majority, the ranks on a line that only some reach."""
-    largest = max(sides, key=lambda side: len(side[0]))
-    if 2 * len(largest[0]) > sum(len(ranks) for ranks, _ in sides):
-        return tuple(sorted(rank for ranks, _ in sides if ranks is not largest[0] for rank in ranks))
+    minority = outside_majority([ranks for ranks, _ in sides])
+    if minority is not None:
+        return minority
     guarded = [ranks for ranks, calls in sides if all(condition_of(call) for call in calls)]
     if len(guarded) == 1:
         return tuple(guarded[0])

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from nblaunch import formatting
 from nblaunch.diagnosis import memory, stacks
-from nblaunch.diagnosis.disagreements import Explanation, place
+from nblaunch.diagnosis.disagreements import Explanation, outside_majority, place
 from nblaunch.diagnosis.exceptions import annotate, rebuild
 from nblaunch.diagnosis.report import AttemptReport, Hang, RemoteFailures
 from nblaunch.diagnosis.root_cause import (
@@ -387,8 +387,7 @@ def _explain_rejection(report: AttemptReport, root: RootCause) -> Explanation | 
     grouped = formatting.ranks_by_text(passed)
     if len(grouped) < 2 or texts.keys() != passed.keys():
         return None
-    largest = max(grouped.values(), key=len)
-    faulty = tuple(sorted(set(passed) - set(largest))) if 2 * len(largest) > len(passed) else ()
+    faulty = outside_majority(list(grouped.values())) or ()
     sides = sorted(formatting.ranks_by_text(texts).items(), key=lambda side: not set(side[1]) <= set(faulty))
     return Explanation("; ".join(f"{formatting.ranks(ranks)} {text}" for text, ranks in sides), faulty)
 

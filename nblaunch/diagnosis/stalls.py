@@ -19,6 +19,7 @@ from nblaunch.diagnosis.disagreements import (
     described,
     group_name,
     num_batches,
+    outside_majority,
     places,
 )
 from nblaunch.diagnosis.source_blocks import Loop, condition_on_rank, loop_around
@@ -152,9 +153,9 @@ def _pending(calls: RankCalls) -> Call | None:
 
 def _faulty(sides: Sequence[_Side], standing: Standing) -> tuple[int, ...]:
     """Return the ranks outside the majority; without a majority, ranks that call under a condition, or busy ranks."""
-    largest = max(sides, key=lambda side: len(side.ranks))
-    if 2 * len(largest.ranks) > sum(len(side.ranks) for side in sides):
-        return _ranks_of([side for side in sides if side is not largest])
+    minority = outside_majority([side.ranks for side in sides])
+    if minority is not None:
+        return minority
     waiting = [side for side in sides if side.kind == "waits" and side.calls]
     guarded = [side for side in waiting if all(_condition(standing, side))]
     if len(guarded) == 1:
