@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.diagnosis.disagreements import Explanation
@@ -159,6 +159,15 @@ class AttemptReport:
         """Whether the function returned on every rank and the job was not stopped."""
         is_stopped = self.interrupted or self.cancelled or self.hang or self.kept or self.disagreement
         return not is_stopped and len(self.returned) == len(self.exits)
+
+    def is_decided(self, ranks: Collection[int]) -> bool:
+        """Return whether the outcome is decided while processes are running.
+
+        That is, one of the ``ranks`` has failed, or all have sent their results. An interrupt then only ends the
+        processes sooner, and no other attempt follows.
+        """
+        has_failed = self.failed or self.exits.keys() - self.returned.keys()
+        return bool(has_failed or self.delivered.issuperset(ranks))
 
     @property
     def value_locations(self) -> dict[int, ValueLocation]:

@@ -325,9 +325,7 @@ class Coordinator:
 
     def _interrupt(self) -> None:
         report = self._report
-        has_failed = report.failed or report.exits.keys() - report.returned.keys()
-        is_decided = bool(has_failed or report.delivered.issuperset(self._owner))
-        report.interrupted = report.interrupted or not is_decided
+        report.interrupted = report.interrupted or not report.is_decided(self._owner)
         self._interrupted_s = self._interrupted_s or time.monotonic()
         if self._interrupts_seen > 1:
             self._kills_since = self._kills_since or time.monotonic()

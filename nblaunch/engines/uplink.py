@@ -14,10 +14,8 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.engines import messages
 from nblaunch.engines.agreements import NodeBallots
@@ -59,10 +57,10 @@ from nblaunch.launcher.attempt import Attempt
 from nblaunch.launcher.hang_watch import LocalStacks
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes import network
-from nblaunch.nodes.messages import DONE, RUNNING, Heartbeat, StopState, Summary
+from nblaunch.nodes.messages import DONE, RUNNING, Heartbeat, StopState, Summary, for_peers
 from nblaunch.topology import Topology
 from nblaunch.wire.argument_paths import ArgPath
-from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
+from nblaunch.wire.board import Slot, SlotReading
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Ballot
 
@@ -80,7 +78,6 @@ in the file.
 """
 
 _STACKS_BYTES = 256 << 10
-_NUM_CURVES = 8
 _URGENT = (Started, Returned, Failed, Exited, Interrupted, StateSent)
 
 
@@ -191,12 +188,8 @@ class Uplink:
         return following
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
-        """Return variables that make this node's ranks use the interface through which other nodes reach it."""
-        if topology.num_nodes == 1:
-            return {}
-        present = env.snapshot()
-        chosen = network.interface_settings(network.interface_of(self._address))
-        return {name: value for name, value in chosen.items() if name not in present}
+        """Return environment variables that this node's ranks need in addition to their topology."""
+        return network.worker_settings(topology, self._address)
 
     def _ask_stacks(self, message: AskStacks) -> None:
         assert self._attempt is not None, "ranks run"
@@ -261,10 +254,7 @@ class Uplink:
             return []  # queued bytes are a sign of life
         assert self._attempt is not None, "ranks run"
         summary = Summary(
-            readings=tuple(
-                reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
-                for reading in self._readings
-            ),
+            readings=tuple(map(for_peers, self._readings)),
             host_memory=tuple(self._host_memory.values()),
             stop=StopState(self._requests.wants_stop),
         )

@@ -354,7 +354,9 @@ class Supervisor:
 
     def _interrupt(self) -> None:
         now = time.monotonic()
-        self._report.interrupted = self._report.interrupted or not self._is_decided()
+        # If there are other machines, the outcome is never decided here.
+        is_decided = self._peers is None and self._report.is_decided(self._attempt.ranks)
+        self._report.interrupted = self._report.interrupted or not is_decided
         self._collectives.describe_wait(self._report)
         if self._report.interrupted:
             for rank in self._alive:
@@ -374,16 +376,6 @@ class Supervisor:
             self._report.signalled |= dict.fromkeys(running, time.time())  # some may end at the agreed step
             patience_s = 0.0 if self._boundary is None else min(self._boundary.limit_s, grace_s)
             self._escalate_by(Escalation.after_interrupt(now, grace_s, patience_s))
-
-    def _is_decided(self) -> bool:
-        """Return whether the outcome is decided while processes are running: a rank failed, or all have sent results.
-
-        An interrupt then only ends the processes sooner, and no other attempt follows. If there are other machines, the
-        outcome is never decided here.
-        """
-        report = self._report
-        has_failed = report.failed or report.exits.keys() - report.returned.keys()
-        return self._peers is None and bool(has_failed or report.delivered.issuperset(self._attempt.ranks))
 
     def _begin_termination(self) -> None:
         grace_s = self._requests.termination_grace_s

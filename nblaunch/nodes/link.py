@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from nblaunch import env
 from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.diagnosis.root_cause import own_failures
 from nblaunch.errors import JobCancelled, LaunchError
@@ -40,7 +39,7 @@ from nblaunch.nodes.messages import (
 from nblaunch.nodes.peer_states import NodesStopAgreement, PeerStates, replies_of
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
-from nblaunch.wire.board import NO_LOSSES, Slot, SlotReading
+from nblaunch.wire.board import Slot, SlotReading
 from nblaunch.wire.outbox import RankResult
 from nblaunch.wire.stop_agreement import Boundary, on_boundary
 
@@ -55,9 +54,6 @@ _FIRST_NOTE_S = 3.0
 _FINAL_WAIT_S = 2.0
 _AGENT_SLACK_S = 30.0
 """Extra seconds for the agent to start on a busy machine, and for torch to detect its timeout."""
-
-_NUM_CURVES = 8
-"""Number of ranks whose losses go to the other nodes; dashboards draw no more."""
 
 
 class _Counts:
@@ -297,13 +293,7 @@ class NodeLink:
 
     def worker_settings(self, topology: Topology) -> dict[str, str | None]:
         """Return environment variables that this node's workers need in addition to their topology."""
-        chosen = network.interface_settings(network.interface_of(self._agent.address))
-        environment = env.snapshot()
-        return {
-            name: value
-            for name, value in chosen.items()
-            if topology.num_nodes > 1 and name not in environment
-        }
+        return network.worker_settings(topology, self._agent.address)
 
     def receive(self) -> None:
         """Handle new messages from the agent."""
@@ -420,7 +410,7 @@ class NodeLink:
         remote = report.remote.labels
         causes = own_failures(report)
         return Summary(
-            readings=tuple(_for_peers(reading) for reading in readings if reading.rank not in remote),
+            readings=tuple(messages.for_peers(reading) for reading in readings if reading.rank not in remote),
             # Pickled exceptions and results stay on this machine.
             failed={
                 cause.rank: replace(cause.failed, exception=None)
@@ -439,10 +429,6 @@ class NodeLink:
 
     def _note(self, text: str, kind: str = "warning") -> None:
         self._emit(Note.of_job(text, kind))
-
-
-def _for_peers(reading: SlotReading) -> SlotReading:
-    return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
 
 
 class NodeRunner(JobRunner):

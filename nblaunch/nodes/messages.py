@@ -13,7 +13,7 @@ of the classes below (``wire/schema.py``) and never unpickled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nblaunch import formatting
@@ -26,13 +26,16 @@ from nblaunch.events import (
     Returned,
 )
 from nblaunch.topology import Topology
-from nblaunch.wire.board import SlotReading
+from nblaunch.wire.board import NO_LOSSES, SlotReading
 
 JOINING, RUNNING, DONE, FAILED, LEFT = "joining", "running", "done", "failed", "left"
 """States of a node: in the rendezvous; workers running; finished; failed; left the job."""
 
 FINISHED = "finished"
 """Reason that a node gives when it leaves because all nodes have finished."""
+
+_NUM_CURVES = 8
+"""Number of ranks whose losses go to the other nodes; dashboards draw no more."""
 
 LINGER_S = 4.0
 """Longest time in seconds that an agent waits until the others have received its last heartbeat."""
@@ -161,6 +164,11 @@ class Summary(Event):
     epochs: tuple[EpochEnded, ...] = ()
     host_memory: tuple[HostMemory, ...] = ()
     stop: StopState = field(default_factory=StopState)
+
+
+def for_peers(reading: SlotReading) -> SlotReading:
+    """Return the part of a reading that goes to the other nodes: only a few ranks' losses are drawn there."""
+    return reading if reading.rank < _NUM_CURVES else replace(reading, losses=NO_LOSSES)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import psutil
 
+from nblaunch import env
 from nblaunch.backends.base import LOOPBACK
 from nblaunch.errors import LaunchError
 from nblaunch.launcher.store import StoreHost, family_of
 from nblaunch.spec import DEFAULT_PORTS
+from nblaunch.topology import Topology
 
 _SOME_OTHER = "192.0.2.1"
 """An address that no machine has; the route to it is the route to other machines. Source: RFC 5737."""
@@ -92,6 +94,20 @@ def interface_settings(interface: str | None) -> dict[str, str]:
         "TP_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
     }
+
+
+def worker_settings(topology: Topology, address: str) -> dict[str, str | None]:
+    """Return environment variables that make workers use the interface through which other nodes reach them.
+
+    Args:
+        topology: topology of a worker; on one node, none are needed.
+        address: address of this machine for the other nodes. Variables that the user has set are kept.
+    """
+    if topology.num_nodes == 1:
+        return {}
+    present = env.snapshot()
+    chosen = interface_settings(interface_of(address))
+    return {name: value for name, value in chosen.items() if name not in present}
 
 
 def listen(address: str, port: int, *, is_optional: bool) -> StoreHost | None:
