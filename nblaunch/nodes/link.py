@@ -88,7 +88,7 @@ class _Counts:
         return self._now_s - self._last[heartbeat.id][1] > self._silence_s
 
 
-class NodeLink:
+class PeersLink:
     """A launcher's connection to the other nodes of its job; must be closed. Implements ``launcher.attempt.Peers``.
 
     Args:
@@ -434,14 +434,14 @@ class NodeLink:
 class NodeRunner(JobRunner):
     """Runs this node's ranks of a job on several machines, until the agents announce no further attempt."""
 
-    _link: NodeLink | None = None
+    _link: PeersLink | None = None
     _restart_count = 0
 
     def _start_job(self) -> None:
         """Prepare the starts; they happen in :meth:`_finish`, because all nodes must join first."""
         self._prepare_starts()
 
-    def _join(self) -> NodeLink:
+    def _join(self) -> PeersLink:
         """Wait until all nodes have joined, and start the workers of this one.
 
         Raises:
@@ -450,7 +450,7 @@ class NodeRunner(JobRunner):
             LaunchError: the nodes did not find each other, or workers could not be started.
         """
         log_path = str(self.log.new_file("agent.log"))
-        self._link = link = NodeLink(
+        self._link = link = PeersLink(
             self.spec, self.plan.num_processes, log_path, self.requests, self.emit, self.emit_readings
         )
         self._launch_settled.set()  # a cell need not wait for other machines
@@ -486,7 +486,7 @@ class NodeRunner(JobRunner):
         self._leave()
         return report, rank_results
 
-    def _finish_attempt(self, link: NodeLink) -> tuple[AttemptReport, dict[int, RankResult]]:
+    def _finish_attempt(self, link: PeersLink) -> tuple[AttemptReport, dict[int, RankResult]]:
         report, rank_results = self._supervise()
         link.conclude(report)
         is_change = report.remote.wants_restart and not report.remote.has_cause

@@ -11,7 +11,7 @@ from nblaunch.diagnosis.report import AttemptReport
 from nblaunch.events import Event
 from nblaunch.launcher.requests import JobRequests
 from nblaunch.nodes import link, messages
-from nblaunch.nodes.link import NodeLink
+from nblaunch.nodes.link import PeersLink
 from nblaunch.nodes.messages import Node, Summary, WorldFormed
 from nblaunch.spec import LaunchSpec
 from nblaunch.topology import Topology
@@ -53,7 +53,7 @@ class Agent:
         self.reasons.append(reason)
 
 
-Finished = Callable[..., tuple[NodeLink, Agent]]
+Finished = Callable[..., tuple[PeersLink, Agent]]
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def finished(requests: JobRequests, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Return a function that creates such a launcher: ``finished(patience_s=...)``."""
     reading, writing = os.pipe()
 
-    def make(patience_s: float = 100.0) -> tuple[NodeLink, Agent]:
+    def make(patience_s: float = 100.0) -> tuple[PeersLink, Agent]:
         agent = Agent(reading, patience_s)
         monkeypatch.setattr(link, "AgentClient", lambda *args: agent)
         spec = LaunchSpec(function=print, num_nodes=2, master_addr="10.0.0.1")
-        node = NodeLink(spec, 1, "", requests, lambda event: None, lambda readings: None)
+        node = PeersLink(spec, 1, "", requests, lambda event: None, lambda readings: None)
         assert node.next_world() is not None
         node.conclude(AttemptReport())
         return node, agent
