@@ -79,7 +79,7 @@ class Output:
     def show_again(self) -> bool:
         """Also show the output in the running cell; return False if it is empty or already shown there."""
         with self._lock:
-            if self.shown is None or running_cell() in self._display_ids:
+            if self.shown is None or id_of_running_request() in self._display_ids:
                 return False
             self._create(self.shown)
         return True
@@ -88,7 +88,7 @@ class Output:
         """Add the output to the running cell."""
         self.shown = bundle
         display_id = f"{self._name}-{len(self._display_ids)}"
-        self._display_ids[running_cell()] = display_id
+        self._display_ids[id_of_running_request()] = display_id
         self._publish(bundle, display_id, False)
 
 
@@ -102,7 +102,7 @@ def publish_in_notebook(bundle: Bundle, display_id: str, is_update: bool) -> Non
         display(dict(bundle), display_id=display_id, raw=True)
 
 
-def running_cell() -> str | None:
+def id_of_running_request() -> str | None:
     """Return the id of the request that the current cell executes; None outside of a kernel."""
     request = running_request()
     return request.get("header", {}).get("msg_id")

@@ -104,7 +104,7 @@ def test_an_output_updates_in_all_its_cells(
         lambda bundle, display_id, is_update: published.append((display_id, bundle["x"]))
     )
     for cell in range(5):
-        monkeypatch.setattr(notebook, "running_cell", lambda cell=cell: str(cell))
+        monkeypatch.setattr(notebook, "id_of_running_request", lambda cell=cell: str(cell))
         assert output.show_again() if cell else output.show({"x": "begins"}) == 1
     display_ids = [display_id for display_id, _ in published]
     assert len(set(display_ids)) == 5
