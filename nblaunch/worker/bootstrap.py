@@ -172,6 +172,7 @@ class _Worker:
             args,
             is_forked=not missing_names.is_fresh_process(),
             advice="" if assignment.wanted_optimizers else lost_changes.IN_A_LAUNCH,
+            collected=delivery.modules,
         )
         try:
             with self.interrupts, self.child_handler:

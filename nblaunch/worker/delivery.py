@@ -9,7 +9,7 @@ or an error in ``state_dict()``, does not affect this result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,11 @@ class Delivery:
         self._absent = [path for path in (*wanted_modules, *wanted_optimizers) if path not in paths]
         if originals is not None and self._is_main:
             originals.remember(self._modules)
+
+    @property
+    def modules(self) -> Collection[Any]:
+        """The modules whose weights the launcher collects."""
+        return self._modules.values()
 
     @cached_property
     def _outbox(self) -> Outbox:

@@ -210,9 +210,10 @@ KINDS: tuple[Kind, ...] = (
         "variables of the notebook",
         fork=Way(
             Treatment.NOTED,
-            "each worker has its own copy. Weights of modules come back; other changes do not. A note names containers "
-            "that the function has filled, as in `losses.append(loss)`, averages of weights, parameters outside of "
-            "modules, and global variables that it has assigned",
+            "each worker has its own copy. Weights of modules come back; other changes do not. A note names "
+            "containers, arrays and tables that the function has filled, as in `losses.append(loss)`, attributes that "
+            "it has set to a result, averages of weights, parameters outside of modules, modules outside of `args`, "
+            "and variables that it has assigned",
         ),
         fresh=Way(
             Treatment.NOTED,

@@ -10,46 +10,51 @@ In one process, both variables would have the new values after the call, but eac
 function may change other variables for its own use, as in ``args.rank = rank``. Therefore, only changes whose purpose
 is to keep values are reported:
 
-    containers that have grown              including those in attributes and in dictionaries
-    arrays that were zero
-    parameters, and tensors of objects      for example, of an average of weights; modules in args come back
-    attributes that became floats           for example, the best loss
-    assignments to global variables
+    values in which results were kept (``watched_values.py``), including attributes of objects and classes
+    assignments to global variables, and to variables of an enclosing function
+    modules that are not in the arguments, if other modules are; modules in args come back
     states of optimizers in the arguments
 """
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from nblaunch.user_code import captured_variables, module_of, used_by
 from nblaunch.wire.argument_paths import is_scheduler, optimizers_in
-from nblaunch.worker.inheritance import comparisons
-from nblaunch.worker.inheritance.comparisons import CONTAINERS, Comparisons, HasChanged, is_unset
+from nblaunch.worker.inheritance import watched_values
 from nblaunch.worker.inheritance.plain_values import has_own_class
+from nblaunch.worker.inheritance.watched_values import Watcher
 
 _MAX_FUNCTIONS = 200
 _MAX_RETURNED = 20_000
 _MAX_DEPTH = 2
 """How many attributes a name may have, as in ``trainer.average.weights``."""
-_FOR_ITSELF = re.compile(r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger)$", re.IGNORECASE)
+_FOR_ITSELF = re.compile(
+    r"_|.*(cache|memo|lock|seen)|(device|rank|model|scaler|pool|logger|batch|inputs?|labels?|targets?)$",
+    re.IGNORECASE,
+)
 """Names of variables that a function keeps for itself, so the kernel does not need their values."""
-_CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
-"""Names of attributes that hold a time."""
 
 _NO_VALUE = object()
 _LOST = (
     "the function changes {names} in its worker only, and the notebook's variables keep their values. Return the new "
     "values from the function"
+)
+_OUTSIDE = (
+    "the function changes {names} in its worker only, because only modules in args come back. To get the new weights, "
+    "pass {them} as an argument"
 )
 _STEPPED = (
     "the function steps {names} in its worker only, and the notebook's optimizers keep their states, without the new "
@@ -72,7 +77,7 @@ class _Variable(NamedTuple):
 
     name: str
     get: Callable[[], Any]
-    has_changed: HasChanged
+    has_changed: Callable[[Any], bool]
 
 
 class Changes:
@@ -83,19 +88,28 @@ class Changes:
         args: its arguments.
         is_forked: whether this worker may share memory with the kernel.
         advice: how to keep the states of optimizers; empty if the kernel gets them.
+        collected: the modules whose weights the kernel gets; if there are none, the launcher describes the others.
     """
 
-    def __init__(self, function: Any, args: tuple[Any, ...], *, is_forked: bool, advice: str) -> None:
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        *,
+        is_forked: bool,
+        advice: str,
+        collected: Collection[Any] = (),
+    ) -> None:
         self._advice = advice
         self._optimizers = list(_optimizers(args)) if advice else []
         values = [(f"args[{position}]", value) for position, value in enumerate(args)]
-        functions = [] if function is None else list(_functions(function))
+        functions = [] if function is None else list(_functions([function, *args]))
         values += [] if function is None else list(used_by(function))
         values += [each for reached in functions for each in captured_variables(reached)]
-        finder = _Finder(is_forked)
+        finder = _Finder(is_forked, collected)
         self._variables = [each for name, value in values for each in finder.variables(name, value)]
-        names = {name for reached in functions for name in _assigned(reached.__code__)}
-        self._variables += [_global(name) for name in sorted(names)]
+        self._variables += [each for reached in functions for each in _assigned(reached)]
+        self._modules = finder.modules
 
     def describe(self, returned: Any) -> list[str]:
         """Return sentences about the changes that the kernel does not get.
@@ -104,35 +118,77 @@ class Changes:
             returned: the function's value, which the kernel gets.
         """
         kept = _kept_in(returned)
-        names = [each.name for each in self._variables if id(each.get()) not in kept and _has_changed(each)]
-        stepped = [each.name for each in self._optimizers if _has_changed(each)]
-        texts = [_LOST.format(names=", ".join(dict.fromkeys(names)))] if names else []
-        return texts + ([_STEPPED.format(names=", ".join(stepped), advice=self._advice)] if stepped else [])
+        texts = []
+        if names := _changed(self._variables, kept):
+            texts.append(_LOST.format(names=", ".join(names)))
+        if names := _changed(self._modules, kept):
+            texts.append(
+                _OUTSIDE.format(names=", ".join(names), them="it" if len(names) == 1 else "each of them")
+            )
+        if names := _changed(self._optimizers, set()):
+            texts.append(_STEPPED.format(names=", ".join(names), advice=self._advice))
+        return texts
 
 
-def _has_changed(variable: _Variable) -> bool:
+def _changed(variables: Sequence[_Variable], kept: set[int]) -> list[str]:
+    """Return the names of the variables that have changed and whose values are not among ``kept``, each once."""
+    return list(dict.fromkeys(each.name for each in variables if _has_changed(each, kept)))
+
+
+def _has_changed(variable: _Variable, kept: set[int]) -> bool:
     try:
-        return variable.has_changed(variable.get())
+        value = variable.get()
+        return id(value) not in kept and variable.has_changed(value)
     except Exception:  # a user's container may raise an error after it was changed
         return False
 
 
-_PLAIN = (int, float, complex, str, bytes, tuple, *CONTAINERS)
+# --- assigned variables ----------------------------------------------------------------------------------------------
+
+_PLAIN = (int, float, complex, str, bytes, tuple, list, dict, set, deque)
+
+
+def _assigned(function: FunctionType) -> Iterator[_Variable]:
+    """Yield the variables outside of a function that it assigns."""
+    stored = set(_stored(function.__code__))
+    names = {name for operation, name in stored if operation == "STORE_GLOBAL"}
+    for name in sorted(names):
+        if not _FOR_ITSELF.match(name):
+            yield _assignable(name, functools.partial(_notebook().get, name, _NO_VALUE))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if ("STORE_DEREF", name) in stored and not _FOR_ITSELF.match(name):
+            yield _assignable(name, functools.partial(_content, cell))
+
+
+def _assignable(name: str, get: Callable[[], Any]) -> _Variable:
+    before = get()
+
+    def has_changed(value: Any) -> bool:
+        return value is not before and type(value) is not bool and issubclass(type(value), _plain_types())
+
+    return _Variable(name, get, has_changed)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has no value yet
+        return _NO_VALUE
+
+
+def _stored(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the operations that store variables, with their names, also of nested functions."""
+    for instruction in dis.get_instructions(code):
+        # A nested function names the variables of the outer one among its free variables.
+        if instruction.opname == "STORE_GLOBAL" or instruction.argval in code.co_freevars:
+            yield instruction.opname, instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _stored(constant)
 
 
 def _notebook() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
-
-
-def _global(name: str) -> _Variable:
-    before = _notebook().get(name, _NO_VALUE)
-    return _Variable(
-        name,
-        lambda: _notebook().get(name, _NO_VALUE),
-        lambda value: (
-            value is not before and type(value) is not bool and issubclass(type(value), _plain_types())
-        ),
-    )
 
 
 def _plain_types() -> tuple[type, ...]:
@@ -140,14 +196,18 @@ def _plain_types() -> tuple[type, ...]:
     return (*_PLAIN, *([torch.Tensor] if torch else []), *([numpy.ndarray, numpy.number] if numpy else []))
 
 
-def _functions(function: Any) -> Iterator[FunctionType]:
-    """Yield the notebook's functions that a function may call, itself included."""
-    pending: list[Any] = [function]
+# --- values in which a function may keep results ---------------------------------------------------------------------
+
+
+def _functions(values: Sequence[Any]) -> Iterator[FunctionType]:
+    """Yield the notebook's functions that values are or may call: functions, methods, hooks of modules."""
+    pending = list(values)
     seen: set[int] = set()
     while pending and len(seen) < _MAX_FUNCTIONS:
         value = pending.pop()
         if not has_own_class(value):
             continue
+        pending.extend(_hooks(value))
         while isinstance(value, (MethodType, functools.partial)):
             value = value.__func__ if isinstance(value, MethodType) else value.func
         definition = value if isinstance(value, (type, FunctionType)) else type(value)
@@ -162,15 +222,30 @@ def _functions(function: Any) -> Iterator[FunctionType]:
             pending.extend(each for each in vars(definition).values() if isinstance(each, FunctionType))
 
 
+def _hooks(value: Any) -> Iterator[Any]:
+    """Yield the hooks of a module, if it is one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.nn.Module):
+        for part in value.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks, part._backward_hooks):
+                yield from hooks.values()
+
+
 class _Finder:
     """Finds variables that may keep values, each once.
 
     Args:
         is_forked: as in :class:`Changes`.
+        collected: as in :class:`Changes`.
+
+    Attributes:
+        modules: variables that are modules whose weights the kernel does not get.
     """
 
-    def __init__(self, is_forked: bool) -> None:
-        self._comparisons = Comparisons(is_forked)
+    def __init__(self, is_forked: bool, collected: Collection[Any]) -> None:
+        self.modules: list[_Variable] = []
+        self._watcher = Watcher(is_forked)
+        self._collected = {id(tensor) for module in collected for tensor in _tensors_of(module)}
         self._seen: set[int] = set()
         self._torch: Any = sys.modules.get("torch")
 
@@ -180,63 +255,142 @@ class _Finder:
             yield from self._variables(name, value, depth)
 
     def _variables(self, name: str, value: Any, depth: int) -> Iterator[_Variable]:
-        if _FOR_ITSELF.match(name.rpartition(".")[2]) or not has_own_class(value) or id(value) in self._seen:
+        if not has_own_class(value) or id(value) in self._seen or id(value) in self._collected:
+            return
+        if self._torch is not None and isinstance(value, self._torch.nn.Module):
+            yield from self._of_module(name, value)
+        if _FOR_ITSELF.match(name.rpartition(".")[2]):
             return
         self._seen.add(id(value))
-        has_changed = self._comparisons.of(value, is_attribute=depth > 0)
+        has_changed = self._watcher.watch(value, is_attribute=depth > 0)
         if has_changed is not None:
             yield _Variable(name, lambda: value, has_changed)
-        elif depth < _MAX_DEPTH and (attributes := self._attributes(value)):
-            is_users = module_of(type(value)) == "__main__"
-            is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
-            for attribute, part in list(attributes.items()):
-                where = f"{name}.{attribute}"
-                if not is_users:  # the names of a library's attributes say nothing about their purpose
-                    yield from self._tensors(where, part)
-                elif is_unset(part):
-                    if not _CLOCK.search(attribute):
-                        yield _number(where, attributes, attribute)
-                # A dictionary in a dataset may only cache the samples that it has loaded.
-                elif not (is_dataset and type(part) is dict):
-                    yield from self.variables(where, part, depth + 1)
+        elif depth < _MAX_DEPTH:
+            for attribute, part in list(self._attributes(value).items()):
+                yield from self._of_attribute(name, value, attribute, part, depth)
 
-    def _attributes(self, value: Any) -> dict[str, Any] | None:
-        """Return the attributes of an object; None for modules, optimizers and definitions, which others report."""
-        left_out: tuple[type, ...] = (type, ModuleType, FunctionType, MethodType)
+    def _of_attribute(
+        self, name: str, value: Any, attribute: str, part: Any, depth: int
+    ) -> Iterator[_Variable]:
+        where = f"{name}.{attribute}"
+        if not _has_own_attributes(
+            value
+        ):  # the names of a library's attributes say nothing about their purpose
+            yield from self._tensors(where, part)
+            return
+        # A dataset may load its data or cache samples.
+        is_dataset = self._torch is not None and isinstance(value, self._torch.utils.data.Dataset)
+        if not (is_dataset and type(part) is dict):
+            yield from self.variables(where, part, depth + 1)
+        if not is_dataset and not _FOR_ITSELF.match(attribute):
+            yield _attribute(where, value, attribute, part)
+
+    def _of_module(self, name: str, module: Any) -> Iterator[_Variable]:
+        """Watch the tensors of a module that is not collected; yield what else a module keeps."""
+        self._seen.add(id(module))
+        if _has_own_attributes(module):
+            for attribute, part in list(vars(module).items()):
+                # A module may keep other objects for its own use, such as the tensors of its last call.
+                if isinstance(part, watched_values.CONTAINERS):
+                    yield from self.variables(f"{name}.{attribute}", part, depth=1)
+                elif not _FOR_ITSELF.match(attribute):
+                    yield _attribute(f"{name}.{attribute}", module, attribute, part, kind=float)
+        if hasattr(module, "_update_count"):  # a metric of torchmetrics
+            num_updates = module._update_count
+            yield _Variable(name, lambda: module, lambda _: module._update_count > num_updates)
+        elif self._collected and not name.startswith("_"):
+            has_changed = self._watcher.watch_module(module, self._collected)
+            if has_changed is not None:
+                text = f"{name} ({type(module).__name__})"
+                self.modules.append(_Variable(text, lambda: module, lambda _: has_changed()))
+
+    def _attributes(self, value: Any) -> dict[str, Any]:
+        """Return the attributes of an object or of the user's class; none for modules, optimizers and functions."""
+        left_out: tuple[type, ...] = (ModuleType, FunctionType, MethodType, Enum)
         if self._torch is not None:
             left_out += (self._torch.nn.Module, self._torch.optim.Optimizer)
-        attributes = getattr(value, "__dict__", None)
-        return attributes if isinstance(attributes, dict) and not isinstance(value, left_out) else None
+        kind = value if isinstance(value, type) else type(value)
+        if isinstance(value, left_out) or issubclass(kind, left_out):
+            return {}
+        attributes: dict[str, Any] = {}
+        for each in reversed(kind.__mro__):
+            if module_of(each) == "__main__":
+                attributes |= _attributes_of_class(each, value)
+        own = None if value is kind else getattr(value, "__dict__", None)
+        return attributes | own if isinstance(own, dict) else attributes
 
     def _tensors(self, name: str, value: Any) -> Iterator[_Variable]:
         with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
             is_own = _FOR_ITSELF.match(name.rpartition(".")[2])
-            has_changed = None if is_own else self._comparisons.of_tensors(value)
+            has_changed = None if is_own else self._watcher.watch_tensors(value)
             if has_changed is not None:
                 yield _Variable(name, lambda: value, has_changed)
 
 
-def _number(name: str, attributes: dict[str, Any], attribute: str) -> _Variable:
-    """Watch for a new float in an attribute. A function may set an integer, such as a rank, for its own use."""
-    before = attributes[attribute]
-    return _Variable(
-        name,
-        lambda: attributes.get(attribute),
-        lambda value: isinstance(value, float) and value != before,
-    )
+def _tensors_of(module: Any) -> Iterator[Any]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _has_own_attributes(value: Any) -> bool:
+    """Return whether the user has named the attributes of a value."""
+    kind = value if isinstance(value, type) else type(value)
+    return module_of(kind) == "__main__" or kind in (SimpleNamespace, argparse.Namespace)
+
+
+def _attributes_of_class(kind: type, value: Any) -> dict[str, Any]:
+    """Return the variables of a class, and the attributes of one of its objects that are in slots."""
+    attributes = {}
+    for name, part in list(vars(kind).items()):
+        if isinstance(part, MemberDescriptorType):
+            if value is not kind and not isinstance(value, type) and hasattr(value, name):
+                attributes[name] = getattr(value, name)
+        elif not name.startswith("__") and not hasattr(part, "__get__"):
+            attributes[name] = part
+    return attributes
+
+
+def _attribute(where: str, owner: Any, attribute: str, before: Any, kind: type = object) -> _Variable:
+    """Watch an attribute for another value, which must be of a kind."""
+
+    def has_changed(value: Any) -> bool:
+        is_new = value is not before and isinstance(value, kind)
+        return is_new and watched_values.is_kept(attribute, before, value)
+
+    return _Variable(where, lambda: getattr(owner, attribute, None), has_changed)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def _optimizers(args: tuple[Any, ...]) -> Iterator[_Variable]:
     for path, value in optimizers_in(args).items():
         if not is_scheduler(value):
             with suppress(Exception):  # an optimizer of another library may have no state
-                yield _Variable(
-                    f"{path} ({type(value).__name__})", lambda: None, comparisons.of_optimizer(value)
-                )
+                yield _Variable(f"{path} ({type(value).__name__})", lambda: None, _watched_optimizer(value))
+
+
+def _watched_optimizer(optimizer: Any) -> Callable[[Any], bool]:
+    """Return a function that checks whether the state or the learning rates of an optimizer have changed."""
+
+    def state() -> list[Any]:
+        tensors = [part for of_one in optimizer.state.values() for part in _tensors_in(of_one)]
+        return [*(each._version for each in tensors), *(group.get("lr") for group in optimizer.param_groups)]
+
+    before = state()
+    return lambda _: state() != before
+
+
+def _tensors_in(state: Any) -> Iterator[Any]:
+    """Yield the tensors in the state of one parameter, which is a tensor or a container."""
+    parts = (
+        state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else [state]
+    )
+    yield from (part for part in parts if hasattr(part, "_version"))
 
 
 def _kept_in(returned: Any) -> set[int]:
-    """Return the ids of the objects that the kernel receives with a function's return value."""
+    """Return the identities of the objects in a function's value, which the kernel gets."""
     pending, kept = deque([returned]), set[int]()
     while pending and len(kept) < _MAX_RETURNED:
         value = pending.popleft()
@@ -251,10 +405,3 @@ def _kept_in(returned: Any) -> set[int]:
             if not issubclass(kind, (type, ModuleType, FunctionType)):
                 pending.extend(object.__getattribute__(value, "__dict__").values())
     return kept
-
-
-def _assigned(code: CodeType) -> Iterator[str]:
-    """Yield the global variables that a function assigns."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_GLOBAL" and not _FOR_ITSELF.match(instruction.argval):
-            yield instruction.argval

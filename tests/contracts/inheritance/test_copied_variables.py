@@ -199,6 +199,93 @@ def test_variables_that_the_function_fills_are_named(shared: Kernel, start_metho
     assert "keep their values" not in cell.shown
 
 
+HELD = """
+import argparse, dataclasses, math, numpy, pandas, torch, torchmetrics, nblaunch
+from torch.optim.swa_utils import AveragedModel
+
+predictions, large, minus = numpy.full(9, math.nan), numpy.zeros((300_000, 2)), torch.full((3,), -1)
+table = pandas.DataFrame({"y": [1.0, 2.0], "prediction": math.nan})
+data, constant, rows, other_table = numpy.arange(9.0), numpy.ones(3), [None] * 2, pandas.DataFrame({"a": [1, 1]})
+
+class CFG: best_score, history, lr, num_ranks, name = 0.0, [], 0.1, 1, "a"
+
+@dataclasses.dataclass(slots=True)
+class Slots: history: list; best: float = 0.0; lr: float = 0.1
+
+class Stopping:
+    history = []
+    def __init__(self):
+        self.state = self.loader = None
+        self.best_loss, self.values, self.counter, self.order = 999, numpy.zeros(0), 0, [1, 2]
+    def step(self):
+        self.state, self.loader, self.best_loss, self.counter = {"weight": torch.ones(1)}, object(), 0.5, 1
+        self.values, self.order = numpy.concatenate([self.values, [0.5]]), [2, 1]
+        self.history.append(1)
+
+class Net(torch.nn.Linear):
+    def __init__(self): super().__init__(2, 1); self.losses, self.last, self.best = [], None, 0.0
+
+slots, stopping, options, activations = Slots([]), Stopping(), argparse.Namespace(best=None, lr=0.1), {}
+net, metric, unchanged = Net(), torchmetrics.MeanMetric(), torch.nn.Linear(2, 1)
+average, statistics, its_weight = AveragedModel(net), torch.nn.BatchNorm1d(2), net.weight
+net.register_forward_hook(lambda module, inputs, output: activations.__setitem__("net", output.detach()))
+
+def launch_with_closure(start_method):
+    best, count, kept = 0.0, 0, None
+    def function(model):
+        def inner():
+            nonlocal kept
+            global best_of_all
+            kept, best_of_all = [1], 0.5
+        nonlocal best, count
+        best = 0.5; count += 1; inner()
+        predictions[:3] = 1; large[5] = 1; minus[0] = 3; table.loc[1, "prediction"] = 0.5; rows[1] = 1
+        CFG.best_score = 0.5; CFG.lr = 0.2; CFG.num_ranks = 2; CFG.history.append(1)
+        slots.history.append(1); slots.best = 0.5; slots.lr = 0.2; stopping.step()
+        options.best = 0.5; options.lr = 0.2
+        model(torch.ones(2, 2)); model.losses.append(1); model.last = torch.ones(1); model.best = 0.5
+        with torch.no_grad(): model.weight.add_(1)
+        average.update_parameters(model); metric.update(1.0)
+        statistics(unchanged.weight + torch.randn(2, 2)); its_weight.sum()
+        data.sum(), constant.sum(), other_table["a"].sum()
+    nblaunch.notebook_launcher(function, (net,), num_processes=2, start_method=start_method)
+"""
+
+
+@contract("variables of the notebook")
+def test_results_kept_in_any_kind_of_variable_are_named(shared: Kernel, start_method: str) -> None:
+    shown = shared.run(f"{HELD}\nlaunch_with_closure({start_method!r})").shown
+    (note,) = {line for line in shown.splitlines() if "the notebook's variables keep their values" in line}
+    assert set(note.partition("changes ")[2].partition(" in its worker")[0].split(", ")) == {
+        "predictions",
+        "large",
+        "minus",
+        "table",
+        "rows",
+        "CFG.best_score",
+        "CFG.history",
+        "slots.history",
+        "slots.best",
+        "stopping.history",
+        "stopping.state",
+        "stopping.best_loss",
+        "stopping.values",
+        "options.best",
+        "args[0].losses",
+        "args[0].best",
+        "activations",
+        "metric",
+        "best_of_all",
+        "best",
+        "count",
+        "kept",
+    }
+    (note,) = {line for line in shown.splitlines() if "only modules in args come back" in line}
+    assert note.partition("changes ")[2].partition(" in its worker")[0] == (
+        "average (AveragedModel), statistics (BatchNorm1d)"
+    )
+
+
 UNUSUAL = """
 import torch, warnings
 

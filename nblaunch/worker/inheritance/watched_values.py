@@ -1,0 +1,312 @@
+"""How a worker detects that a function has kept results in a value.
+
+containers      have grown
+arrays          had one value in all elements, such as 0 or NaN, and no longer have it
+tables          have more rows or columns, or a column was filled like an array
+tensors         have changed, if they are parameters or belong to an object, as in an average of weights
+attributes      are set to a first float, or to a longer container, array, table or tensor
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from nblaunch.user_code import module_of
+
+HasChanged = Callable[[Any], bool]
+"""Takes the present value, and returns whether it differs from the value before the call."""
+
+_MAX_PARTS = 1 << 16
+"""Largest number of elements of a list or dictionary that are examined."""
+_MAX_ARRAY = 1 << 24
+"""Largest number of elements of an array that is examined, which takes 20 ms if all of them are equal."""
+_MAX_COLUMNS = 500
+_NUM_SAMPLES = 64
+_MAX_TENSORS = 2000
+_NUM_SUMMED = 8
+_MAX_SUMMED_TENSOR = 1 << 16
+_MAX_SUMMED = 1 << 20
+"""Largest number of tensor elements that are summed in all, which may take 0.2 s on a slow machine."""
+CONTAINERS = (list, dict, set, deque)
+_ITERATED = (list, tuple, dict)
+_NUMBERS = "biufc"
+_BEST = re.compile(r"(^|_)best(_|$)", re.IGNORECASE)
+_CLOCK = re.compile(r"(^|_)(t\d|tic|clock|time|start|started)(_|$)", re.IGNORECASE)
+"""Names of attributes that hold a time."""
+
+
+class Watcher:
+    """Creates functions that check whether a value has changed.
+
+    Args:
+        is_forked: whether this worker may share memory with the kernel.
+    """
+
+    def __init__(self, is_forked: bool) -> None:
+        self._is_forked = is_forked
+        self._to_sum = _MAX_SUMMED
+        self._torch: Any = sys.modules.get("torch")
+
+    def watch(self, value: Any, *, is_attribute: bool) -> HasChanged | None:
+        """Return the check of a value; None if the value can't keep results."""
+        try:
+            if is_attribute or self._is_trainable(value):
+                has_changed = self.watch_tensors(value)
+                if has_changed is not None:
+                    return has_changed
+            if isinstance(value, CONTAINERS):
+                return _watched_container(value)
+            if _is_table(value):
+                return _watched_table(value)
+            return self._watched_array(value)
+        except Exception:  # for example, a sparse tensor has no memory to ask about
+            return None
+
+    def watch_tensors(self, value: Any) -> HasChanged | None:
+        """Return the check of a tensor, or of a container of tensors; None if the value is neither."""
+        is_container = isinstance(value, _ITERATED)
+        tensors = list(_parts(value)) if is_container else [value]
+        if self._torch is None or not 0 < len(tensors) <= _MAX_TENSORS:
+            return None
+        if not all(isinstance(each, self._torch.Tensor) and not each.is_shared() for each in tensors):
+            return None
+        before = [self._state_of(each) for each in tensors]
+
+        def has_changed(value: Any) -> bool:
+            present = list(_parts(value)) if is_container else [value]
+            return len(present) > len(before) or any(map(_Tensor.has_changed, before, present))
+
+        return has_changed
+
+    def watch_module(self, module: Any, collected: set[int]) -> Callable[[], bool] | None:
+        """Return a function that checks whether the tensors of a module have changed; None if there are too many.
+
+        Args:
+            module: the module.
+            collected: identities of tensors that the kernel gets.
+        """
+
+        def tensors() -> dict[str, Any]:
+            named = (*module.named_parameters(), *module.named_buffers())
+            return {name: tensor for name, tensor in named if id(tensor) not in collected}
+
+        with suppress(Exception):  # for example, a module whose parameters are not initialised yet
+            return self._watched_module(tensors)
+        return None
+
+    def _watched_module(self, tensors: Callable[[], dict[str, Any]]) -> Callable[[], bool] | None:
+        present = tensors()
+        if not 0 < len(present) <= _MAX_TENSORS or any(each.is_shared() for each in present.values()):
+            return None
+        names = list(present)
+        # An average or a layer with statistics changes as a whole, and its last layers even if others are frozen.
+        summed = {*names[:_NUM_SUMMED], *names[-_NUM_SUMMED:]}
+        before = {name: self._state_of(tensor, name in summed) for name, tensor in present.items()}
+        return lambda: any(
+            name in before and before[name].has_changed(each) for name, each in tensors().items()
+        )
+
+    def _state_of(self, tensor: Any, may_sum: bool = True) -> _Tensor:
+        is_summed = (
+            may_sum
+            and tensor.device.type == "cpu"
+            and tensor.numel() <= min(_MAX_SUMMED_TENSOR, self._to_sum)
+            and tensor.dtype.is_floating_point
+        )
+        self._to_sum -= tensor.numel() if is_summed else 0
+        return _Tensor(tensor, is_summed=is_summed)
+
+    def _is_trainable(self, value: Any) -> bool:
+        """Return whether a value is a parameter, or a container that begins with one."""
+        first = next(iter(_parts(value)), value)
+        return self._torch is not None and isinstance(first, self._torch.nn.Parameter)
+
+    def _watched_array(self, value: Any) -> HasChanged | None:
+        array = self._array(value)
+        if array is None or not _is_unfilled(array):
+            return None
+        first = _first(array)
+        return lambda value: not _is_uniform(self._array(value), first)
+
+    def _array(self, value: Any) -> Any:
+        """Return an array, or the array that shares the memory of a tensor; None for other values."""
+        if module_of(type(value)) == "torch" and type(value).__name__ == "Tensor":
+            if value.requires_grad or value.is_shared() or value.device.type != "cpu":
+                return None
+            value = value.numpy()
+        else:
+            is_array = module_of(type(value)) == "numpy" and type(value).__name__ == "ndarray"
+            if not is_array or (self._is_forked and not _owns_memory(value)):
+                return None
+        return value if 0 < value.size <= _MAX_ARRAY and value.dtype.kind in _NUMBERS else None
+
+
+def is_unset(value: Any) -> bool:
+    """Return whether a value is None, or a number with which a sum or a search for the best value begins."""
+    if type(value) not in (bool, int, float):
+        return value is None
+    return math.isnan(value) or value in (0, -1, math.inf, -math.inf)
+
+
+def is_kept(attribute: str, before: Any, now: Any) -> bool:
+    """Return whether a function has set an attribute to a result.
+
+    A function may set other attributes for its own use, such as an integer to the rank, or options to other options.
+
+    Args:
+        attribute: name of the attribute.
+        before: its value before the call.
+        now: its value after the call, another object.
+    """
+    if isinstance(now, float):
+        is_expected = is_unset(before) or _BEST.search(attribute)
+        return bool(is_expected) and now != before and not _CLOCK.search(attribute)
+    if not _is_collection(now) or not (before is None or _is_collection(before)):
+        return False
+    num_before = 0 if before is None else _length(before)
+    return _length(now) > num_before or _is_of_tensors(now)
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) or _is_table(value) or _is_numeric(value)
+
+
+def _is_numeric(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kinds = (*([torch.Tensor] if torch else []), *([numpy.ndarray] if numpy else []))
+    return isinstance(value, kinds)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(next(iter(_parts(value)), value), torch.Tensor)
+
+
+def _length(value: Any) -> int:
+    """Return the number of elements, or of the rows of an array; a single number counts as one."""
+    return 1 if getattr(value, "ndim", None) == 0 else len(value)
+
+
+# --- containers, arrays and tables -----------------------------------------------------------------------------------
+
+
+def _watched_container(value: Any) -> HasChanged:
+    was_empty, size = _is_empty(value), _num_kept(value)
+    return lambda value: _num_kept(value) > size or (was_empty and not _is_empty(value))
+
+
+def _num_kept(value: Any) -> int:
+    """Return the number of elements. A dictionary may hold options, so only its containers count."""
+    if isinstance(value, dict) and len(value) <= _MAX_PARTS:
+        return sum(len(part) for part in value.values() if isinstance(part, CONTAINERS))
+    return len(value)
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(is_unset(part) or (isinstance(part, CONTAINERS) and not part) for part in value.values())
+    # This includes a list of zeros, one for each epoch.
+    if type(value) is list and len(value) <= _MAX_PARTS:
+        return all(map(is_unset, value))
+    return not value
+
+
+def _first(array: Any) -> Any:
+    return array.reshape(-1)[0].item()
+
+
+def _is_unfilled(array: Any) -> bool:
+    """Return whether all elements of an array are the same number that :func:`is_unset`."""
+    return is_unset(_first(array)) and _is_uniform(array)
+
+
+def _is_uniform(array: Any, first: Any = None) -> bool:
+    """Return whether all elements of an array are equal, and equal to ``first`` if it is given. NaN equals NaN."""
+    flat = array.reshape(-1)
+    first = flat[0].item() if first is None else first
+    # Most arrays hold data, which a few elements show.
+    return all(
+        bool((part == first).all() if first == first else (part != part).all())
+        for part in (flat[:: max(1, flat.size // _NUM_SAMPLES)], flat)
+    )
+
+
+def _owns_memory(array: Any) -> bool:
+    """Return whether an array, or the array of which it is a view, is not a part of a file or of shared memory."""
+    while type(array.base) is type(array):
+        array = array.base
+    return bool(array.flags.owndata)
+
+
+def _is_table(value: Any) -> bool:
+    return type(value).__name__ in ("DataFrame", "Series") and module_of(type(value)).startswith("pandas")
+
+
+def _watched_table(table: Any) -> HasChanged:
+    shape = table.shape
+    columns = list(_number_columns(table))
+    before = {name: _first(column) for name, column in columns if _is_unfilled(column)}
+
+    def has_changed(table: Any) -> bool:
+        return any(now > was for was, now in zip(shape, table.shape, strict=True)) or any(
+            name in before and not _is_uniform(column, before[name])
+            for name, column in _number_columns(table)
+        )
+
+    return has_changed
+
+
+def _number_columns(table: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the names and the arrays of the columns of numbers."""
+    columns = [(None, table)] if table.ndim == 1 else table.items()
+    for (name, column), _ in zip(columns, range(_MAX_COLUMNS), strict=False):
+        if 0 < column.size <= _MAX_ARRAY and getattr(column.dtype, "kind", "O") in _NUMBERS:
+            yield name, column.to_numpy()
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class _Tensor:
+    """The state of a tensor at the start of the function: torch's count of changes, and the sum of the elements.
+
+    The sum is needed because changes through ``tensor.data`` bypass the count.
+
+    Args:
+        tensor: the tensor, which this object doesn't keep alive.
+        is_summed: whether to compute the sum.
+    """
+
+    def __init__(self, tensor: Any, *, is_summed: bool) -> None:
+        self._tensor, self._is_summed = weakref.ref(tensor), is_summed
+        self._form = tensor.shape, tensor.device, tensor.dtype
+        self._version = self._version_of(tensor)
+
+    def has_changed(self, present: Any) -> bool:
+        """Return whether a tensor is the changed tensor, or a new tensor in its place, as in an average of weights.
+
+        A tensor that was moved to a device, or converted, has not changed.
+        """
+        form = tuple(getattr(present, name, None) for name in ("shape", "device", "dtype"))
+        if form != self._form:
+            return False
+        return present is not self._tensor() or self._version_of(present) != self._version
+
+    def _version_of(self, tensor: Any) -> tuple[int, float]:
+        total = float(tensor.detach().double().abs().sum()) if self._is_summed else 0.0
+        return tensor._version, 0.0 if math.isnan(total) else total  # NaN differs from itself
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield the elements of a list, tuple or dictionary."""
+    if type(value) in (list, tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from dict.values(value)
