@@ -316,8 +316,8 @@ class _Finder:
         for each in reversed(kind.__mro__):
             if module_of(each) == "__main__":
                 attributes |= _attributes_of_class(each, value)
-        own = None if value is kind else getattr(value, "__dict__", None)
-        return attributes | own if isinstance(own, dict) else attributes
+        held = None if value is kind else getattr(value, "__dict__", None)
+        return attributes | held if isinstance(held, dict) else attributes
 
     def _tensors(self, name: str, value: Any) -> Iterator[_Variable]:
         with suppress(Exception):  # for example, a sparse tensor has no memory to ask about
