@@ -1,8 +1,8 @@
 """Imports the names in :mod:`nblaunch.compat.names` when they are first used; an import hook finds the modules.
 
-``nblaunch.utils.operations`` is a module without a file. Its attributes are imported at first use, from the modules
-that define them. Every module has the names that Accelerate serves if it is installed. An unsupported module or
-attribute raises an error that says what to use instead.
+``nblaunch.utils.operations`` is a module without a file. Its attributes are imported on first use, from the
+modules that define them. If Accelerate is installed, every module also has the names that nblaunch takes from
+it. An unsupported module or attribute raises an error that says what to use instead.
 
 On systems that can't run jobs, ``import nblaunch`` works, but importing any of its names raises a ``LaunchError``.
 So does importing a module after another version of nblaunch was installed (``nblaunch/installation.py``).
@@ -40,7 +40,7 @@ def submodules_of(package: str) -> list[str]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the object ``name`` of ``nblaunch`` or of a module of the table, imported from the module that defines it.
+    """Return the object ``name`` of ``nblaunch`` or of a module in the table, from the module that defines it.
 
     Raises:
         AttributeError: the module lacks the name; the message names a replacement if there is one.
@@ -89,8 +89,8 @@ class _Finder:
                 raise LaunchError(system_problem())  # instead of an error about a missing Python module
             installation.check_import()
         if fullname in HOMES:
-            # The modules are packages, so that Python asks the finders for missing submodules, and this finder can
-            # raise the explanation.
+            # The modules are packages, so that Python asks the finders for missing submodules, and this
+            # finder can raise an error that says what to use instead.
             return ModuleSpec(fullname, _Loader(), is_package=True)
         reason = explanation(fullname.rpartition(".")[2]) if fullname.startswith("nblaunch.") else ""
         if reason:

@@ -1,8 +1,9 @@
 """The tables of public names: nblaunch's own, and the names in Hugging Face Accelerate's modules.
 
-A script for Accelerate runs after ``accelerate`` is replaced with ``nblaunch`` in its imports. The modules of these
-tables have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors read the stubs
-(``nblaunch/__init__.pyi``, ``nblaunch/utils.pyi`` and others), which ``make stubs`` writes from these tables.
+A script written for Accelerate runs after you replace ``accelerate`` with ``nblaunch`` in its imports. The
+modules of these tables have no files: :mod:`nblaunch.compat.finder` creates them. Type checkers and editors
+read the stubs (``nblaunch/__init__.pyi``, ``nblaunch/utils.pyi`` and others), which ``make stubs`` writes
+from these tables.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ROOT: Mapping[str, str] = {
     "training.utilities.memory": "find_executable_batch_size init_empty_weights init_on_device",
     "training.joining": "one_at_a_time",
 }
-"""Home -> the public names of ``nblaunch`` itself that it defines."""
+"""Module -> the public names of ``nblaunch`` itself that the module defines."""
 
 _MODULES: Mapping[str, Mapping[str, str]] = {
     "accelerator": {
@@ -172,7 +173,7 @@ _SAME_AS_UTILS = (
     "utils.fsdp_utils", "utils.imports", "utils.launch", "utils.memory", "utils.modeling", "utils.operations",
     "utils.other", "utils.random", "utils.torch_xla", "utils.tqdm", "utils.versions",
 )  # fmt: skip
-"""Modules in which Accelerate defines the names of its ``utils``. Here, each has all of these names."""
+"""Modules in which Accelerate defines the names of its ``utils``. In nblaunch, each has all of these names."""
 
 _DELEGATED: Mapping[str, str] = {
     "big_modeling": (

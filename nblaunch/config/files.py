@@ -49,7 +49,7 @@ _NOT_SET = (("num_processes", "-1"), ("deepspeed_config_file", "none"))
 """Values that ``accelerate config`` writes for settings that the user did not choose."""
 
 _MAX_UNKNOWN = 5
-"""Largest number of unknown keys in a message."""
+"""Maximum number of unknown keys that a message lists."""
 
 _EXTRA_KEYS = ("gradient_accumulation_steps",)
 """Settings of other groups that ``accelerate config`` writes into ``deepspeed_config``."""
@@ -109,7 +109,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid YAML: {_describe_yaml_error(error)}") from None
+        raise ConfigError(f"{path}: invalid YAML: {_describe_yaml_error(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

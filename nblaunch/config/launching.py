@@ -128,7 +128,7 @@ def accelerator_settings(resolved: Resolved) -> dict[str, Any]:
 
 
 def _arguments(resolved: Resolved, group: str) -> dict[str, Any]:
-    """Return arguments of a plugin, made from the settings of its group that are set."""
+    """Return a plugin's arguments, built from the settings in its group that the user has set."""
     prefix = group.removesuffix("config")
     return {
         _OTHER_NAMES.get(name, name.removeprefix(prefix)): value

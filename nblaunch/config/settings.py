@@ -189,13 +189,13 @@ _TABLE: dict[str, tuple[tuple[str, Converter, Any, str], ...]] = {
             "text",
             "text = progress lines and a final table on stderr",
         ),
-        ("stop_grace_s", Number(0.0), 20.0, "seconds between SIGTERM and an interrupt, to save a checkpoint"),
+        ("stop_grace_s", Number(0.0), 20.0, "seconds from SIGTERM to the interrupt, to save a checkpoint"),
     ),
 }
 
 
 def _settings() -> Iterator[Setting]:
-    """Yield all settings in the order of help and files: by group, the fields of ``LaunchSpec`` first."""
+    """Yield all settings in the order used in the help and in files: by group, fields of ``LaunchSpec`` first."""
     of_launches = options()
     of_launches["backend"] = replace(of_launches["backend"], converter=Choice(tuple(backends.names())))
     for group in GROUPS:
@@ -207,7 +207,7 @@ FIELDS = {setting.name: field for field, setting in options().items()}
 """Setting -> field of ``LaunchSpec``."""
 
 SETTINGS = {setting.name: setting for setting in _settings()}
-"""Name -> setting, in the order of help and files."""
+"""Name -> setting, in the order used in the help and in files."""
 
 SECTIONS = tuple(group for group in GROUPS if group.endswith("_config"))
 """Groups that are mappings in files."""
@@ -317,7 +317,7 @@ class Resolved:
         return self.sources[name] != DEFAULT
 
     def group(self, group: str) -> dict[str, Any]:
-        """Return the settings of a group that are set."""
+        """Return the settings in a group that the user has set."""
         return {
             name: self.values[name]
             for name in self.values
