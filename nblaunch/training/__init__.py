@@ -25,7 +25,7 @@ The :class:`Accelerator` and its parts:
     strategies/      trains a model on several ranks: replicated or sharded
     gradients.py     backward, micro-steps, unscaling and clipping
     uneven_inputs.py ranks with unequal numbers of batches
-    collectives/     gathers and reduces values over ranks; random states
+    collectives/     gathers and reduces values across ranks; random states
     checkpoints/     saves and loads states and models
     trusted_types.py the classes that checkpoint files may name
     tracking/        metrics and trackers

@@ -318,7 +318,7 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over ``cp_size`` ranks, if it is set, in the block, which runs one training step.
+        """Shard sequences over ``cp_size`` ranks, if set, in the block, which runs one training step.
 
         Args:
             buffers: tensors with a sequence dimension: inputs, labels, positions. They are sharded in place.
@@ -463,7 +463,7 @@ class Accelerator(AcceleratorProperties):
     # --- values of all ranks -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
-        """Concatenate tensors over ranks on dim 0, in rank order, on every rank.
+        """Concatenate tensors across ranks along dim 0, in rank order, on every rank.
 
         Args:
             tensor: tensor or nested list, tuple or mapping of tensors, of equal shape on all ranks. A tensor without
@@ -479,9 +479,9 @@ class Accelerator(AcceleratorProperties):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of all ranks for a batch, with each sample of the dataset exactly once.
 
-        Samples that were added to fill up the last batch are dropped: rows of tensors and items of sequences. Values
-        with one row per rank are kept. If sizes don't show which rows were added, it raises ValueError. All ranks must
-        call it for each batch.
+        Samples that were added to pad the last batch are dropped: rows of tensors and items of sequences.
+        Values with one row per rank are kept. If sizes don't show which rows were added, it raises
+        ValueError. All ranks must call it for each batch.
 
         Args:
             input_data: tensor, or nested structure of tensors and sequences of other objects, which are pickled.
@@ -510,7 +510,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             tensor: tensor or nested structure of tensors, of equal shape on all ranks.
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``.
-            scale: factor of the result.
+            scale: factor by which the result is multiplied.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -584,8 +584,9 @@ class Accelerator(AcceleratorProperties):
         """Save everything that training needs to continue exactly. Call it on all ranks.
 
         It saves weights, optimizers, schedulers, the gradient scaler, positions of loaders, registered objects and the
-        random generators of every rank. The previous checkpoint in the folder is replaced only when the new one is
-        complete and on disk, so it survives a failure or the end of the process at any time. Other files are kept.
+        random generators of every rank. The new checkpoint replaces the previous one in the folder only when
+        it is complete and on disk. If saving fails or the process ends before that, the previous checkpoint
+        is intact. Other files are kept.
 
         Resumed training gives the same numbers as uninterrupted training. With three or more ranks, they are equal up
         to rounding, because DistributedDataParallel adds its first gradients in a different order.
@@ -605,7 +606,7 @@ class Accelerator(AcceleratorProperties):
                 strategy that does not support this writes its shards before the call returns. A worker exits only after
                 the thread has finished.
             main_process_only: only the main process saves, without waiting and without the random states of other
-                ranks. Other ranks return at once, and need not call it.
+                ranks. Other ranks return immediately, and need not call it.
 
         Returns:
             The folder.
@@ -618,7 +619,7 @@ class Accelerator(AcceleratorProperties):
         return self._saver.save(output_dir, safe_serialization, asynchronous, main_process_only)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Returns at once if none is in progress.
+        """Wait until the last ``save_state(asynchronous=True)`` is on disk. Return immediately if none is in progress.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -687,9 +688,9 @@ class Accelerator(AcceleratorProperties):
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` loads weights.
 
         Args:
-            hook: gets the models, as for saving, and the folder. ``load_state`` does not load models that the hook
-                removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards, these are loaded
-                first, and ``models`` is empty.
+            hook: receives the models, as in saving, and the folder. ``load_state`` does not load models that
+                the hook removes from ``models``. If an ``fsdp_plugin`` or ``deepspeed_plugin`` saved shards,
+                these are loaded first, and ``models`` is empty.
 
         Returns:
             A handle; its ``remove()`` removes the hook.

@@ -105,7 +105,7 @@ class LoaderStack:
         )
 
     def in_turns(self) -> list[Any]:
-        """Return the other loaders that are read alternately with the active one, as ``zip`` does."""
+        """Return the other loaders that are read alternately with the active one, as in ``zip(a, b)``."""
         return [loader for loader in self.entered() if self._is_in_turns(loader)]
 
     def _is_in_turns(self, loader: Any) -> bool:
@@ -339,7 +339,7 @@ class AccumulationState:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Make all ranks reduce gradients in the same micro-steps of the block, although their loaders end separately.
+        """Make all ranks reduce gradients in the same micro-steps of the block, even if some loaders end early.
 
         If ranks have unequal numbers of batches, the end of a loader does not close a window in the block.
         """
@@ -369,7 +369,7 @@ class AccumulationState:
 
     @property
     def loaders_in_turns(self) -> list[Any]:
-        """The other loaders that are read alternately with the active one, as ``zip`` does."""
+        """The other loaders that are read alternately with the active one, as in ``zip(a, b)``."""
         return self._stack.in_turns()
 
     @property

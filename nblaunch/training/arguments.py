@@ -1,12 +1,13 @@
 """Sort, check and complete the constructor arguments of the ``Accelerator``.
 
 Settings that the Accelerators of a process share (precision, strategy, parallelism) default to the earlier
-Accelerator's. All others default to the launcher's, the environment's, or the documented default. Functions return the
-resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes the ParallelismConfig and
-makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. The dataclasses for arguments are in
-``options.py``. The launcher's defaults are ``LaunchSpec.accelerator_defaults``, which a process has in its context.
-``spec.py`` builds them from the launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets
-only the precision; a configuration file or the command line can set both.
+Accelerator's. All others default to the launcher's value, the environment's value, or the documented default.
+Functions return the resolved arguments and change nothing, with two exceptions: ``parallel_plugin`` completes
+the ParallelismConfig and makes its mesh, and ``resolve_precision`` may switch an XLA device to bf16. The
+dataclasses for arguments are in ``options.py``. The launcher's defaults are
+``LaunchSpec.accelerator_defaults``, which a process has in its context. ``spec.py`` builds them from the
+launch's ``mixed_precision`` and ``accelerator_arguments``. ``notebook_launcher`` sets only the precision; a
+configuration file or the command line can set both.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def resolve_accumulation(
 
 
 def resolve_rng_types(asked: Sequence[str] | None) -> list[str]:
-    """Return the generators that loaders synchronise over ranks; raise ValueError for an unknown one."""
+    """Return the generators that loaders synchronise across ranks; raise ValueError if one is unknown."""
     kinds = ["generator"] if asked is None else [str(kind) for kind in asked]
     for kind in kinds:
         check_choice("rng_types item", kind, RNG_TYPES)
@@ -141,7 +142,7 @@ def resolve_data_config(
 def resolve_dynamo(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, handlers: dict[type, Any]
 ) -> TorchDynamoPlugin:
-    """Return the compiler's settings, from one of two arguments, the launcher or the environment."""
+    """Return the compiler's settings from one of two arguments, or else the launcher's or environment's."""
     if backend is not None and plugin is not None:
         raise ValueError(
             f"dynamo_backend={backend!r} and dynamo_plugin were both given; set the backend in the plugin"
@@ -265,7 +266,7 @@ def plugin_if_none_given(
 def resolve_precision(
     asked: str | None, existing: precision.Precision | None, backend: Backend, handlers: Mapping[type, Any]
 ) -> precision.Precision:
-    """Return a new precision in the requested format, else the earlier Accelerator's, else the launch's.
+    """Return a new precision in the requested format, or else the earlier Accelerator's or the launch's.
 
     Raises:
         ValueError: see :func:`precision.make`.

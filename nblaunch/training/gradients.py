@@ -55,7 +55,7 @@ def backward(preparer: Preparer, loss: torch.Tensor, options: dict[str, Any]) ->
 
 
 def lomo_backward(preparer: Preparer, loss: torch.Tensor, learning_rate: float) -> None:
-    """Compute gradients and step at once; see ``Accelerator.lomo_backward``."""
+    """Compute gradients and step in one call; see ``Accelerator.lomo_backward``."""
     if learning_rate is None:
         raise ValueError(
             "lomo_backward needs a learning rate: LOMO optimizers step while they compute gradients"
@@ -175,9 +175,9 @@ def _bring_to_true_size(
 ) -> list[torch.Tensor]:
     """Average and unscale gradients of ``parameters``; return the parameters as a list.
 
-    Gradients are averaged over ranks unless backward has done so. Optimizers without any of the parameters are not
-    touched, because they may have no gradients yet. If no prepared optimizer has any of the parameters, the gradients
-    of all optimizers are unscaled.
+    Gradients are averaged over ranks unless backward has done so. Optimizers that hold none of the parameters
+    are not touched, because they may have no gradients yet. If no prepared optimizer has any of the
+    parameters, the gradients of all optimizers are unscaled.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     wanted = {id(parameter) for parameter in listed}

@@ -179,7 +179,7 @@ class waiting:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until every rank has called this; return at once without a process group."""
+    """Wait until every rank has called this; return immediately without a process group."""
     if not is_distributed():
         return
     with waiting():

@@ -46,7 +46,7 @@ from nblaunch.weights.state_dicts import is_quantised_weight, without_wrappers_i
 
 def is_compiled_module(module: Any) -> bool:
     """Return whether ``module`` is the wrapper that ``torch.compile`` puts around a module."""
-    # The lookup avoids an import that takes a second: nothing is compiled before the compiler is imported.
+    # The lookup avoids an import that takes a second. Before that import, nothing is compiled.
     wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return wrapper is not None and isinstance(module, wrapper)
 
@@ -227,7 +227,7 @@ def stays_in_place(model: torch.nn.Module, process: JoinedProcess) -> bool:
     """Return whether ``prepare`` must not move ``model`` to this rank's device.
 
     Raises:
-        ValueError: the model can't be trained on its present devices.
+        ValueError: the model can't be trained on the devices that it is on.
     """
     if is_dispatched(model) and process.topology.world_size > 1:
         raise ValueError(

@@ -111,8 +111,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear gradients; do nothing in the middle of an accumulation window.
 
         Args:
-            set_to_none: drop gradients instead of filling them with zeros. None: True, if the optimizer has the
-                argument.
+            set_to_none: drop gradients instead of filling them with zeros. None: like True, if the optimizer
+                has the argument.
         """
         accumulation = self._accumulation
         window = accumulation.current if len(accumulation.windows) == 1 else accumulation.window_for(self)

@@ -136,12 +136,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
         if self.comm_state_option and str(self.comm_hook) != DDPCommunicationHookType.POWER_SGD.value:
             raise ValueError(
-                f"comm_state_option={self.comm_state_option!r} is for POWER_SGD, and comm_hook is "
+                f"comm_state_option={self.comm_state_option!r} is only for POWER_SGD, but comm_hook is "
                 f"{str(self.comm_hook)!r}"
             )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of DDP's constructor that differ from torch's defaults, without the hook's."""
+        """Return the DDP constructor's arguments that differ from torch's defaults, except the hook's."""
         left_out = ("check_reduction", "comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_kwargs().items() if name not in left_out}
 
@@ -338,9 +338,10 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_with_dataloader: step at the last batch of a loader, even if the window is not full.
         sync_each_batch: average gradients over ranks in every micro-step. Sharded models then need less memory, but
             more communication.
-        divide_by_actual: how to divide the gradients of a window that the end of a loader has closed early. True: by
-            the actual number of micro-steps, which gives the mean over them; this happens in ``optimizer.step`` or
-            before clipping. False: by ``num_steps``, as in all other windows. None: like False, but warn once.
+        divide_by_actual: how to divide the gradients of a window that the end of a loader has closed early.
+            True: divide by the actual number of micro-steps, which gives their mean; the division happens in
+            ``optimizer.step`` or before clipping. False: divide by ``num_steps``, as in all other windows.
+            None: like False, but warn once.
 
     Raises:
         ValueError: ``num_steps`` is less than 1.
@@ -371,9 +372,10 @@ class DataLoaderConfiguration(KwargsHandler):
         dispatch_batches: True: rank 0 reads for all ranks and sends each its part. Use it for data that only one
             process can read, or whose order differs between processes. False: each rank reads its own share. None:
             True for iterable datasets whose batches go to the device, False otherwise.
-        even_batches: fill up the end of the epoch with samples from its start, so that all ranks get the same number of
-            batches of equal size; ``gather_for_metrics`` drops the added samples. No samples are added if a stream
-            divides itself into one part per rank, as streams of ``datasets`` do with ``dispatch_batches=False``.
+        even_batches: pad the end of the epoch with samples from its start, so that all ranks get the same
+            number of batches of equal size; ``gather_for_metrics`` drops the added samples. No samples are
+            added if a stream divides itself into one part per rank, as streams of ``datasets`` do with
+            ``dispatch_batches=False``.
         use_seedable_sampler: make the order depend only on seed and epoch, not on the global random state.
         data_seed: the seed of ``use_seedable_sampler``; None: rank 0's ``torch.initial_seed()``, which ``set_seed``
             sets.
@@ -409,8 +411,8 @@ class DataLoaderConfiguration(KwargsHandler):
             raise ValueError(f"data_seed={self.data_seed} is negative")
         if self.use_stateful_dataloader and not is_installed("torchdata"):
             raise ImportError(
-                "DataLoaderConfiguration(use_stateful_dataloader=True) reads with torchdata, which is not installed: "
-                "pip install torchdata"
+                "DataLoaderConfiguration(use_stateful_dataloader=True) requires torchdata, which is not "
+                "installed: pip install torchdata"
             )
 
 
@@ -479,7 +481,7 @@ class ProjectConfiguration:
 def project_of(
     project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Return the project from an Accelerator's two arguments. If they differ, the configuration takes precedence."""
+    """Return the project configuration from two arguments. If they differ, ``config`` takes precedence."""
     config = config or ProjectConfiguration()
     if project_dir is None:
         return config

@@ -81,8 +81,8 @@ class TorchTensorParallelPlugin:
 class ParallelismConfig:
     """Divides the ranks of a job: ``Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))``.
 
-    The product of sizes must be the number of processes. Sizes that are not set come from the variables
-    ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
+    The product of the sizes must equal the number of processes. Sizes that are not set come from the
+    variables ``PARALLELISM_CONFIG_DP_REPLICATE_SIZE`` and so on, or are 1.
 
     Args:
         dp_replicate_size: number of replicas of the model; each reads its own data.
@@ -158,8 +158,8 @@ class ParallelismConfig:
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
                 "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
-                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1 as well, or "
-                "instead"
+                f"(dp_replicate_size={self.dp_replicate_size} and dp_shard_size=1). Set dp_shard_size > 1, "
+                "with or without dp_replicate_size"
             )
 
     def fit(self, num_processes: int, is_sharded: bool) -> None:
@@ -237,7 +237,7 @@ class ParallelismConfig:
 
     @property
     def is_for_fsdp(self) -> bool:
-        """Whether FSDP2 shards replicas: over the ranks of ``dp_shard_size`` and ``cp_size``."""
+        """Whether FSDP2 shards each replica, over the ranks of ``dp_shard_size`` and ``cp_size``."""
         return self.dp_shard_enabled or self.cp_enabled
 
     @property

@@ -24,9 +24,9 @@ from nblaunch.context import ProcessContext
 from nblaunch.training.collectives import operations
 
 _HAS_PREPARED = (
-    "this Accelerator has prepared objects in the notebook, for a single process, so the ranks would train separately. "
-    "Call prepare only inside the function (free_memory() in the notebook drops the prepared objects), or create "
-    "the Accelerator there"
+    "this Accelerator has prepared objects in the notebook for a single process, so the ranks would train "
+    "separately. Call prepare only inside the function (call free_memory() in the notebook to drop the prepared "
+    "objects), or create the Accelerator inside the function"
 )
 
 
@@ -61,7 +61,7 @@ class PerProcessParts(ABC):
     _arguments: Mapping[str, Any]
     _carried: dict[str, Any]
     _launched: tuple[Callable[[], ProcessContext | None], dict[str, Any]] = (lambda: None), {}
-    """A weak reference to the launch that uses an object from elsewhere, and the object's parts in that launch."""
+    """A weak reference to the launch that uses an object created elsewhere, and the object's parts in that launch."""
 
     def _keep_arguments(self, variables: Mapping[str, Any]) -> None:
         """Store the arguments of the constructor, which calls this first. This process becomes the object's home.
@@ -144,7 +144,7 @@ class PerProcessParts(ABC):
         arguments = {**self._arguments, **_arguments_now(parts)}
         if parts["_preparer"].has_prepared:
             return _unpickled, (type(self), arguments), ({}, parts)
-        # Pass registrations only into workers: a worker's own registrations may not be picklable.
+        # Pass registrations into workers, but not back: a worker's own registrations may not be picklable.
         carried = _registered_in(parts) if parts is self._own_parts else {}
         return _unpickled, (type(self), arguments), (carried, {})
 
@@ -155,7 +155,7 @@ class PerProcessParts(ABC):
 
 
 def _arguments_now(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return constructor arguments with the present values of settings, which the user may have changed."""
+    """Return constructor arguments with the current values of settings, which the user may have changed."""
     preparer = parts["_preparer"]
     return {
         "device_placement": preparer.device_placement,
@@ -175,13 +175,13 @@ def _registered_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register(parts: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
-    """Repeat the registrations of another process with the parts of this process."""
+    """Repeat another process's registrations on the parts of this process."""
     for name, registered in carried.items():
         parts[name].take_over(registered)
 
 
 def _unpickled(cls: type[PerProcessParts], arguments: Mapping[str, Any]) -> PerProcessParts:
-    """Return the object without parts, because the process that unpickles a call may not be the one that runs it.
+    """Return the object without building its parts, because this process may not be the one that uses it.
 
     Its ``__setstate__`` adds registrations, and parts that can't be rebuilt.
 

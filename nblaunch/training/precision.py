@@ -1,4 +1,4 @@
-"""The number format of the forward pass, and its consequences for backward, clipping and step.
+"""The number format of the forward pass, and how it affects the backward pass, clipping and the step.
 
 :class:`Precision` is full precision: its methods add nothing to plain PyTorch. Subclasses override only what their
 format needs. The backend decides which formats a device supports. These functions choose the format:
@@ -253,8 +253,8 @@ class Fp16Precision(Precision):
     def _watching_step(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Record in ``_was_skipped`` whether the scaler skips ``optimizer.step`` in the block.
 
-        The scaler waits for the device, and calls an optimizer only if all gradients are finite. It always calls a
-        fused optimizer, with a tensor ``found_inf`` that makes the optimizer skip the step on the device.
+        The scaler waits for the device, and calls an optimizer only if all gradients are finite. It always
+        calls a fused optimizer, which skips the step on the device if the tensor ``found_inf`` is nonzero.
 
         A step hook would not work: it needs ``Optimizer.__init__``, which an optimizer that wraps another one may not
         have called.
@@ -314,7 +314,7 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The model's own ``forward``, for :mod:`inspect`: transformers' generate passes arguments by its signature."""
+        """The model's own ``forward``, for :mod:`inspect`: transformers' ``generate`` reads its signature."""
         return self.original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +334,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Undo :meth:`Precision.prepare_forward`; does nothing if it was not applied."""
+    """Undo :meth:`Precision.prepare_forward`; do nothing if it was not applied."""
     wrapped = model.__dict__.get("forward")
     if not isinstance(wrapped, AutocastForward):
         return

@@ -1,6 +1,6 @@
 """The implementation of ``prepare``: first loaders and models, then optimizers, then schedulers.
 
-:class:`Preparer` also keeps the prepared objects. Other modules decide about precision, data and distribution.
+:class:`Preparer` also keeps the prepared objects. Other modules handle precision, data and distribution.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SCHEDULERS = (LRScheduler, SchedulerPlaceholder)
 
 @dataclass(eq=False, repr=False)
 class Preparer:
-    """Prepares objects with an Accelerator's settings, which can be assigned, and keeps the prepared objects."""
+    """Prepares objects with an Accelerator's settings, which users can change, and keeps the results."""
 
     shared: SharedState
     precision: Precision
@@ -174,7 +174,7 @@ class Preparer:
         )
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return a prepared scheduler, which steps with its optimizer; if that is not prepared, with all optimizers."""
+        """Return a prepared scheduler. It steps with its optimizer, or with all if its own is unprepared."""
         if not isinstance(scheduler, AcceleratedScheduler):
             scheduler = self.strategy.scheduler(scheduler) or self._wrap_scheduler(scheduler)
             scheduler.gradient_state = GradientState._of(self.accumulation)

@@ -1,4 +1,4 @@
-"""Methods of the user's process: its ranks, barriers, and work that only some ranks do.
+"""Methods that concern one process: its rank, barriers, and work that only some ranks do.
 
 :class:`ProcessMethods` implements the methods that ``Accelerator``, ``PartialState`` and ``AcceleratorState`` have in
 common. It needs only a :class:`JoinedProcess`, and is independent of models, loaders and precision.
@@ -81,7 +81,7 @@ class ProcessMethods(ABC):
 
     @property
     def debug(self) -> bool:
-        """Whether collectives compare shapes over ranks, set by the launch or ``ACCELERATE_DEBUG_MODE``; settable."""
+        """Whether collectives compare shapes across ranks, set by the launch or ``ACCELERATE_DEBUG_MODE``; settable."""
         return compares_shapes()
 
     @debug.setter

@@ -43,7 +43,7 @@ H = TypeVar("H", bound=KwargsHandler)
 
 
 class _Handler(Generic[H]):
-    """An attribute with the Accelerator's handler of one type. Strategy and precision look it up at every use."""
+    """An attribute that holds the Accelerator's handler of one type. Strategy and precision look it up at every use."""
 
     def __init__(self, kind: type[H]) -> None:
         self._kind = kind
@@ -160,7 +160,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def rng_types(self) -> Sequence[str]:
-        """Generators that loaders synchronise over ranks at the start of every epoch; settable."""
+        """Generators that loaders synchronise across ranks at the start of every epoch; settable."""
         return self._preparer.rng_types
 
     @rng_types.setter
@@ -197,7 +197,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def even_batches(self) -> bool:
-        """Whether loaders fill up the end of an epoch to give all ranks the same number of batches; settable."""
+        """Whether loaders pad the end of an epoch to give all ranks the same number of batches; settable."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -241,7 +241,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def step(self) -> int:
-        """Number of micro-steps since the end of a loader last closed a window; settable."""
+        """Number of micro-steps since a loader last ended and closed a window; settable."""
         return self._preparer.accumulation.step
 
     @step.setter
@@ -318,7 +318,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this process's replica; without a ``parallelism_config``, the rank."""
+        """Index of this process's replica; without a ``parallelism_config``, the rank."""
         return (
             self._process.topology.rank
             if self.parallelism_config is None
@@ -327,17 +327,17 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The number of this process's shard within its replica of the model."""
+        """Index of this process's shard within its replica of the model."""
         return self._coordinate("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The number of this process's part of every layer."""
+        """Index of this process's part of every layer."""
         return self._coordinate("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The number of this process's part of every sequence."""
+        """Index of this process's part of every sequence."""
         return self._coordinate("cp")
 
     def deepspeed_ulysses_dl_adapter(self, dl: DataLoader, model: torch.nn.Module) -> DataLoader:
@@ -397,7 +397,7 @@ class AcceleratorProperties(ProcessMethods, PerProcessParts):
         return any(optimizer.steps_in_backward for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both at once.
+        """Compute gradients and step with prepared optimizers of the ``lomo_optim`` library, which do both in one call.
 
         Args:
             loss: a tensor of one element.

@@ -88,7 +88,7 @@ class SharedState:
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among the ranks with different data. Ranks with the same data are consecutive."""
+        """This rank's index among the ranks with different data. Ranks with the same data are consecutive."""
         topology = self.process.topology
         return topology.rank * self.num_data_ranks // topology.world_size
 
@@ -145,7 +145,7 @@ class SharedState:
 
     @property
     def is_training(self) -> bool:
-        """Whether gradients are recorded, and a prepared model, if there is any, is in training mode.
+        """Whether gradients are recorded, and any prepared model is in training mode (or none is prepared).
 
         Only the mode of the user's module counts: ``eval()`` on DeepSpeed's engine, or on the result of
         ``unwrap_model``, does not change the mode of the wrapper.

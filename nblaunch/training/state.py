@@ -308,7 +308,7 @@ class GradientState(View):
     @property
     def _accumulation(self) -> AccumulationState:
         shared, window = self._live(), self._window
-        # A view from the notebook shows the worker's window.
+        # In a worker, a view that was created in the notebook shows the worker's window.
         return window if window is not None and window.is_of(shared.loaders) else shared.accumulation
 
     @property

@@ -19,7 +19,7 @@ import torch
 
 from nblaunch import user_code
 
-# Classes that the file of a registered object may name in addition to torch's own types.
+# Classes that a registered object's file may name, in addition to torch's own types.
 _PLAIN = [
     datetime.date,
     datetime.datetime,
@@ -38,7 +38,8 @@ _PLAIN = [
 def trusting(kinds: Sequence[Any]) -> Iterator[None]:
     """Allow ``torch.load`` with ``weights_only=True`` to create these classes in the block."""
     trusted = torch.serialization.get_safe_globals()
-    # Leave out classes that the user has registered, because torch forgets all classes that it gets here at the end.
+    # Leave out classes that the user has registered, because torch forgets all classes passed here when the
+    # block ends.
     with torch.serialization.safe_globals([kind for kind in kinds if kind not in trusted]):
         yield
 
@@ -58,7 +59,7 @@ def trusted_types(owner: Any = None) -> list[Any]:
     modules = {"__main__"}
     if user_code.has_user_class(owner):
         modules.add(type(owner).__module__)
-    # Copy the values at once, because other threads may define names in the meantime.
+    # Copy the values in one call, because other threads may define names in the meantime.
     values = [(name, value) for name in modules for value in list(vars(sys.modules[name]).values())]
     defined_here = [
         value for name, value in values if issubclass(type(value), type) and value.__module__ == name
@@ -84,7 +85,7 @@ _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 @cache  # torch stores these functions by name, but removes them by identity
 def _renamed(function: Any, module_name: str) -> Any:
-    """Return a copy of ``function`` that names ``module_name`` as its module, as files do."""
+    """Return a copy of ``function`` with the module name that files of another NumPy version contain."""
 
     def call(*args: Any) -> Any:
         return function(*args)

@@ -43,7 +43,7 @@ def join_uneven_inputs(
 
 @contextmanager
 def _even_batches(loaders: Sequence[Any], even_batches: bool) -> Iterator[None]:
-    """Override ``even_batches`` in the shards of ``loaders`` inside the block."""
+    """Override ``even_batches`` during the block, in the shards of ``loaders``."""
     shards = [loader.shard for loader in loaders if isinstance(loader.shard, BatchSamplerShard)]
     if len(shards) < len(loaders):
         warn(

@@ -31,7 +31,7 @@ Start = tuple[str, Any, Mapping[str, Mapping[str, Any]]]
 _MAX_TEXT = 200  # characters of a string that is sent to the launcher
 
 _LOGGED = (int, float, str, enum.Enum)
-"""The types of logged values that are sent to the launcher. Tensors with one element have become numbers before."""
+"""The types of logged values that are sent to the launcher. Tensors with one element are converted to numbers first."""
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     str(vars(kind)["name"]): kind for kind in (*BUILT_IN, *SERVICES)

@@ -190,7 +190,7 @@ class JsonlTracker(GeneralTracker):
 
 
 def json_settings(config: Any) -> Any:
-    """Return the settings of a run with JSON's types only; other objects become text."""
+    """Return the settings of a run, converted to JSON types; other objects become text."""
     return json.loads(json.dumps(_strict(settings_of(config)), default=str))
 
 

@@ -105,7 +105,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed in version ``min_version`` or newer."""
+    """Return whether NumPy ``min_version`` or newer is installed."""
     return compare_versions("numpy", ">=", min_version)
 
 
@@ -115,7 +115,7 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return whether ``torch.load`` can load only weights, which is true for every supported torch."""
+    """Return whether ``torch.load`` has ``weights_only``, which is true of every supported torch version."""
     return True
 
 
@@ -173,7 +173,7 @@ _NO = ("n", "no", "f", "false", "off", "0")
 
 
 def patch_environment(**variables: Any) -> AbstractContextManager[None]:
-    """Set variables during the block, with names in capitals, and restore the old values, even after an error."""
+    """Set variables, with upper-case names, during the block; restore the old values even after an error."""
     return env.patched({name.upper(): str(value) for name, value in variables.items()})
 
 
@@ -222,7 +222,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, because processes have been seen to hang with it."""
+    """Warn if the Linux kernel is older than 5.5, because processes have been seen to hang on such kernels."""
     release = platform.uname().release
     numbers = re.match(r"(\d+)\.(\d+)", release) if platform.system() == "Linux" else None
     if numbers and (int(numbers[1]), int(numbers[2])) < (5, 5):

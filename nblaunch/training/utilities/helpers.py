@@ -154,7 +154,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a process of this machine listens on a TCP port of ``localhost``; None: port 29500."""
+    """Return whether a process listens on a TCP port of ``localhost``; if ``port`` is None, on port 29500."""
     with socket.socket() as probe:
         return probe.connect_ex(("localhost", DEFAULT_PORTS["static"] if port is None else port)) == 0
 

@@ -1,4 +1,4 @@
-"""Log and show progress bars in several processes: only once instead of N times, or in rank order."""
+"""Log messages and show progress bars in several processes: once instead of N times, or in rank order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     * ``main_process_only`` (default True): only the main process logs.
     * ``in_order`` (default False): all processes log, one after the other; all of them must make the call.
 
-    An explicit ``stacklevel`` counts :meth:`log` as a frame, as Accelerate's logger does: 2 is the line of the call.
+    An explicit ``stacklevel`` counts :meth:`log` as a frame, as in Accelerate's logger: 2 refers to the line
+    of the call.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:

@@ -99,7 +99,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate ``function(batch_size, ...)`` to run again with smaller sizes until memory suffices.
+    """Decorate ``function(batch_size, ...)`` to run again with smaller sizes until it fits in memory.
 
     Example::
 
