@@ -1,6 +1,6 @@
 """The folder of a detached job: everything about it, readable after any crash.
 
-    <folder of jobs>/               mode 0700, owned by this user; otherwise nothing in it is read (``home.py``)
+    <jobs folder>/                  mode 0700, owned by this user; otherwise nothing in it is read (``home.py``)
       .key                          the user's key, which signs the pickles below
       train-3f9a2c/                 a job's log folder, with the files of any job (``launcher/joblog.py``), and
         record.json                 what was launched, and the job process (``record.py``)
@@ -153,7 +153,7 @@ class JobFolder(LogFolder):
 
     @property
     def user_key(self) -> bytes:
-        """The user's key, available after the folder was opened; empty = missing."""
+        """The user's key, available once the folder has been opened; empty = missing."""
         return self._user_key
 
     @contextmanager
@@ -188,7 +188,7 @@ class JobFolder(LogFolder):
         return signing.digest(self._user_key, os.fsencode(self.id), b"/", os.fsencode(name))
 
     def modified(self, name: str) -> tuple[int, int] | None:
-        """Return a value that changes when a file is replaced, and the file's time in nanoseconds; None if missing."""
+        """Return a value that changes when the file is replaced, and its modification time in ns; None if missing."""
 
         def status() -> os.stat_result:
             with self.opened() as fd:
@@ -320,7 +320,7 @@ class JobFolder(LogFolder):
     # --- writing, only by the job process ------------------------------------------------------------------------
 
     def write_plain(self, value: Record | End) -> None:
-        """Replace the file for this type of value. The end can be written even to a full disk.
+        """Replace the file for this type of value. An :class:`End` can be written even if the disk is full.
 
         Raises:
             OSError: the file can't be written.
@@ -336,7 +336,7 @@ class JobFolder(LogFolder):
         """Replace the file for this type of value.
 
         Raises:
-            OSError: the disk is full, for example; the file is unchanged.
+            OSError: writing failed, for example because the disk is full; the file is unchanged.
         """
         name = _NAMES[type(value)]
         sealed = signing.seal(pickle.dumps(value), self.key(name))
@@ -345,10 +345,10 @@ class JobFolder(LogFolder):
             files.replace(fd, name, lambda file: file.write(sealed), is_lasting=is_lasting)
 
     def write_payload(self, name: str, value: Any) -> None:
-        """Replace the file of the result or the weights.
+        """Replace the result file or the weights file.
 
         Raises:
-            OSError: the disk is full, for example; the file is unchanged.
+            OSError: writing failed, for example because the disk is full; the file is unchanged.
             Exception: any error of pickling.
         """
         key = self.key(name)
@@ -367,7 +367,7 @@ class JobFolder(LogFolder):
 
 @cache
 def own_layout() -> str:
-    """Return the layout of this process's pickles in a job's folder, as a short text.
+    """Return the layout of this process's pickles in a job's folder, as a short string.
 
     It lists their classes with the names and types of the fields, so the version of nblaunch does not matter. A process
     attaches only to jobs with its own layout, because an event with missing or different fields would fail somewhere in

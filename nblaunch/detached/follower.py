@@ -229,7 +229,7 @@ class JobFollower(Job):
             time.sleep(_POLL_S)
 
     def _look_at_process(self) -> bool:
-        """Return whether the job is running; ask why its process is waiting, and reopen files that it has restored."""
+        """Return whether the job is running; ask its process why it waits, and reopen files that it has restored."""
         if self._folder.process_state(self._record) is not ProcessState.RUNS:
             return False
         if self._folder.modified(END) is not None:
@@ -253,7 +253,7 @@ class JobFollower(Job):
         return True
 
     def _dated(self, events: Sequence[Event], has_job_process: bool) -> list[Event]:
-        """Return past events; set how long ago attempts started, counted from now or from the job's end."""
+        """Return past events, and record how long before now, or before the job's end, each attempt started."""
         now_s = time.time()
         if events and isinstance(events[-1], JobEnded):
             now_s = events[-1].time_s
@@ -277,7 +277,7 @@ class JobFollower(Job):
         self._reader.handle(event)
 
     def _welcome(self, newcomer: _Newcomer) -> None:
-        """Send past events to new listeners, then add them to the listeners of future events."""
+        """Send past events to new listeners, then register these listeners for future events."""
         with self._reader.replay(newcomer.emit, newcomer.emit_readings) as reader:
             for event in self._dated(reader.read_events(), True):
                 reader.handle(event)
@@ -288,7 +288,7 @@ class JobFollower(Job):
         newcomer.has_joined.set()
 
     def _leave(self) -> None:
-        """Close the displays although the job continues."""
+        """Close the displays even though the job continues."""
         self.emit(Note.of_job(f"no longer followed; nblaunch.attach({self.id!r}) follows the job again"))
         self._close_listeners()
         self._launch_settled.set()

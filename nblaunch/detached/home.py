@@ -1,4 +1,4 @@
-"""The location of the folders of detached jobs, and the user's key.
+"""Where the folders of detached jobs are, and the user's key.
 
     $NBLAUNCH_LOG_DIR/detached              if set
     $XDG_STATE_HOME/nblaunch/jobs           otherwise; by default ~/.local/state/nblaunch/jobs
@@ -103,7 +103,7 @@ def private_problem(path: Path, error: PermissionError) -> PermissionError:
 
 
 def _state_folder() -> tuple[Path | None, str]:
-    """Return the folder of jobs in the user's state folder, or None with the reason."""
+    """Return the jobs folder in the user's state folder; if there is none, return None and the reason."""
     chosen = Path(env.read("XDG_STATE_HOME"))
     if chosen.is_absolute():  # relative paths are ignored (XDG Base Directory Specification)
         return chosen / "nblaunch" / "jobs", ""
@@ -120,11 +120,11 @@ def _state_folder() -> tuple[Path | None, str]:
 
 
 def _made_key(path: Path) -> bytes:
-    """Return the user's key in the folder of jobs; create both if they are missing.
+    """Return the user's key in the jobs folder; create both if they are missing.
 
     Raises:
-        OSError: the folder or the key can't be created. Without an errno, the folder exists but other users can change
-            it.
+        OSError: the folder or the key can't be created. An error without an errno means that the folder exists but
+            other users can change it.
     """
     files.make_private_folder(path)
     try:

@@ -49,7 +49,7 @@ _MAX_NAME = 24  # characters of the function's name in the job's id
 _ADVICE = "without detach=True, workers are forked from the notebook and nothing needs to be pickled"
 
 _TERMINATION_GRACE_S = 20.0
-"""Time for a checkpoint when this process receives SIGTERM."""
+"""Time allowed for a checkpoint after this process receives SIGTERM."""
 
 
 @dataclass(frozen=True)

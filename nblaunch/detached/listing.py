@@ -25,22 +25,22 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _PATIENCE_S = 1.0
-"""How long the list waits for the replies of job processes, which may be busy or stopped. All are asked at once."""
+"""How long to wait for replies from job processes, which may be busy or stopped. They are asked in parallel."""
 
 _MAX_ASKED = 32
-"""Number of job processes that are asked at the same time."""
+"""Number of job processes that are queried at the same time."""
 
 OTHER_LAYOUT = "its events have different fields"
 
 
 @dataclass(frozen=True)
 class Served:
-    """The reply of a job process about itself.
+    """A job process's description of itself.
 
     Args:
         folder: folder of the job.
         problem: why removed files can't be restored; empty = all files exist.
-        waits_for: why the process waits before it ends; empty = it does not wait.
+        waits_for: why the process is waiting before it ends; empty if it is not waiting.
         record: record of the job.
     """
 
@@ -95,7 +95,7 @@ class JobSummary:
 def jobs() -> list[JobSummary]:
     """Return the jobs of this user that were launched with ``detach=True``, the newest last.
 
-    The list contains jobs of this machine and of other machines that share the folder. The files of the last
+    The list contains the jobs on this machine and on other machines that share the folder. The files of the last
     ``NBLAUNCH_KEEP_JOBS`` jobs are kept. A job with damaged files is listed with the reason.
 
     Raises:
@@ -138,14 +138,14 @@ def find(job_id: str | None) -> JobFolder:
     problem = f"{job_id!r} is a prefix of several jobs" if matching else missing
     places = " and ".join(map(str, present_homes()))
     raise LookupError(
-        f"{problem}; in {places}: {listed}. Jobs are listed if they were launched with detach=True"
+        f"{problem}; in {places}: {listed}. Only jobs launched with detach=True are listed"
     )
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:
-    """Ask a job process about itself; return None if it does not reply.
+    """Ask a job process to describe itself; return None if it does not reply.
 
-    The process restores files removed from its folder before it answers.
+    Before it answers, the process restores any files that were removed from its folder.
     """
     try:
         return schema.load(Served, endpoint.ask("describe", timeout_s).encode())
@@ -180,7 +180,7 @@ def _at_once(look: Callable[[T], U], places: Sequence[T]) -> list[U]:
 
 
 def _look_at(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
-    """Return the line of a job and its record, each None if missing."""
+    """Return a job's line and its record; each is None if it is missing."""
     with suppress(FileNotFoundError):  # another process may prune the folder at the same time
         return _look_into(folder)
     return None, None
@@ -204,7 +204,7 @@ def _look_into(folder: JobFolder) -> tuple[JobSummary | None, Record | None]:
 
 
 def _status_of_unreadable(folder: JobFolder, error: Unusable) -> tuple[str, str]:
-    """Return the status of a job whose record can't be read, and its problem."""
+    """Return the status of a job whose record can't be read, and what is wrong with the record."""
     if error.status != "other version":
         return error.status, error.reason
     runs = folder.process_state(error.head) is ProcessState.RUNS
@@ -303,7 +303,7 @@ class _Reply:
 
 
 def _replies(skipped: Collection[str] = ()) -> list[_Reply]:
-    """Ask all job processes of this user about themselves, except those at the ``skipped`` addresses."""
+    """Ask all of this user's job processes to describe themselves, except those at the ``skipped`` addresses."""
     addresses = [address for address in served_addresses() if address not in skipped]
     return [reply for reply in _at_once(_reply_at, addresses) if reply is not None]
 

@@ -122,7 +122,7 @@ class JobReader:
         return os.fstat(self._receiver.fd).st_nlink > 0 and self._folder.modified(EVENTS) is not None
 
     def follow_restored(self) -> None:
-        """Read on in the files that the job process wrote in place of removed ones; they begin with the same bytes."""
+        """Continue in the files that the job process wrote to replace removed ones; they begin with the same bytes."""
         with suppress(OSError):
             position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
             fd = self._folder.opener(str(self._folder.path / EVENTS), os.O_RDONLY | os.O_CLOEXEC)
@@ -136,7 +136,7 @@ class JobReader:
     def replay(
         self, emit: Callable[[Event], None], emit_readings: Callable[[Sequence[SlotReading]], None]
     ) -> Iterator[JobReader]:
-        """Yield a reader that sends only what this reader has read so far."""
+        """Yield a reader that emits only what this reader has already read."""
         position = os.lseek(self._receiver.fd, 0, os.SEEK_CUR)
         limits = {rank: tail.position for rank, tail in self._tails.items()}
         reader = JobReader(self._folder, self._ranks, emit, emit_readings, position, limits)

@@ -1,4 +1,4 @@
-"""The record and the end of a detached job, as JSON.
+"""The record of a detached job and of its end, as JSON.
 
 Any version of nblaunch can list and end the jobs of any other version. If ``format`` differs, nblaunch reads only the
 fields of :class:`Head`, which keep their names and types forever.

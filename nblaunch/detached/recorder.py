@@ -54,18 +54,18 @@ _CHECK_S = 1.0
 
 _LOOK_S = 0.1
 _RETRY_S = 1.0
-"""Seconds between checks for a request, and between attempts to write, while the disk is full."""
+"""Seconds between checks for a request, and between attempts to write to a full disk."""
 
 _COPY_BYTES = 1 << 20
 _MAX_MESSAGE = 4096
 _MAX_PENDING = 100_000
-"""Largest number of characters in a text of the record of the end, and largest number of events that wait for space."""
+"""Maximum length of a message in the record of the job's end, and maximum number of events that wait for space."""
 
 _IN_LOGS = (LogLines, StatusLine)
 """Events that an attaching process reconstructs from the log files."""
 
 _SAMPLES = (DeviceUse, HostMemory)
-"""Classes of events of which only the last event matters."""
+"""Event classes for which only the last event matters."""
 
 
 class Recorder:
@@ -80,7 +80,7 @@ class Recorder:
         requests: requests to the job; a request to end it drops data that does not fit on the disk.
 
     Attributes:
-        waits_for: why the process waits before it ends; empty while it does not wait.
+        waits_for: why the process is waiting before it ends; empty if it is not waiting.
 
     Raises:
         OSError: the files can't be created.
@@ -287,7 +287,7 @@ class Recorder:
             raise problem
 
     def _save_parts(self, saving: _Saving, parts: Mapping[str, _Part]) -> dict[str, str]:
-        """Write the outcome files; return why that failed, by name.
+        """Write the outcome files; return the reason for each one that could not be written, by name.
 
         Writing a file can take a long time on a full disk. If an earlier file is removed in the meantime, write it
         again.
@@ -306,7 +306,7 @@ class Recorder:
             return False
 
     def _save(self, saving: _Saving, part: _Part) -> str:
-        """Write a part of the outcome as soon as there is space; return why that failed, or an empty string."""
+        """Write a part of the outcome as soon as there is space; return why that was impossible, or an empty string."""
         what = part.what
         try:
             while True:
@@ -349,9 +349,9 @@ class _Part:
     """A part of the outcome.
 
     Args:
-        what: name for the user.
-        value: the value to pickle, for its size; None if it is tiny.
-        write: writes it into the folder.
+        what: name that messages use.
+        value: the value to pickle, whose size messages state; None if it is tiny.
+        write: writes the value into the folder.
     """
 
     what: str
@@ -360,9 +360,9 @@ class _Part:
 
 
 class _Saving:
-    """Decides whether to give up unwritten data: only if a request arrives after the process began to wait.
+    """Decides whether to discard unwritten data: only if a request arrives after the process has begun to wait.
 
-    An earlier request was meant to end training, because the user could not know that the disk is full.
+    An earlier request was meant to end training, because the user could not have known that the disk was full.
     """
 
     def __init__(self) -> None:

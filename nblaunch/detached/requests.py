@@ -52,7 +52,7 @@ def new_address() -> str:
 
 
 def served_addresses() -> list[str]:
-    """Return the names of the second sockets of this user's job processes that this process can reach."""
+    """Return the name of the second socket of each of this user's job processes that this process can reach."""
     beginning = f"@nblaunch-{os.getuid()}-"
     names = (line.rpartition(" ")[2] for line in proc.read("/proc/net/unix").splitlines())
     return sorted({name[1:] for name in names if name.startswith(beginning)})
@@ -60,7 +60,7 @@ def served_addresses() -> list[str]:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The place where a job process serves requests.
+    """The sockets on which a job process serves requests.
 
     Args:
         folder: folder of the job.

@@ -65,7 +65,7 @@ LINES = [f"step {step} of rank {{}}" for step in range(20)]
 
 
 class Desk:
-    """Starts kernels of one user with one folder of jobs."""
+    """Starts kernels of one user with one jobs folder."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
