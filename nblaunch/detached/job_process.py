@@ -131,7 +131,7 @@ def _start_process(task: JobTask) -> None:
         text = report.read().decode(errors="replace")
     process.wait()
     if text != "ok":
-        raise LaunchError(f"the process of the job could not be started: {text or 'it ended at once'}")
+        raise LaunchError(f"the process of the job could not be started: {text or 'it ended immediately'}")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

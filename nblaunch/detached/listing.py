@@ -137,9 +137,7 @@ def find(job_id: str | None) -> JobFolder:
     missing = f"there is no job {job_id}" if job_id else "there are no jobs"
     problem = f"{job_id!r} is a prefix of several jobs" if matching else missing
     places = " and ".join(map(str, present_homes()))
-    raise LookupError(
-        f"{problem}; in {places}: {listed}. Only jobs launched with detach=True are listed"
-    )
+    raise LookupError(f"{problem}; in {places}: {listed}. Only jobs launched with detach=True are listed")
 
 
 def ask(endpoint: Endpoint, timeout_s: float = _PATIENCE_S) -> Served | None:

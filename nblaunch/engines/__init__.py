@@ -5,9 +5,9 @@
                                      └────────────────────────────────────────────────────> node program ──> ranks 2, 3
                                                                     ranks 0, 1  <── gloo / nccl ──>  ranks 2, 3
 
-On each machine, the node program (a clean process) loads the call once and runs its ranks like the launcher of a single
-machine. One coordinator merges the nodes' reports, so results, weights and error messages come from the same code as on
-one machine. (:mod:`nblaunch.nodes` is the other way to use several machines: the same notebook on each.)
+On each machine, the node program (a clean process) loads the call once and runs its ranks as the launcher does on a
+single machine. One coordinator merges the nodes' reports, so results, weights and error messages come from the same
+code as on one machine. (:mod:`nblaunch.nodes` is the other way to use several machines: the same notebook on each.)
 
 In the launching process:
 

@@ -4,7 +4,7 @@
     a StopAgreement over copies of all ballots  ── Proposal ──>  writes it to the ballots of its ranks
                                                 <── Replies ──   checks and replies of its ranks, when they change
 
-The steps are checks of ``accelerator.should_stop`` or steps of optimizers (``wire/stop_agreement.py``). Only the
+A step is a check of ``accelerator.should_stop`` or a step of an optimizer (``wire/stop_agreement.py``). Only the
 coordinator proposes and decides. It withdraws a proposal that a rank has already passed, so no rank acts on it.
 """
 
@@ -18,8 +18,7 @@ from nblaunch.wire.board import Slot, private_slot
 from nblaunch.wire.stop_agreement import BOUNDARY_S, Ballot, StopAgreement
 
 _AHEAD_S = {"check": 0.5, "step": 0.1}
-"""Seconds by which a proposal is ahead of the leading rank: the time for a message to all nodes and for the replies.
-"""
+"""Seconds from the leading rank's step to a proposed step: enough for a message to all nodes and for their replies."""
 
 _PATIENCE_S = {"check": 1.0, "step": 0.5}
 """Seconds that a rank may wait at the proposed check."""
@@ -28,10 +27,10 @@ _SHARE = 0.75
 """Share of the grace period after which an interrupt no longer waits for a common step."""
 
 _SLACK_S = 0.5
-"""Additional seconds that an interrupt waits for a common step, compared with one machine. Nodes wait twice as long."""
+"""Additional seconds that an interrupt waits for a common step on several nodes. Nodes add twice as many seconds."""
 
 _REPLY_S = 0.05
-"""Seconds between replies of a node in which only the number of checks has changed."""
+"""Seconds between a node's replies while only the number of checks changes."""
 
 
 class NodesAgreement:
@@ -64,7 +63,7 @@ class NodesAgreement:
             send(self._sent)  # makes nodes reply; they already know about an interrupt
 
     def take(self, replies: Replies) -> None:
-        """Store replies of a node's ranks."""
+        """Store replies from a node's ranks."""
         for rank, (num_checks, reply) in replies.by_rank.items():
             copy = self._copies.setdefault(rank, private_slot())
             copy.num_checks, copy.stop_reply = num_checks, reply
@@ -109,14 +108,14 @@ class NodesAgreement:
             self._send(proposal)
 
     def give_up(self) -> None:
-        """Release ranks that wait at a proposed check, and announce to nodes that no other proposal follows."""
+        """Release ranks that wait at a proposed check, and announce to the nodes that this was the last proposal."""
         self.is_over = True
         number = self._sent.number
         self._send(Proposal(self._subject, number, -number, is_last=True))
 
 
 class NodeBallots:
-    """The ballots of one node's ranks, which follow the coordinator. Implements ``stop_agreement.Boundary``.
+    """The ballots of one node's ranks; they follow the coordinator's proposals. Implements ``stop_agreement.Boundary``.
 
     Args:
         subject: what ranks count.

@@ -6,9 +6,9 @@
 
 A newline follows each message, because Slurm's ``srun`` forwards whole lines.
 
-A node's message is unpickled only if it has the seal of the job's key and the expected number. Bytes from other jobs,
-replayed messages and output from other programs are rejected. Only :meth:`Channel.wait` and :meth:`Channel.send_now`
-block; the node program uses them when it has nothing else to do.
+A node's message is unpickled only if it is sealed with the job's key and has the expected number. Bytes from other
+jobs, replayed messages and output from other programs are rejected. Only :meth:`Channel.wait` and
+:meth:`Channel.send_now` block; the node program uses them when it has nothing else to do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 20
 _MAX_FRAME_BYTES = 1 << 30
 _LOOK_S = 0.5
 _FULL_BYTES = 4 << 20
-"""Largest number of bytes in the send queue before parts of large objects are read."""
+"""While the send queue has at least this many bytes, no parts of large objects are read."""
 
 
 class ChannelError(Exception):
@@ -230,7 +230,9 @@ class Channel:
         try:
             signing.check(sealed[: signing.SIGNATURE_BYTES], self.key, self._other_side, body)
         except ValueError:
-            raise ChannelError("a message arrived without the seal of this job, and was not read") from None
+            raise ChannelError(
+                "a message arrived that was not signed with this job's key; it was not read"
+            ) from None
         (number,) = _NUMBER.unpack_from(body)
         if number != self._num_received:
             raise ChannelError(f"message {number} arrived instead of message {self._num_received}")

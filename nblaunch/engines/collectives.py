@@ -18,10 +18,10 @@ from nblaunch.wire.board import Board, SlotReading
 from nblaunch.wire.collective_calls import NUM_CALLS, Call, RankCalls
 
 _NUM_LAST = 8
-"""Number of last calls of each group that are marked."""
+"""Number of each group's most recent calls that are marked."""
 
 _ROUND = NUM_CALLS // 4
-"""Calls whose numbers are multiples of this are marked as long as they are kept."""
+"""Calls whose numbers are multiples of this are marked for as long as they are kept."""
 
 
 class NodeCalls:
@@ -106,7 +106,7 @@ def _chosen(digests: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], f
 
 
 class AllCalls:
-    """The coordinator's copy of the calls of the ranks on all nodes. Implements
+    """The coordinator's copy of the calls made by the ranks on all nodes. Implements
     ``launcher.collective_watch.CallSource``.
 
     Args:
@@ -132,7 +132,7 @@ class AllCalls:
         self._calls.update(calls)
 
     def may_differ(self) -> bool:
-        """Return whether marks of nodes differ; False at once if there are no new marks."""
+        """Return whether the nodes' marks differ; return False immediately if there are no new marks."""
         if not self._has_new_marks:
             return False
         self._has_new_marks = False

@@ -59,7 +59,7 @@ def describe_end(exit_code: int | None, last_output: bytes) -> str:
 
 
 class CommandNode(NodeHandle):
-    """A node program that runs as long as a local command.
+    """A node program that runs for as long as a local command, such as ``ssh``, does.
 
     Args:
         command: program and arguments.

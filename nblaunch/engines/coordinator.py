@@ -347,7 +347,7 @@ class Coordinator:
             self._send_all(EndRanks())
 
     def _give_up_silent(self) -> None:
-        """Abandon nodes that are silent for too long or do not end killed ranks."""
+        """Abandon nodes that are silent for too long, or whose ranks are still running after they were killed."""
         now = time.monotonic()
         for text in self._peers.check(now):
             self._note(text, "warning")
@@ -443,7 +443,7 @@ class Coordinator:
             self._agreements[subject] = NodesAgreement(subject, self._send_all, time.monotonic(), grace_s)
 
     def _poll_agreements(self) -> None:
-        """Continue the agreement on the step at which all ranks end."""
+        """Poll the agreements on the step at which all ranks end."""
         if not self._agreements:
             return
         report = self._report

@@ -58,8 +58,8 @@ class NodeHandle(ABC):
     Attributes:
         host: name of the machine, for messages.
         address: address at which other machines reach it; empty if the program determines it.
-        reading_fd: descriptor for bytes from the program. The end of file means that it has ended.
-        writing_fd: descriptor for bytes to the program.
+        reading_fd: descriptor for reading from the program. End of file means that the program has ended.
+        writing_fd: descriptor for writing to the program.
     """
 
     host: str
@@ -71,12 +71,12 @@ class NodeHandle(ABC):
     def how_ended(self) -> str:
         """Return the reason why the program ended, such as ``its process was killed by SIGKILL``.
 
-        Called after the end of file.
+        Called once :attr:`reading_fd` has reached the end of file.
         """
 
     @abstractmethod
     def kill(self) -> None:
-        """End the program at once, or the part of it that this process can reach."""
+        """End the program immediately, or the part of it that this process can reach."""
 
     @abstractmethod
     def close(self, patience_s: float) -> None:
@@ -84,7 +84,7 @@ class NodeHandle(ABC):
 
 
 class Engine(ABC):
-    """Starts the node program on machines. An engine must be closed, and then leaves nothing behind.
+    """Starts the node program on machines. An engine must be closed; once closed, it leaves nothing behind.
 
     Attributes:
         is_this_machine: whether the nodes are processes on this machine, with its files and environment.
@@ -105,7 +105,7 @@ class Engine(ABC):
         """
 
     def keep(self, handles: Sequence[NodeHandle]) -> None:
-        """Keep nodes whose job has ended for the next job, if :attr:`keeps_nodes` is set. Their handles are open."""
+        """When a job ends, keep its nodes for the next job if :attr:`keeps_nodes` is set. Their handles are open."""
 
     def take_kept(self) -> list[NodeHandle]:
         """Return the nodes that the engine has kept, and stop keeping them. Their programs may have ended."""

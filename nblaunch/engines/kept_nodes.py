@@ -1,4 +1,4 @@
-"""Nodes: machines of an engine that are kept between launches.
+"""Nodes: the machines that an engine keeps between launches.
 
 Nodes ── KeptEngine ── engine ──> node program on each machine: a forkserver with torch imported (node.py)
 launch ── lend ──> the same programs; each forks a child, which runs the job and ends with it
@@ -27,8 +27,8 @@ class Nodes:
 
     On each machine a program imports torch and waits. Each launch forks a fresh process from it, so launches share
     nothing, and a function's changes do not persist. The machines are reserved from the first launch until
-    :meth:`close`, the end of a ``with`` block, or the end of this object or this process. One job at a time runs on
-    them.
+    :meth:`close` is called, the ``with`` block ends, this object is deleted, or this process ends. One job at a time
+    runs on them.
 
     Example::
 
@@ -134,7 +134,7 @@ class KeptEngine(Engine):
         self._pid = os.getpid()
 
     def lend(self) -> Engine:
-        """Reserve the nodes for a launch, which closes the engine at its end.
+        """Reserve the nodes for a launch; return their engine, which the launch closes when it ends.
 
         Raises:
             LaunchError: another launch uses the nodes, they were closed, or another process started them.
@@ -173,7 +173,7 @@ class KeptEngine(Engine):
         self._kept = list(handles)
 
     def close(self) -> None:
-        """End the launch's use of the nodes. The launch has already closed all handles that it did not keep."""
+        """End the reservation of the nodes. The launch has already closed all handles that it did not keep."""
         if not self._kept or self._is_retired:
             for handle in self.take_kept():
                 handle.close(_CLOSE_S)

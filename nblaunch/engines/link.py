@@ -1,4 +1,4 @@
-"""The coordinator's view of nodes. NodeLink is its view of one node, from the start of its program to its end.
+"""The coordinator's view of nodes. A NodeLink is its view of one node, from the start to the end of the node program.
 
 starting ── Hello ──> loading ── Ready, ClockIs ──> ready ── StartRanks ──> running ── AttemptOver ──> ready
     └───────────────────── end of its channel, or silence for too long ─────────────────────> lost
@@ -37,7 +37,7 @@ from nblaunch.wire.collective_calls import RankCalls
 
 _CLOSE_S = 3.0
 _STACKS_S = 4.0
-"""Time for nodes to collect their ranks' stacks, slightly longer than they need at most."""
+"""Time for nodes to collect their ranks' stacks; slightly longer than the maximum that they need."""
 
 _MIN_SHIFT_S = 0.05
 """Clock difference below which times of the node are not converted."""
@@ -81,7 +81,7 @@ class NodeLink:
         return f"node {self.number} (host {host})"
 
     def fileno(self) -> int:
-        """Return the descriptor for bytes from the node."""
+        """Return the descriptor from which the node's bytes are read."""
         return self.channel.reading_fd
 
     # --- its start -----------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class NodeLink:
         )
 
     def leave(self) -> NodeHandle | None:
-        """End the job but not the node program; return its handle, or None if that is not possible."""
+        """End the job but not the node program; return the program's handle, or None if the program can't be kept."""
         if self.loss or self.channel.is_closed:
             return None
         self.channel.send(Leave())

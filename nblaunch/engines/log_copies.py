@@ -51,7 +51,7 @@ class LogCopies:
                 os.close(fd)
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        """Yield ranks with events for their output since the last call."""
+        """Yield each event for output since the last call, with its rank."""
         for rank in sorted(self._unread):
             tail = self._tails[rank]
             for event in tail.read():
@@ -60,7 +60,7 @@ class LogCopies:
                 self._unread.discard(rank)
 
     def read_rest(self) -> Iterator[Event]:
-        """Yield events for the rest of all logs."""
+        """Yield the events for the unread rest of each log."""
         for tail in self._tails.values():
             yield from tail.read_rest()
 

@@ -52,7 +52,7 @@ class Hello:
 
     @classmethod
     def of_this_process(cls) -> Hello:
-        """Return the versions of this process."""
+        """Return this process's host name and its versions of Python and nblaunch."""
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         # This package may not import the top-level package.
         return cls(socket.gethostname(), python, sys.modules["nblaunch"].__version__)
@@ -132,7 +132,7 @@ class StartRanks:
     Args:
         topology: topology of the first rank; with ``master_port`` 0, this node hosts the store.
         number: number of the attempt.
-        key: key for objects between ranks.
+        key: key for signing objects that ranks send to each other.
         first_collected: rank that sends values that are the same on all ranks.
     """
 
@@ -185,7 +185,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class AskStacks:
-    """Asks for the stacks of these ranks, and for the last collectives of all ranks of the node."""
+    """Asks for the stacks of these ranks, and for the last collectives of every rank on the node."""
 
     number: int
     ranks: tuple[int, ...]
@@ -193,7 +193,7 @@ class AskStacks:
 
 @dataclass(frozen=True)
 class AskLogs:
-    """Asks for all output and events of the ranks so far."""
+    """Asks a node for all output and events of its ranks so far."""
 
     number: int
 
@@ -256,7 +256,7 @@ class ClockIs:
 
 @dataclass(frozen=True)
 class StoreOpened:
-    """The store of the ranks listens at this port of the node."""
+    """The ranks' store listens on this port of the node."""
 
     port: int
 
@@ -342,7 +342,7 @@ class OutboxPart:
 
 @dataclass(frozen=True)
 class AttemptOver:
-    """All ranks of this node have ended, and their outboxes were sent.
+    """All ranks on this node have ended, and their outboxes have been sent.
 
     Args:
         signalled: rank -> time of the first signal to it.

@@ -9,10 +9,10 @@ If nodes are kept between jobs, this process is a forkserver with torch imported
        └── waits for the child, then sends Hello again ──> next Boot, with another key
 
 The child and the forkserver share the channel, but the forkserver does not read from it while a child is running. A
-job's changes, such as variables, modules and random states, end with its child.
+job's changes, for example to variables, modules and random states, are discarded when its child process ends.
 
-At its import, this module imports neither torch nor the node program, because the first message contains environment
-variables that libraries read at import.
+Importing this module imports neither torch nor the node program, because the first message contains environment
+variables that libraries read when they are imported.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class _Driver:
 
 
 _ending: set[threading.Thread] = set()
-"""Threads that wait for the end of a driver."""
+"""Threads that wait for a driver to end."""
 
 
 class _RayNode(NodeHandle):

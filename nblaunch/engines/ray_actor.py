@@ -1,8 +1,8 @@
 """NodeActor: a Ray actor that runs its node's program and moves bytes to and from it, without reading them.
 
-The program ends with the actor, whose pipes then close. The actor watches the raylet, reports its death at once, and
-ends soon after. Ray itself would end the actor ten seconds later without giving a reason, and not at all while the
-raylet is a zombie.
+The program ends when the actor does, because its pipes then close. The actor watches the raylet, reports its death
+immediately, and ends soon after. Ray itself would end the actor ten seconds later without giving a reason, and not at
+all while the raylet is a zombie.
 
 The code is sent to the node by value and imports only the standard library, because the launch waits for its imports.
 """
@@ -24,7 +24,7 @@ _POLL_S = 1.0
 _LAST_BYTES = 4096
 _LEAVE_S = 2.0
 _REPORT_S = 1.0
-"""Seconds that the driver has to receive the report of the raylet's death."""
+"""Seconds between the report of the raylet's death and the end of the actor, so that the driver receives the report."""
 
 
 def leave_out_optional_packages() -> None:
@@ -34,7 +34,7 @@ def leave_out_optional_packages() -> None:
 
 
 class NodeActor:
-    """Runs the node program. Several threads call its methods, but no two threads call the same method at once.
+    """Runs the node program. Several threads call its methods, but never the same method at the same time.
 
     Its constructor has no arguments, because Ray would import optional packages to read them.
 
@@ -83,8 +83,9 @@ class NodeActor:
         """Return bytes from the program, or how it ended; return neither if nothing arrives for a second.
 
         Returns:
-            The bytes, and an empty string until the program's output has ended. After that, no bytes, and why the
-            program can't be reached, or its exit code (None = it is still running) and the last part of its output.
+            The bytes and an empty string, until the program's output has ended. After that, no bytes and either the
+            reason why the program can't be reached, or its exit code (None = it is still running) and the last part of
+            its output.
         """
         poller = select.poll()
         poller.register(self._reading.fileno(), select.POLLIN)

@@ -37,8 +37,8 @@ _REFUSAL_S = 0.3
 _NOTE_S = 3.0
 _STEP_S = 0.25
 _GROUP_STEP_S = 1
-"""Seconds of one wait for a placement group. Ray drops fractions of a second, and a wait of 0 s would notice too late
-that the group is ready.
+"""Duration of one wait for a placement group, in seconds. Ray drops fractions of a second, and with waits of 0 s, a
+group that is ready would be noticed too late.
 """
 
 _LEAVE_S = 3.0
@@ -146,7 +146,7 @@ class Driver:
             address, origin = _current_cluster(), f"which {_CURRENT_CLUSTER} names"
             if address and not _answers(address):
                 notes.append(
-                    f"the Ray cluster at {address}, {origin}, does not answer (remove it with `ray stop`)"
+                    f"the Ray cluster at {address}, {origin}, is not responding (`ray stop` removes it)"
                 )
                 address = ""
         elif not address.startswith("ray://") and address not in ("auto", "local") and not _answers(address):
@@ -247,8 +247,8 @@ class Driver:
 
     def _describe(self, nodes: Sequence[Any], free: Mapping[str, Mapping[str, float]]) -> str:
         return "; ".join(
-            f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}, free "
-            f"{_amounts(free.get(node['NodeID'], {}))}"
+            f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])} "
+            f"({_amounts(free.get(node['NodeID'], {}))} free)"
             for node in nodes[:8]
         )
 
@@ -469,7 +469,7 @@ def _refusing(places: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
 def _default_bundle(task: DriverTask, totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the default resources per node: one core per rank, and one GPU per rank if there are any.
 
-    If the number of ranks is not set, return all resources of the smallest of the best nodes.
+    If the number of ranks is not set, return the CPUs and GPUs of the smallest of the best ``max_nodes`` nodes.
     """
     with_gpus = [total for total in totals if total.get("GPU", 0) >= 1]
     uses_gpus = bool(with_gpus) and task.backend not in ("cpu", "xla", "torch_tpu", "mps")
@@ -507,7 +507,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the last line of the cause in an actor's error."""
+    """Return the line of an actor's error that states the cause; empty if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return errors[-1] if errors else ""

@@ -16,7 +16,7 @@ class DriverTask:
     Args:
         address: address of the cluster; empty = a cluster on this machine, or a new one.
         min_nodes: smallest number of nodes.
-        max_nodes: largest number of nodes.
+        max_nodes: maximum number of nodes.
         resources: resources of each node; empty = determined by the ranks.
         ranks_per_node: number of ranks per node; None = one per device.
         backend: requested device family.

@@ -67,11 +67,11 @@ class EngineRunner(JobRunner):
     # --- attempts ------------------------------------------------------------------------------------------------
 
     def _finish_attempts(self) -> tuple[AttemptReport, dict[int, RankResult]]:
-        """Start the nodes, and run attempts until one succeeds or no restart is left.
+        """Start the nodes, and run attempts until one succeeds or no restarts are left.
 
         Raises:
-            KeyboardInterrupt: the job was interrupted while nodes started.
-            JobCancelled: the job was cancelled while nodes started.
+            KeyboardInterrupt: the job was interrupted while nodes were starting.
+            JobCancelled: the job was cancelled while nodes were starting.
             LaunchError: nodes, or the ranks on one of them, could not be started.
         """
         self._gather()
@@ -241,7 +241,7 @@ class _Boots:
             resources_per_node=None,
             runtime_env=None,
             num_processes=per_node,
-            # The coordinator judges hangs from the progress on all nodes.
+            # The coordinator detects hangs from the progress on all nodes.
             hang_timeout_s=None,
             rdzv_timeout_s=None,
             log_dir=None,
@@ -277,7 +277,7 @@ class _Boots:
 
 
 class _NodeEnded(Exception):
-    """The program of a node that the job needs has ended before the ranks started."""
+    """The node program of a required node ended before the ranks started."""
 
 
 class _Gathering:

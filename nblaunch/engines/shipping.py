@@ -1,4 +1,4 @@
-"""Sends the user's modules, as text, and variables to nodes, and lists the packages that nodes must have.
+"""Sends the user's modules (as text) and variables to the nodes, and lists the packages that the nodes must have.
 
     kernel   user_modules()  ── text of each ──>  node   install(): makes them importable, with the kernel's file names
              required()      ── names ─────────>         missing(): lists absent ones, before any rank starts
@@ -29,7 +29,7 @@ _MAX_BYTES = 64 << 20
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NBLAUNCH_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 _OTHERS = ("OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "TOKENIZERS_PARALLELISM")
 _STAY = ("NBLAUNCH_LOG_DIR", "NBLAUNCH_CONFIG_FILE", "NBLAUNCH_XLA_CACHE", "TORCH_HOME")
-"""Variables with paths of the launching machine."""
+"""Variables that hold paths on the launching machine."""
 
 # --- in the launching process ------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ def _named_modules(pickled: bytes) -> Iterator[str]:
 
 
 _Pushed = str | tuple[str, str] | None
-"""The value that a pickle operation pushes: a text, a global by module and name, or anything else."""
+"""The value that a pickle operation pushes: a string, a global identified by module and name, or anything else."""
 
 _IMPORT = ("cloudpickle.cloudpickle", "subimport")
 
@@ -151,7 +151,7 @@ _IMPORT = ("cloudpickle.cloudpickle", "subimport")
 
 
 def install(sources: Sequence[ModuleSource], folder: Path) -> None:
-    """Let imports find the sent modules before modules that are installed here.
+    """Make the modules that were sent importable, ahead of modules that are installed here.
 
     Args:
         sources: the modules.
@@ -201,7 +201,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Return the modules in ``names`` that imports don't find here."""
+    """Return the modules in ``names`` that can't be found on this node."""
     return [name for name in names if not _is_found(name)]
 
 

@@ -1,4 +1,4 @@
-"""Nodes of this process's Slurm allocation, for example of a notebook under ``salloc``: one ``srun`` per node.
+"""Nodes of the Slurm allocation in which this process runs, such as a notebook under ``salloc``: one ``srun`` per node.
 
 Slurm transports the data, with the site's encryption and authentication; nblaunch opens no socket.
 """
@@ -15,7 +15,7 @@ from nblaunch.errors import LaunchError
 
 _TIMEOUT_S = 30.0
 _OPTIONS = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0")
-"""One task on the node, next to the kernel's own step, with all cores and memory of the allocation there."""
+"""Options for one task on the node alongside the kernel's own step, with all of the allocation's cores and memory."""
 
 
 class SlurmEngine(Engine):

@@ -2,7 +2,7 @@
 
     ssh host 'exec python -c ...'      encrypted and authenticated by ssh, which has the only socket
 
-The node program ends with the connection. Users set ports, names and keys in ``~/.ssh/config``.
+The node program ends when the connection closes. Users set ports, names and keys in ``~/.ssh/config``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     supervisor ── events, readings ──> Uplink ── at once, or twice a second ──> coordinator
                <── requests, must_end ──      <── Request, EndRanks, Proposal, AskStacks ──
 
-To this node's supervisor, Uplink represents the other nodes (``launcher.attempt.Peers``). Logs are sent as bytes of
-their files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends data that
-is not urgent, so the coordinator's work does not grow.
+To this node's supervisor, Uplink represents the other nodes (``launcher.attempt.Peers``). Logs are sent as the raw
+bytes of their files, no faster than the channel accepts them. The more nodes a job has, the less often each node sends
+data that is not urgent, so the coordinator's work does not grow.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from nblaunch.wire.stop_agreement import Ballot
 
 _HEARTBEAT_S = 0.5
 _MESSAGES_PER_S = 128
-"""Largest number of heartbeats, or of parts of logs, that all nodes together send per second."""
+"""Maximum number of heartbeats, or of parts of logs, that all nodes together send per second."""
 
 _LOG_BYTES = 256 << 10
-"""Number of bytes of logs that are sent at each of ten checks per second."""
+"""Number of log bytes that are sent per check; there are ten checks per second."""
 
 _MAX_LAG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
@@ -140,7 +140,7 @@ class Uplink:
         return self._channel.is_closed
 
     def receive(self) -> None:
-        """Handle the coordinator's messages. If the coordinator has ended, the ranks end at once."""
+        """Handle the coordinator's messages. If the coordinator has ended, the ranks end immediately."""
         self.take(self._channel.receive())
         if self._channel.is_closed and not self._requests.is_cancelled:
             self._requests.cancel()
@@ -175,11 +175,11 @@ class Uplink:
             self._requests.stop()
 
     def agreement(self, slots: Mapping[int, Slot]) -> NodeBallots:
-        """Follow the coordinator, which leads the agreement on the last step."""
+        """Follow the coordinator in the agreement on the last step."""
         return self._follow("check", slots)
 
     def boundary(self, slots: Mapping[int, Slot], now_s: float) -> NodeBallots:
-        """Follow the coordinator, which leads the agreement on the last optimizer step."""
+        """Follow the coordinator in the agreement on the last optimizer step."""
         return self._follow("step", {rank: slot.boundaries for rank, slot in slots.items()})
 
     def _follow(self, subject: Subject, ballots: Mapping[int, Ballot]) -> NodeBallots:
@@ -201,7 +201,7 @@ class Uplink:
     # --- to the coordinator --------------------------------------------------------------------------------------
 
     def emit(self, event: Event) -> None:
-        """Send an event, at once if others wait for it."""
+        """Send an event, immediately if others wait for it."""
         if isinstance(event, (LogLines, StatusLine)):
             return  # reconstructed from the bytes of the logs
         if isinstance(event, HostMemory):
@@ -248,7 +248,7 @@ class Uplink:
         return self._readings
 
     def _heartbeat(self, state: str) -> list[object]:
-        """Return the state of this node's ranks, with other data that is sent as often."""
+        """Return the state of this node's ranks, along with other data that is sent at the same interval."""
         self._next_heartbeat_s = time.monotonic() + max(_HEARTBEAT_S, self._pace_s)
         if self._channel.is_full and state == RUNNING:
             return []  # queued bytes are a sign of life

@@ -1,8 +1,8 @@
 """Exit statuses of child processes, in a process that ignores SIGCHLD.
 
 If SIGCHLD is ignored, the system forgets how a child has ended (wait(2), "Notes"). A kernel may ignore it because a
-cell or the program that started the kernel did so. While workers run, this module sets the system's default for the
-signal, which also ignores it but keeps statuses.
+cell or the program that started the kernel did so. While workers run, this module sets the signal's disposition to the
+system's default, which also ignores it but keeps exit statuses.
 
 The disposition is set in C for two reasons: any thread may do so, and ``signal.getsignal`` still returns the user's
 choice, which applies again afterwards.
@@ -41,6 +41,6 @@ def kept() -> Iterator[None]:
 
 
 def _change(disposition: signal.Handlers) -> None:
-    """Set the disposition of SIGCHLD, unless the user has a handler or the default."""
+    """Set the disposition of SIGCHLD, but only while the user's choice is to ignore it."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         _set_disposition(signal.SIGCHLD, int(disposition))

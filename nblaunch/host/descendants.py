@@ -29,7 +29,7 @@ _LIMIT: int | None = getattr(resource, "RLIMIT_RTTIME", None)
 _MAX_ROUNDS = 20
 _FEW = 100
 _SHORT_S = 2.0
-"""A time too short for any system to use up its process ids and start again with the lowest, in seconds."""
+"""A time, in seconds, that is too short for any system to use up its process ids and start again with the lowest."""
 
 
 def carry(tag: int) -> None:
@@ -37,7 +37,7 @@ def carry(tag: int) -> None:
     if _LIMIT is None:
         return
     soft, hard = resource.getrlimit(_LIMIT)
-    # Nothing has set this limit, or it is the tag of an enclosing job.
+    # Nothing has set this limit, or an enclosing job has set it as its tag.
     if soft == resource.RLIM_INFINITY or soft >= _LOWEST_TAG:
         with suppress(OSError, ValueError):
             resource.setrlimit(_LIMIT, (tag, hard))
@@ -84,7 +84,7 @@ class Descendants:
         return pids if new_pids is None else [pid for pid in pids if pid in new_pids]
 
     def _new_pids(self) -> range | None:
-        """Return the ids of processes and threads since the start; None if they are not certain."""
+        """Return the ids given to processes and threads since this object was created; None if they are uncertain."""
         newest = _newest_pid()
         if time.monotonic() - self._began_s >= _SHORT_S or newest < self._newest_before:
             return None

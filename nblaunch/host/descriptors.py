@@ -1,6 +1,6 @@
-"""File descriptors: which of them forked children must not keep, and what happens while none is free.
+"""File descriptors: which ones forked children must not keep, and what happens when none are free.
 
-Every process that nblaunch or other code forks from the kernel inherits its descriptors. A child that kept the writing
+Every process that nblaunch or other code forks from the kernel inherits its descriptors. A child that kept the write
 end of a guardian's pipe would hide the kernel's death from that guardian; a child that kept a listening socket would
 keep its port open. Every child therefore closes the registered descriptors as soon as it is forked. For descriptors
 that exist only for a moment, :func:`forks_held_back` makes forks wait.
@@ -21,7 +21,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _HIGH = 960
-"""Below the usual limit, 1024. Higher numbers cost memory, because the system's table reaches up to the highest."""
+"""Below the usual limit of 1024. Higher numbers cost memory, because the system's table extends to the highest."""
 
 _RETRY_S = 0.1
 
@@ -144,7 +144,7 @@ os.register_at_fork(
 
 
 def is_writable(fd: int) -> bool:
-    """Return whether a write to ``fd`` would succeed at once, or fail because the reader has gone."""
+    """Return whether a write to ``fd`` would succeed immediately, or fail because the reader has gone."""
     poller = select.poll()  # select.select rejects descriptors of 1024 and above
     poller.register(fd, select.POLLOUT)
     return bool(poller.poll(0))

@@ -50,7 +50,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def reason(path: Path, error: OSError) -> str:
-    """Return the reason for ``error`` at ``path``: its file system's state if that explains it, or else the text."""
+    """Return the reason for ``error``: the file system's state if that explains the error, or else the error's text."""
     if error.errno == errno.ENOSPC:
         return _lack(path) or str(error.strerror)
     return str(error.strerror or error)

@@ -20,7 +20,7 @@ from typing import IO
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES)
-"""Error numbers of file systems without fsync for folders (FUSE mounts of cloud storage, some network disks)."""
+"""Error numbers on file systems that have no fsync for folders (FUSE mounts of cloud storage, some network disks)."""
 
 
 def make_private_folder(path: Path) -> None:
@@ -66,7 +66,7 @@ def open_private(path: Path | str, dir_fd: int | None = None) -> int:
 
 @contextmanager
 def private_folder(path: Path) -> Iterator[int]:
-    """Open a folder like :func:`open_private`, and close it after the block."""
+    """Open a folder as :func:`open_private` does, and close it after the block."""
     fd = open_private(path)
     try:
         yield fd
@@ -188,7 +188,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: int | Path) -> None:
-    """Force the names in a folder, a descriptor or a path, to the disk, if the file system supports it."""
+    """Force the names in a folder to disk, if the file system supports it; ``folder`` is a descriptor or a path."""
     try:
         os.fsync(folder) if isinstance(folder, int) else sync_file(folder)
     except OSError as error:

@@ -4,9 +4,9 @@ All readings of NVIDIA GPUs come from NVML, the driver's own library, through nv
 does not initialise CUDA, so the process can still be forked. No program is started, because nvidia-smi takes seconds
 with a slow driver.
 
-AMD and Intel GPUs are read from files of the Linux kernel below ``/sys/class``, which starts neither ROCm nor Level
-Zero. Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for ``/sys/class/kfd``,
-drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
+Information about AMD and Intel GPUs is read from the Linux kernel's files under ``/sys/class``, which starts neither
+ROCm nor Level Zero. Source: Linux kernel documentation, gpu/amdgpu (``gpu_busy_percent``), gpu/xe; for
+``/sys/class/kfd``, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _TRUTHFUL_DRIVER = (550, 40, 7)  # since this version, drivers no longer claim P
 
 
 class DeviceMeter:
-    """Reads how busy a backend's devices are, from outside the workers, until it is closed. This base class reads no
-    device.
+    """Reads how busy a backend's devices are, from outside the workers, until it is closed. This base class does not
+    read any device.
 
     The launcher uses it while workers run, so it must not create a device context. Workers report device memory
     themselves (``Backend.device_memory``).
@@ -112,12 +112,12 @@ def uncounted() -> str | None:
 
 
 def visible() -> list[str]:
-    """Return the UUIDs of the devices that CUDA shows in workers of this process, in its order."""
+    """Return the UUIDs of the devices that CUDA shows to workers of this process, in CUDA's order."""
     return visible_devices(physical_gpus(), env.read("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_devices(gpus: Sequence[Gpu], setting: str | None) -> list[str]:
-    """Return the UUIDs of the devices that CUDA would show, in its order.
+    """Return the UUIDs of the devices that CUDA would show, in CUDA's order.
 
     Args:
         gpus: GPUs of the host.
@@ -318,9 +318,9 @@ def _text(value: Any) -> str:
 
 
 def amd_gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs that ROCm can compute on, in its order, including hidden ones; ``name`` is the render node.
+    """Return all GPUs that ROCm can compute on, in ROCm's order, including hidden ones; ``name`` is the render node.
 
-    A container sees all GPUs of the host, but can't read the files of GPUs that it may not use.
+    A container sees all GPUs of the host, but can't read the files of GPUs that it is not allowed to use.
     """
     nodes = _CLASSES.glob("kfd/kfd/topology/nodes/[0-9]*/properties")
     gpus = []
@@ -351,7 +351,7 @@ def visible_amd_gpus() -> list[Gpu]:
 
 
 class AmdMeter(DeviceMeter):
-    """Reads AMD GPUs from files of their driver.
+    """Reads the utilisation of AMD GPUs from their driver's files.
 
     Args:
         gpus: GPUs in the order of local ranks.
@@ -366,7 +366,7 @@ class AmdMeter(DeviceMeter):
 
 
 def num_intel_gpus() -> int:
-    """Return the number of Intel GPUs as torch counts them: tiles of cards; without cards, integrated GPUs."""
+    """Return how many Intel GPUs torch counts: tiles of cards, or integrated GPUs if there are no cards."""
     folders = [
         card / "device"
         for card in _CLASSES.glob("drm/card[0-9]*")
@@ -382,7 +382,7 @@ def num_visible_intel_gpus() -> int:
     count = num_intel_gpus()
     mask, selector = env.read("ZE_AFFINITY_MASK"), env.read("ONEAPI_DEVICE_SELECTOR")
     if mask:
-        # "1.0" is a tile of a card.
+        # An entry such as "1.0" names a tile of a card.
         chosen = {entry.strip() for entry in mask.split(",") if entry.strip().partition(".")[0].isdigit()}
         count = sum(int(entry.partition(".")[0]) < count for entry in chosen)
     if selector:

@@ -1,4 +1,4 @@
-"""The objects that Python's garbage collector tracks in this process, and a period in which it ignores them."""
+"""Python's garbage collector: the objects that it tracks in this process, and periods in which it ignores them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 _FROZEN_BY_PYTHON = 2000
-"""If more objects are frozen, the heap is frozen: Python 3.12 itself freezes a few hundred; torch has 200,000."""
+"""If more objects than this are frozen, the heap counts as frozen: Python 3.12 itself freezes only a few hundred,
+whereas a process with torch has 200,000.
+"""
 
 
 @contextmanager

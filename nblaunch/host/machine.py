@@ -3,7 +3,7 @@
     process ── ProcessMark.own() ──> a file, perhaps on a disk that machines share
     later, any process ── mark.state(...) ──> it runs | has ended | the machine was restarted | it is elsewhere
 
-A machine's name can change (a laptop in another network), and containers on one kernel have their own names.
+A machine's name can change (when a laptop joins another network), and containers on one kernel have their own names.
 nblaunch therefore identifies a machine by ``/etc/machine-id``, its running kernel by the boot id, and the set of
 visible processes by their namespace. The name is for display; it identifies a machine only if the file is missing.
 """
@@ -24,11 +24,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 _PATIENCE_S = 10.0
 _CLOCK_SLACK_S = 60.0
-"""Largest difference in seconds between the clocks of two machines that share a disk."""
+"""Maximum difference in seconds between the clocks of two machines that share a disk."""
 
 
 class ProcessState(enum.Enum):
-    """The state of a process that left a mark."""
+    """The state of the process that a :class:`ProcessMark` identifies."""
 
     RUNS = "runs"
     ENDED = "has ended"
@@ -39,7 +39,7 @@ class ProcessState(enum.Enum):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine since its last start, as seen by one of its processes.
+    """A machine from one boot to the next, as seen by one of its processes.
 
     Args:
         id: id of the installation; the machine's name if there is none.
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """One process of one machine, distinct from later processes with the same process id.
+    """One process on one machine, distinct from later processes with the same process id.
 
     Args:
         pid: process id.
@@ -77,8 +77,8 @@ class ProcessMark:
         """Return the state of the process.
 
         Args:
-            written_s: ``time.time()`` of the last write, from a file's time. Copied machines share an id; if the write
-                is later than the start of this machine, another machine made it.
+            written_s: ``time.time()`` of the last write, taken from a file's modification time. Cloned machines share
+                an id; if the file was written after this machine started, another machine wrote it.
         """
         here = this_machine()
         if self.machine.boot_id == here.boot_id and (here.boot_id or self.machine.id == here.id):

@@ -32,7 +32,7 @@ def tune_allocator() -> bool:
 
 
 def trim() -> None:
-    """Return unused memory of the heap to the system, if the allocator can."""
+    """Return unused heap memory to the system, if the allocator can."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
@@ -103,7 +103,7 @@ def within(host: Mapping[str, int], folders: Iterable[Path]) -> tuple[int | None
 
 
 def _host_memory() -> dict[str, int]:
-    """Return the first lines of /proc/meminfo, in bytes. Source: proc_meminfo(5); its values are in KiB."""
+    """Return the first values in /proc/meminfo, converted from KiB to bytes. Source: proc_meminfo(5)."""
     values = {}
     for line in proc.read("/proc/meminfo").splitlines()[:5]:
         name, _, value = line.partition(":")
@@ -112,9 +112,9 @@ def _host_memory() -> dict[str, int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the page cache that the group would release before the system kills a process."""
+    """Return how much page cache the group would release before the system kills a process."""
     values = dict(line.split() for line in proc.read(folder / "memory.stat").splitlines())
-    # Version 1 of control groups reports both values, and its usage includes the groups below this one.
+    # cgroup v1 reports both values, and its usage includes the groups below this one.
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 
 

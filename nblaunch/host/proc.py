@@ -64,7 +64,7 @@ def main_thread_cpu_seconds(pid: int) -> float | None:
 
 
 def posix_session_cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor time of each POSIX session, by its leader. Reads one file per process."""
+    """Return the processor time of each POSIX session, keyed by the session's leader. Reads one file per process."""
     seconds = dict.fromkeys(pids, 0.0)
     for pid in all_pids():
         fields = _stat_fields(pid)
@@ -131,7 +131,7 @@ def is_running(pid: int, started: int) -> bool:
 
 
 def boot_time_s() -> float:
-    """Return ``time.time()`` of the machine's start; 0.0 if unknown. Source: proc_stat(5), btime."""
+    """Return when the machine started, as a ``time.time()`` value; 0.0 if unknown. Source: proc_stat(5), btime."""
     for line in read("/proc/stat").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -212,7 +212,7 @@ def _cgroup_folders(controller: str, root: Path, groups: str) -> tuple[Path, ...
 
 @dataclass(frozen=True)
 class ThreadTimes:
-    """Seconds that a thread has run, and has waited for a processor, since its start."""
+    """Seconds that a thread has spent running, and waiting for a processor, since it started."""
 
     run_s: float = 0.0
     wait_s: float = 0.0

@@ -1,8 +1,8 @@
 """Signal handlers of this process, held back while the launcher is between two consistent states.
 
-Python can call a handler between any two lines of the main thread. If a handler raises an exception, such as a SIGALRM
-handler that limits the time of a cell, it would leave the launcher in an inconsistent state: with unwatched workers, a
-lock that is never released, or a half-loaded model.
+Python can call a handler between any two lines of the main thread. A handler that raises an exception, such as a
+SIGALRM handler that limits the time of a cell, would leave the launcher in an inconsistent state: with unwatched
+workers, a lock that is never released, or a half-loaded model.
 
     with held_back():        arriving signals are only recorded
         run_arrived()        calls their handlers here, where an exception does no harm
@@ -14,7 +14,7 @@ would still call the handler in the main thread.
 
 from __future__ import annotations
 
-# signal.getsignal() tries to make an enum of each handler, which takes thirty times as long.
+# signal.getsignal() tries to convert each handler to an enum, which takes thirty times as long.
 import _signal  # type: ignore[import-not-found]
 import os
 import signal
@@ -32,11 +32,11 @@ _handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
 _arrived: deque[int] = deque()
 _outermost: held_back | None = None
-"""The block that holds handlers back; None if they are called at once."""
+"""The block that holds handlers back; None if they are called immediately."""
 
 
 class held_back:
-    """Holds Python's signal handlers back in ``with held_back():``, which may be nested.
+    """Holds back Python's signal handlers inside ``with held_back():`` blocks, which may be nested.
 
     The end of the outermost block calls the held-back handlers, each once and in the order of their signals. Outside
     the main thread, where Python calls no handlers, nothing happens.
@@ -64,7 +64,7 @@ class held_back:
         if _outermost is not self:
             return
         try:
-            # From here on, handlers are called at once, including those that are not restored yet.
+            # From here on, handlers are called immediately, including those that are not restored yet.
             _outermost = None
             _put_back()
         except BaseException:  # raised by a handler
@@ -74,7 +74,7 @@ class held_back:
 
 
 def run_arrived() -> None:
-    """Call the handlers of the signals that have arrived since handlers were held back, in the main thread.
+    """In the main thread, call the handlers of the signals that have arrived since handlers were held back.
 
     Raises:
         BaseException: a handler raised it. The next call continues with the handlers after it.

@@ -14,19 +14,19 @@ from pathlib import Path
 from nblaunch.host import proc
 
 Address = tuple[str, int]
-"""Host and port of a TCP socket, or path and 0 of a socket in the file system."""
+"""Host and port of a TCP socket, or the path of a socket in the file system and 0."""
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group; source: unix(7), SO_PEERCRED
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _LOCAL, _REMOTE, _INODE = 1, 2, 9
-"""Fields of a line of these tables. Source: Documentation/networking/proc_net_tcp.rst of Linux."""
+"""Fields in a line of these tables. Source: Documentation/networking/proc_net_tcp.rst in the Linux sources."""
 
 _DIGITS = 8
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection of this process as the client of a program.
+    """A connection of this process, as the client, to another program.
 
     Args:
         fd: its descriptor.
@@ -45,7 +45,7 @@ class _Stream:
         fd: its descriptor.
         here: address of this end; empty if it has none.
         there: address of the other end; empty if it has none; None if the socket is not connected.
-        server: process that serves a socket of the file system; 0 if unknown.
+        server: process that serves a socket in the file system; 0 if unknown.
     """
 
     fd: int
@@ -155,7 +155,7 @@ def _served_by_own_programs(streams: list[_Stream]) -> set[int]:
 
 
 def _inodes_of_other_ends() -> dict[tuple[Address | None, Address], str]:
-    """Return the inode of each TCP socket of this machine, by its own and its remote address."""
+    """Return the inode of each TCP socket on this machine, keyed by its local and remote addresses."""
     inodes: dict[tuple[Address | None, Address], str] = {}
     for table in _TABLES:
         for line in proc.read(table).splitlines()[1:]:

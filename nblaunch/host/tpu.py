@@ -1,9 +1,9 @@
-"""A TPU host, read without accessing its chips, and the environment of its worker processes.
+"""A TPU host, inspected without accessing its chips, and the environment of its worker processes.
 
 Nothing here opens a device: this module counts chips on the PCI bus and looks up the owner of a lock file. Its
 constants come from torch_xla 2.9 (``torch_xla/_internal/tpu.py``); ``tests/xla`` compares them.
 
-The slice of the host, with the type of its chips and the number of its hosts, comes from the environment (containers,
+The slice that this host belongs to, with its chip type and number of hosts, is read from the environment (containers,
 Kaggle) or from a metadata server (Cloud VMs). If neither has it, nblaunch uses the chips on the PCI bus. torch_xla asks
 the server if ``TPU_SKIP_MDS_QUERY`` is unset, and reads the environment otherwise. It fails on missing values in both
 cases, so :meth:`TpuSlice.completed` supplies them.
@@ -45,9 +45,9 @@ _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 # On the bus of a v7x host, each half of a chip is a device; the fourth dimension counts the halves.
 _V7X_BOUNDS = {1: "1,1,1", 2: "1,1,1,2", 8: "2,2,1,2"}
 
-# All variables that may decide, before a worker starts, which chips it owns and which are its peers. torch_xla only
-# sets those that are unset, so a variable left over from the image or from another library would silently take
-# precedence (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
+# All variables that may determine, before a worker starts, which chips it owns and which processes are its peers.
+# torch_xla sets only those that are unset, so a variable left over from the image or from another library would
+# silently take precedence (huggingface/transformers#28204, Lightning-AI/pytorch-lightning#20244).
 TOPOLOGY_VARIABLES = (
     "TPU_PROCESS_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS",
@@ -80,7 +80,7 @@ def chips_on(pci: Path, vfio: Path | None = None) -> Counter[str]:
 
     Args:
         pci: folder of the bus's devices.
-        vfio: folder of the device files of VFIO groups: only chips of an existing group count. None: all chips count.
+        vfio: folder of the device files of VFIO groups; only chips in an existing group count. None = all chips count.
     """
     counts: Counter[str] = Counter()
     for device in sorted(pci.glob("*")):
@@ -123,7 +123,7 @@ def can_drive(num_workers: int, num_chips: int, is_v7x: bool = False) -> bool:
 
 
 def topology_env(local_rank: int, local_world_size: int, is_v7x: bool = False) -> dict[str, str | None]:
-    """Return the variables of one worker per chip, or of a single worker; None removes a variable.
+    """Return the environment variables of one worker; None means that a variable is removed.
 
     These are all variables that torch_xla's ``configure_topology`` would set. torch_xla then adds nothing, regardless
     of the metadata server and the environment. A single worker sees one chip.
@@ -205,7 +205,7 @@ class TpuSlice:
     """The slice of this host.
 
     Args:
-        accelerator_type: such as ``"v5litepod-8"``, whose number counts the whole slice; empty if unknown.
+        accelerator_type: for example ``"v5litepod-8"``, whose number is the size of the whole slice; empty if unknown.
         hosts: hosts of the slice; empty if unknown.
         has_server: whether torch_xla will ask a metadata server, and one exists.
         num_chips: number of chips of this host.
@@ -250,7 +250,7 @@ class TpuSlice:
 
 
 def slice_of_host(num_chips: int) -> TpuSlice:
-    """Return the slice of this host, whose number of chips is ``num_chips``."""
+    """Return the slice to which this host with ``num_chips`` chips belongs."""
     server = None if env.read("TPU_SKIP_MDS_QUERY") else ask_metadata_server("tpu-env")
     match = re.search(r"^ACCELERATOR_TYPE: *'?([\w-]+)", server or "", re.MULTILINE)
     named = env.read("TPU_ACCELERATOR_TYPE") or (match[1] if match else "")

@@ -2,9 +2,9 @@
 
 A thread that waits for a lock, a condition, a semaphore or an event of its own process sleeps in the system call
 ``futex``, with a flag that marks the memory as private to the process. Without a deadline, only a signal
-handler or another thread of the same process can wake it. If all threads of a process sleep this way, the process
-certainly waits forever. A thread that waits for a pipe, a socket, a file, a clock, another process or a lock that
-processes share sleeps in another system call, without the flag, or with a deadline.
+handler or another thread of the same process can wake it. If all threads of a process sleep this way, the process is
+certain to wait forever. A thread sleeps in a different system call, without the flag or with a deadline, if it is
+waiting for a pipe, a socket, a file, a clock, another process, or a lock shared between processes.
 
 Other threads may also wait to read from channels that no other process has. Some threads only serve others, and can't
 end a wait while they are idle.
@@ -44,9 +44,8 @@ _PRIVATE, _COMMAND = 0x80, 0x7F  # FUTEX_PRIVATE_FLAG, and the mask that removes
 
 _CLOCK = "clock-"
 _CLOCKS = (_CLOCK, "jemalloc_bg_thd")
-"""Beginnings of the names of threads that refresh a display, flush a file or return memory at intervals. While such a
-thread waits for a condition with a deadline, it is idle: what it does after the deadline does not end another thread's
-wait.
+"""Name prefixes of threads that refresh a display, flush a file or return memory at intervals. While such a thread
+waits for a condition with a deadline, it is idle: what it does after the deadline does not end another thread's wait.
 """
 
 _SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
@@ -54,7 +53,7 @@ _SERVERS = ("gloo_tcp_loop", "pt_tcpstore")
 
 
 def name_as_clock(library: str) -> None:
-    """Name the calling thread as one that serves a library at intervals; do nothing if the system shows no threads."""
+    """Mark the calling thread, by its name, as one that serves a library at intervals; do nothing without ``/proc``."""
     with suppress(OSError):  # the system keeps 15 characters
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_CLOCK + library)
 
@@ -65,11 +64,11 @@ Wait = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Waits:
-    """The waits of a process whose main thread can be woken only by another of its threads.
+    """Waits in a process whose main thread can be woken only by another thread of the same process.
 
     Args:
-        main: wait of the main thread. If a later wait is equal, the thread has not run in the meantime.
-        others: waits of the other threads, if all are of the same kind; None if a thread may continue by itself.
+        main: the main thread's wait. If a later wait compares equal, the thread has not run in the meantime.
+        others: the other threads' waits, if they are all of the same kind; None if a thread may continue by itself.
     """
 
     main: Wait
@@ -82,7 +81,7 @@ class Waits:
 
 
 def endless_waits(pid: int) -> Waits | None:
-    """Return the waits of a process; None if its main thread is running, or if something else may wake it."""
+    """Return what a process's threads wait for; None if its main thread is running or something else may wake it."""
     main = _endless_wait(pid, pid)  # usually the only file to read
     if main is None or _may_be_woken_by_signal(pid):
         return None
@@ -169,7 +168,7 @@ def _endless_wait(pid: int, thread: int) -> Wait | None:
 
 
 def _private_wait(pid: int, thread: int, has_deadline: bool) -> Wait | None:
-    """Return a thread's wait for memory of its own process."""
+    """Return a thread's wait for a futex of its own process; None if it does not wait for one."""
     folder = f"/proc/{pid}/task/{thread}"
     fields = _system_call(folder)
     if not fields or fields[0] != str(_FUTEX):
@@ -203,15 +202,15 @@ _CLASSIC = (1 << 31) - 1
 
 
 def _may_be_woken_by_signal(pid: int) -> bool:
-    """Return whether the process handles signals that clocks, files, other processes or users send."""
+    """Return whether the process handles signals that come from timers, files, other processes or users."""
     return bool(proc.caught_signals(pid) & _CLASSIC & ~_ENDS_NO_WAIT)
 
 
 # --- channels by which threads of one process wake each other --------------------------------------------------------
 # A thread that waits to read from pipes, event counters or pairs of sockets can't be woken from outside the process if
-# no other process has them. Thread pools in C++ read from a pipe. Event loops (asyncio, tokio) wait with ``epoll`` for
-# a socket or a counter to which other threads write. A loop that also waits for a connection, a timer or a signal can
-# continue by itself.
+# no other process has them. Thread pools in C++ read from a pipe. Event loops (asyncio, tokio) use ``epoll`` to wait
+# for a socket or a counter that other threads write to. A loop that also waits for a connection, a timer or a signal
+# can continue by itself.
 
 _NO_TIMEOUT = 0xFFFFFFFF  # -1 as a 32-bit int
 _POLLFD = struct.Struct("ihh")  # fd, events, revents; source: poll(2)
@@ -246,7 +245,7 @@ def _awaited_channels(pid: int, system_call: Sequence[str]) -> list[str]:
 def _are_private(pid: int, channels: Collection[str]) -> bool:
     """Return whether no other process has one of these channels.
 
-    Pipes without a writer need no check, because a read from such a pipe ends at once.
+    Pipes without a writer need no check, because a read from such a pipe ends immediately.
     """
     wanted = set(channels)
     if not wanted <= _all_names(Path(f"/proc/{pid}/fd")):  # the other end of a pair of sockets is elsewhere
@@ -272,7 +271,7 @@ def _polled(pid: int, address: int, number: int) -> Sequence[int]:
 
 
 def _names_of_channel(pid: int, fd: int) -> list[str]:
-    """Return the names of a channel, which all processes that have it share; empty if it is something else."""
+    """Return the names of a channel, which are the same in all processes that have it; empty if it is not a channel."""
     try:
         target = os.readlink(f"/proc/{pid}/fd/{fd}")
     except OSError:  # the thread or the process has continued
@@ -313,7 +312,7 @@ _REPLY_BYTES = 16  # struct unix_diag_msg
 
 
 def _peer_of_local_socket(inode: int) -> int:
-    """Return the inode of the socket that a socket of this machine is connected to; 0 if there is none."""
+    """Return the inode of the peer of a local socket; 0 if the socket has no peer."""
     request = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ANY, inode, _SHOW_PEER, _ANY, _ANY)
     header = _HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _IS_REQUEST, 1, 0)
     try:

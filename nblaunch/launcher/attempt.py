@@ -92,7 +92,7 @@ class Attempt:
         saved: copy of the call at the launch, if this attempt may start later; None = use the call itself.
         peers: the other nodes of the job; None = one machine.
         store: listening socket of the workers' store, if it is already open.
-        key: key for objects between ranks; b"" = a new key, on one machine.
+        key: key for signing objects that ranks send to each other; b"" = a new key, on one machine.
         first_collected: rank that sends values that are the same on all ranks; None = the first of this machine.
         compares_ranks: whether this launcher compares its ranks; otherwise the coordinator compares all ranks.
     """

@@ -14,9 +14,9 @@ starts and supervises them, as on one machine. Children of an agent could not in
 Events, logs, diagnosis, results, trained weights and escalation would also need a second implementation. The agent runs
 in a fresh process, where its threads do not affect the kernel, and sends messages to the launcher.
 
-Three more things differ from torchrun. Workers do not share the agents' store: each start gets a new store in the agent
-of node 0, so that nothing reads a value of an earlier start by mistake. No store listens on all interfaces. And a node
-whose ranks have returned starts them again if other nodes restart theirs.
+nblaunch differs from torchrun in three more ways. Workers do not share the agents' store: each start gets a new store
+in the agent of node 0, so that nothing reads a value of an earlier start by mistake. No store listens on all
+interfaces. And a node whose ranks have returned starts them again if other nodes restart theirs.
 
 In the launcher:
 

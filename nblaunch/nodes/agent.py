@@ -91,9 +91,7 @@ class NodeAgent:
         self._workers_store: StoreHost | None = None
 
     def run(self) -> None:
-        """Take part in each rendezvous until no restart follows the end of the workers, and send the outcome to the
-        launcher.
-        """
+        """Take part in each rendezvous until the workers end without a restart; send the outcome to the launcher."""
         self._launcher.start()
         rendezvous = self._config.rendezvous
         try:
@@ -143,7 +141,7 @@ class NodeAgent:
                 return True
 
     def _wait_for_workers(self, handler: RendezvousHandler) -> WorkersEnded | None:
-        """Wait for the end of the workers; return None if they stopped because other nodes wait."""
+        """Wait for the workers to end; return None if they stopped because other nodes are waiting."""
         while (ended := self._launcher.ended_within(_POLL_S)) is None:
             if self._must_meet_again(handler):
                 self._launcher.ended_within(None)
@@ -151,7 +149,7 @@ class NodeAgent:
         return ended
 
     def _wait_for_others(self, world: RendezvousInfo, handler: RendezvousHandler) -> bool:
-        """Wait until the workers of all nodes have returned; return False if they start again because others wait.
+        """Wait until the workers of all nodes have returned; return False if they restart because nodes wait to join.
 
         If nodes have failed or were lost, the launcher, which knows about them, makes the agent leave.
         """

@@ -131,7 +131,7 @@ class AgentClient:
 
     def restart(self, max_restarts: int) -> None:
         """Replace the agent with a new one."""
-        # Kill it at once: otherwise it could recover and also join the rendezvous for this node.
+        # Kill it immediately: otherwise it could recover and also join the rendezvous for this node.
         self._end_process(0.0)
         self._open(max_restarts)
 
@@ -184,7 +184,7 @@ class AgentClient:
         return world
 
     def is_cut_off(self) -> bool:
-        """Return whether the agent has waited for the store too long to recover.
+        """Return whether the agent has waited for the store for so long that it can't recover.
 
         Linux takes about a quarter of an hour to report that a TCP connection is dead.
         """

@@ -5,11 +5,11 @@
     <prefix>/heartbeat/<id>   last heartbeat of that node, compressed
     <prefix>/pulse/<id>       its count, and its version, which rises with each urgent change
 
-A thread of the agent publishes and reads twice a second, or at once if a change is urgent. It sends six requests,
-whatever the number of nodes. It reads all pulses, a few bytes each, which show which nodes are alive. It reads only
-heartbeats with a new version, and two more in turn, so that traffic grows with the number of nodes and not with its
-square. Heartbeats of nodes that have ended stay on the store, but their count no longer rises. Values are plain data
-(``wire/schema.py``); the agent ignores values that other processes have written.
+A thread of the agent publishes and reads twice a second, or immediately if a change is urgent. It sends six requests,
+whatever the number of nodes. It reads all pulses (a few bytes each) to see which nodes are alive. It reads only the
+heartbeats that have a new version, plus two others in rotation, so that traffic grows with the number of nodes rather
+than with its square. Heartbeats of nodes that have ended stay in the store, but their count no longer rises. Values are
+plain data (``wire/schema.py``); the agent ignores values that other processes have written.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _HEARTBEAT_S = 0.5
 """Seconds between heartbeats."""
 
 _URGENT_HEARTBEAT_S = 0.1
-"""Seconds between heartbeats while other nodes wait: at the end of this node, or in a stop agreement."""
+"""Seconds between heartbeats while other nodes wait: when this node ends, or during a stop agreement."""
 
 _NUM_IN_TURN = 2
-"""Heartbeats that a node reads each time although their version is unchanged, for new steps and losses of ranks."""
+"""Number of heartbeats that a node reads each time even if their version is unchanged, to get new steps and losses."""
 
 _NUM_TURNS = 20
 """Number of readings after which a node has read every heartbeat, which takes ten seconds."""
@@ -49,7 +49,7 @@ _GONE_S = 2.5
 
 
 class HeartbeatStore:
-    """One node's access to the heartbeats on the store. Not thread-safe.
+    """One node's access to the heartbeats in the store. Not thread-safe.
 
     Args:
         store: a separate connection to the rendezvous store, so that blocking requests do not block the agent.
@@ -71,7 +71,7 @@ class HeartbeatStore:
         self._turn = 0
 
     def exchange(self, heartbeat: Heartbeat, *, reads_all: bool = False) -> tuple[Heartbeat, ...]:
-        """Publish ``heartbeat`` and return the last heartbeat of every other node, with its current count.
+        """Publish ``heartbeat`` and return the last heartbeat of every other node, with that node's current count.
 
         Args:
             heartbeat: heartbeat of this node.
@@ -121,7 +121,7 @@ class HeartbeatStore:
         return pulses
 
     def _due(self, pulses: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Return the nodes whose heartbeats to read now."""
+        """Return the nodes whose heartbeats must be read now."""
         num_in_turn = max(_NUM_IN_TURN, -(-len(self._others) // _NUM_TURNS))
         in_turn = {
             self._others[(self._turn + index) % len(self._others)]
@@ -204,7 +204,7 @@ class HeartbeatExchange:
     # --- this node's heartbeat -----------------------------------------------------------------------------------
 
     def publish(self, state: str, reason: str = "", node_rank: int | None = None) -> None:
-        """Set the state of this node and publish it at once."""
+        """Set the state of this node and publish it immediately."""
         with self._changed:
             rank = self._own.node_rank if node_rank is None else node_rank
             if self._own.state != messages.LEFT:
@@ -280,7 +280,7 @@ class HeartbeatExchange:
             )
 
     def linger(self) -> None:
-        """Wait until the last heartbeat is on the store; on the store's host, until all live nodes have read it."""
+        """Wait until the last heartbeat is in the store or, on the store's host, until all live nodes have read it."""
         with self._changed:
             final = self._own.count + 1
             self._changed.wait_for(lambda: self._is_received(final), LINGER_S)
@@ -342,7 +342,7 @@ class HeartbeatExchange:
             )
 
     def _urgent_state(self) -> tuple[object, ...]:
-        """Return the values whose changes are published at once instead of with the next heartbeat."""
+        """Return the values whose changes are published immediately instead of with the next heartbeat."""
         summary = self._own.summary
         stop = summary.stop
         replies = [reply for _, reply in stop.replies.values()]
@@ -351,7 +351,7 @@ class HeartbeatExchange:
 
     def _exchange(self, store: HeartbeatStore) -> None:
         with self._changed:
-            # Only a node that ends waits until the others have received its last message.
+            # Only a node that is ending waits until the others have received its last message.
             received = {other.id: other.count for other in self._others if other.state in _FINAL}
             state = (*self._urgent_state(), received.keys(), self._own.node_rank, self._own.restart_count)
             if state != self._known:

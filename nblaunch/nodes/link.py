@@ -57,9 +57,9 @@ _AGENT_SLACK_S = 30.0
 
 
 class _Counts:
-    """Counts of the heartbeats of other nodes, which rise as long as a node is alive.
+    """Heartbeat counts of the other nodes; a node's count rises as long as the node is alive.
 
-    Heartbeats of earlier launches stay on the store, but their count does not rise.
+    Heartbeats of earlier launches stay in the store, but their count does not rise.
 
     Args:
         silence_s: seconds after which a node whose count has not risen is considered silent.
@@ -134,7 +134,7 @@ class PeersLink:
     # --- between attempts ----------------------------------------------------------------------------------------
 
     def next_world(self) -> WorldFormed | None:
-        """Wait until all nodes have joined; return None if no further start follows.
+        """Wait until all nodes have joined; return None if the workers are not started again.
 
         Raises:
             KeyboardInterrupt: the job was interrupted while it waited.
@@ -175,11 +175,11 @@ class PeersLink:
             self._note(text)
         if self._requests.interrupts:
             return "was interrupted"
-        # If the agent is meeting other nodes again, it will announce another start, or an error.
+        # If the agent is taking part in another rendezvous, it will announce another start or an error.
         return "" if self._peers.is_any_expected or self._agent.is_changing else messages.FINISHED
 
     def _pass_on_stop(self) -> None:
-        """Send a stop that was requested after this node's ranks returned, because ranks of other nodes are running."""
+        """Send a stop request made after this node's ranks returned, because ranks of other nodes are still running."""
         is_wanted = self._requests.wants_stop or self._requests.terminations > 0
         if is_wanted and not self._stop.is_wanted and not self._agent.is_changing:
             self._stop.is_wanted = True
@@ -218,7 +218,7 @@ class PeersLink:
 
     @property
     def _may_meet(self) -> bool:
-        """Whether a rendezvous may follow: the first, one after a failure, or one for nodes that have joined."""
+        """Whether a rendezvous may follow: the first, another after a failure, or one that admits more nodes."""
         return not self._has_met or self._spec.max_restarts > 0 or self._agent.is_changing
 
     def _give_up(self) -> None:
@@ -257,7 +257,7 @@ class PeersLink:
                 self._agent.leave("was launched with different settings")
                 raise LaunchError(
                     f"{heartbeat} was launched with {heartbeat.settings}, but this node (node "
-                    f"{self._spec.node_rank}) with {settings}; use the same settings on all nodes"
+                    f"{self._spec.node_rank}) was launched with {settings}; use the same settings on all nodes"
                 )
 
     def _note_joining(self, last_note: str) -> str:
@@ -333,7 +333,7 @@ class PeersLink:
 
     @property
     def _has_lost_agent(self) -> bool:
-        """Whether the agent has ended and no other follows, so that the silence of other nodes means nothing."""
+        """Whether the agent has ended and none replaces it, so that silence from other nodes means nothing."""
         ended = self._agent.ended
         return ended is not None and bool(ended.error) and not ended.can_retry
 
@@ -390,7 +390,7 @@ class PeersLink:
                 report.remote.lost[self._first_rank] = self.last_error
 
     def _wait_for_cause(self) -> None:
-        """Wait until heartbeats show which node has failed, if workers here failed because it did not respond."""
+        """If workers failed because another node did not respond, wait until heartbeats show which node has failed."""
         deadline = time.monotonic() + self._agent.silence_s + _CAUSE_SLACK_S
         peers = self._peers
         while peers.can_be_waited_for and not peers.must_end and time.monotonic() < deadline:
@@ -438,7 +438,7 @@ class NodeRunner(JobRunner):
     _restart_count = 0
 
     def _start_job(self) -> None:
-        """Prepare the starts; they happen in :meth:`_finish`, because all nodes must join first."""
+        """Prepare to start the workers; :meth:`_finish` starts them, because all nodes must join first."""
         self._prepare_starts()
 
     def _join(self) -> PeersLink:

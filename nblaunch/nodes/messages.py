@@ -5,9 +5,9 @@
                  AgentEnded
 
 The launcher and the agent are two processes on one machine, connected by two pipes (``wire/channel.py``). The agent
-starts with ``AgentConfig`` in a memory file. One node hosts the store. The machines share no secret before the
-rendezvous, so any process that reaches the store can write to it. The values on it are therefore parsed as plain data
-of the classes below (``wire/schema.py``) and never unpickled.
+receives its ``AgentConfig`` in a memory file when it starts. One node hosts the store. The machines share no secret
+before the rendezvous, so any process that reaches the store can write to it. The values in it are therefore parsed as
+plain data of the classes below (``wire/schema.py``) and never unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FINISHED = "finished"
 """Reason that a node gives when it leaves because all nodes have finished."""
 
 _NUM_CURVES = 8
-"""Number of ranks whose losses go to the other nodes; dashboards draw no more."""
+"""Number of ranks whose losses are sent to the other nodes; dashboards draw at most this many."""
 
 LINGER_S = 4.0
 """Longest time in seconds that an agent waits until the others have received its last heartbeat."""
@@ -226,7 +226,7 @@ class Heartbeat:
         state: one of the states above.
         restart_count: the start of the workers that the summary describes, as in :class:`WorldFormed`.
         received: id -> count of the last heartbeat received from each other node that has ended.
-        version: rises with each change that other nodes must know at once.
+        version: rises with each change that other nodes must know immediately.
     """
 
     id: str

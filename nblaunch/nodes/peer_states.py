@@ -47,8 +47,8 @@ class PeerStates:
 
     Args:
         silence_s: seconds without a heartbeat after which a node is reported.
-        patience_s: seconds without a heartbeat after which it is lost.
-        restart_count: how often the workers were started before this world.
+        patience_s: seconds without a heartbeat after which it is considered lost.
+        restart_count: how many times the workers were started before this world.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class NodesStopAgreement:
             ── proposal, decision ──> other nodes write them into their ranks' slots
             <── checks, replies ──    and report the replies of their ranks
 
-    Any node may start it. The lowest node with a running rank leads. Once all its ranks have returned, it proposes and
-    decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat contains the
-    last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step. Proposals
-    therefore only increase, and the highest one is valid. Heartbeats take about half a second, so the proposed step is
-    further ahead than on one node.
+    Any node may start it. The lowest-numbered node with a running rank leads. Once all its ranks have returned, it
+    proposes and decides nothing more, and the next node leads as soon as it receives that state. The same heartbeat
+    contains the last proposal: if it was decided, all ranks stop there; if not, the new leader proposes a later step.
+    Each proposal therefore names a later step than the one before, and the highest one is valid. Heartbeats take about
+    half a second, so the proposed step is further ahead than on one node.
 
     Args:
         slots: rank -> slot of this node's ranks.

@@ -1,7 +1,7 @@
 """The rendezvous of nodes: its store, and torch's handlers on it.
 
 The store listens on the configured address only. torch's ``c10d`` and ``static`` handlers would open a store on all
-interfaces, so nblaunch passes this store to them. torch also keeps the state of a ``c10d`` rendezvous on the store as a
+interfaces, so nblaunch passes this store to them. torch also keeps the state of a ``c10d`` rendezvous in the store as a
 pickle, which any process that reaches the store could replace; nblaunch stores plain data.
 """
 
@@ -116,7 +116,7 @@ def _to_plain(state: _RendezvousState) -> bytes:
 
 
 def _from_plain(plain: bytes) -> _RendezvousState:
-    """Return the state that :func:`_to_plain` has converted to ``plain``.
+    """Return the state from which :func:`_to_plain` made ``plain``.
 
     Raises:
         ValueError, TypeError, OverflowError, RecursionError: ``plain`` does not come from :func:`_to_plain`.
@@ -137,7 +137,7 @@ def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
 
 
 class PlainBackend(RendezvousBackend):
-    """torch's ``c10d`` backend with plain data on the store; it uses pickles only within this process."""
+    """torch's ``c10d`` backend with plain data in the store; it uses pickles only within this process."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._backend = C10dRendezvousBackend(store, run_id)
@@ -206,7 +206,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         )
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that wait in the next round, because they came back or failed."""
+        """Return the number of nodes that are waiting for the next round because they came back or failed."""
         return self._num_arrived(self._round + 1)
 
     def shutdown(self) -> bool:

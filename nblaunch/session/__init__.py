@@ -15,8 +15,8 @@ server.py        in each worker: executes commands, code as a notebook cell
 magics.py        ``%%ranks`` and ``%ranks``
 output.py        shows the output of ranks in the cell while a command runs
 
-Once torch is used, the ranks join a process group before a command to all of them. A command to some ranks does not
-form a group; these ranks stay in the group that they have joined, if any. An interrupt goes directly from the client
-to the ranks (SIGINT). Their server raises it only in the command, so the workers survive; an interrupt through the
-supervisor would end them.
+Once torch is used, the ranks join a process group before they run a command that goes to all of them. A command sent to
+only some ranks does not form a group; these ranks stay in the group that they joined, if any. An interrupt goes
+directly from the client to the ranks (SIGINT). Their server raises it only in the command, so the workers survive; an
+interrupt through the supervisor would end them.
 """

@@ -31,7 +31,7 @@ from nblaunch.wire.worker_commands import Close, Execute, LeaveGroup, RunFunctio
 
 _TICK_S = 0.1
 _PATIENCE_S = 0.5
-"""Time from the first failure until the client frees ranks that are still running and may wait for failed ranks."""
+"""Time from the first failure until the client releases running ranks that may be waiting for failed ranks."""
 
 _BOUNDARY_TICK_S = 0.01
 """Seconds between checks while ranks agree on a last optimizer step. The ranks reply through memory, which does not
@@ -39,7 +39,7 @@ wake the client.
 """
 
 _INTERRUPTED_PATIENCE_S = 0.1
-"""Like ``_PATIENCE_S``, after an interrupt."""
+"""Like ``_PATIENCE_S``, but after an interrupt."""
 
 _NAMES_TORCH = re.compile(r"\b(?:torch|Accelerator)\b")
 
@@ -51,7 +51,7 @@ class SessionClient:
 
     Attributes:
         busy_since_s: when the command was sent, by ``monotonic()``.
-        num_interrupts: number of interrupts of the current or last command.
+        num_interrupts: how many times the current or last command was interrupted.
         debugger: client of the debugger in the ranks.
     """
 
@@ -174,7 +174,7 @@ class SessionClient:
             self._signal(self.busy)
 
     def _propose_boundary(self) -> None:
-        """Propose a last optimizer step to the busy ranks, if all of them train."""
+        """Propose a last optimizer step to the busy ranks, if all of them are training."""
         if not self.busy <= self._output.command.begun:
             return  # a rank may be running an earlier command with other steps
         now_s = time.monotonic()
@@ -227,7 +227,7 @@ class SessionClient:
         return self._has_torch or "torch" in sys.modules or _NAMES_TORCH.search(code) is not None
 
     def _wait_for_end(self, report: CommandReport, is_joint: bool) -> None:
-        """Wait until no rank is busy; free ranks that wait for a failed rank.
+        """Wait until no rank is busy; release ranks that are waiting for a failed rank.
 
         Args:
             is_joint: whether ranks may be stuck in their group if one of them fails.
@@ -269,7 +269,7 @@ class SessionClient:
             self._signal(self.busy)  # again, because an interrupt has no effect on a rank that has not begun
 
     def _awaits_boundary(self) -> bool:
-        """Continue the agreement on a last optimizer step; return whether ranks may still reach it by themselves."""
+        """Poll the agreement on a last optimizer step; return whether ranks may still reach it by themselves."""
         boundary = self._boundary
         if boundary is None:
             return False

@@ -110,7 +110,7 @@ class RankMagics(Magics):
     def _show(self, bundles: dict[int, dict[str, Any]]) -> None:
         """Show the value of each rank's last expression; show a value that several ranks share only once.
 
-        Text follows the list of ranks; other displays come below it.
+        Text appears after the list of ranks; other displays appear below the list.
         """
         texts = {rank: repr(sorted(bundle.items())) for rank, bundle in bundles.items()}
         for ranks in formatting.ranks_by_text(texts).values():

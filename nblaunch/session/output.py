@@ -31,7 +31,7 @@ from nblaunch.session.command import CommandReport
 from nblaunch.wire.board import SlotReading
 
 _MAX_KEPT = 10_000
-"""Largest number of events kept between commands; threads of a rank may print at any time."""
+"""Maximum number of events kept between commands; threads of a rank may print at any time."""
 
 BUSY = "the session is running another command; wait for it, or call session.interrupt()"
 
@@ -53,7 +53,7 @@ class SessionOutput:
         self._dashboards: Sequence[Dashboard] = ()
         self._open_rows: Callable[[], Sequence[Dashboard]] | None = None
         self._missed: list[Event] = []
-        """Events of the command before its rows opened; the rows also show them."""
+        """Events from the command before its rows opened; the rows also show them."""
         self._due_s = 0.0
         self._job_end: JobEnded | None = None
         self._shown = threading.Lock()
@@ -80,7 +80,7 @@ class SessionOutput:
             self.wake()
         is_output = isinstance(event, (LogLines, Displayed, Note))
         if isinstance(event, Note) and event.kind == "hang":
-            self._due_s = 0.0  # so that the rows show it at once
+            self._due_s = 0.0  # so that the rows show it immediately
         if is_output or (self._dashboards and not is_of_job):
             self._events.append(event)
 
@@ -96,7 +96,7 @@ class SessionOutput:
         self._wakes.put(None)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all ranks have ended the command or one waits for input to pdb, for at most ``timeout_s``."""
+        """Wait for at most ``timeout_s`` until all ranks have finished the command or one waits for input to pdb."""
         with suppress(Empty):
             self._wakes.get(timeout=timeout_s)
             while True:

@@ -17,7 +17,7 @@ from nblaunch.wire.assignment import restore_sources
 from nblaunch.wire.worker_commands import Execute, SessionCommand, SetVariables
 
 _numbers = itertools.count(1)
-"""Numbers of the commands of all sessions. Tracebacks find the lines of a command by its number."""
+"""The numbers given to the commands of all sessions. A traceback uses a command's number to look up its lines."""
 
 
 class CommandedSession(Protocol):

@@ -1,5 +1,6 @@
-"""The session's server in each worker: it executes commands and reports them with events, as a worker reports its
-function. It is the function that the session's job runs."""
+"""The session's server in each worker: it executes commands and reports on them with events, as a worker reports on its
+function. It is the function that the session's job runs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _EXITED = "the command called sys.exit({!r}). Raise an exception instead, so tha
 def serve() -> None:
     """Execute the commands of a session on this rank until the session is closed or its kernel has ended."""
     worker = context.current()
-    assert worker.connection is not None, "the launch of a session gives its workers a connection"
+    assert worker.connection is not None, "the workers of a session are started with a connection"
     debugger = Debugger(worker.topology.rank, worker.connection)
     debugger.end_command(None)  # idle until the first command
     debugger.start()
@@ -217,7 +218,7 @@ class _Server:
 
 
 def _leave_group() -> None:
-    """Leave the process group; print an error, because the kernel does not wait for a result."""
+    """Leave the process group; if that fails, print the error, because the kernel does not wait for a result."""
     try:
         process_group.break_off()
     except Exception:

@@ -47,8 +47,9 @@ T = TypeVar("T")
 
 _END_S = 10.0
 _FIRST_LINES_S = 0.3
-"""Seconds before output is shown. A shorter command shows its output at the end, with equal lines of all ranks
-merged."""
+"""Seconds before output is shown. A shorter command shows its output at the end, with identical lines of several ranks
+merged.
+"""
 
 
 class Session(RankCommands):
@@ -204,8 +205,8 @@ class Session(RankCommands):
         Args:
             function: as in :func:`nblaunch.notebook_launcher`. cloudpickle sends it to the ranks, together with the
                 notebook's variables that it names. These replace the ranks' variables with the same names.
-            args: its positional arguments. Trained weights of modules in them come back.
-            return_all: return the list of the values of all ranks.
+            args: its positional arguments. The trained weights of modules in them are copied back.
+            return_all: return the list of all ranks' values.
             sync_weights: load the trained weights into the modules in ``args``.
             dashboard: as for :func:`nblaunch.notebook_launcher`.
 
@@ -243,7 +244,7 @@ class Session(RankCommands):
         return self._value[0]
 
     def weights(self) -> dict[ArgPath, dict[str, Any]]:
-        """Return the trained weights of the last :meth:`run` that did not fit the kernel's modules, usually none.
+        """Return the last :meth:`run`'s trained weights that did not fit the kernel's modules (usually none).
 
         They are kept until the next command.
 
@@ -281,8 +282,8 @@ class Session(RankCommands):
         """Evaluate an expression on every rank, in the innermost frame of user code on that rank.
 
         If a rank's last command raised an exception or was interrupted, that rank uses the frame where this happened.
-        An idle rank uses its variables. A rank that runs another thread's command uses its current frame, even in a
-        collective.
+        An idle rank evaluates the expression with its variables. A rank that runs a command of another thread uses the
+        command's current frame, even in a collective.
 
         Args:
             expression: Python expression, such as ``"batch.shape"``.
@@ -434,8 +435,7 @@ class Session(RankCommands):
     def _request(
         self, ranks: Sequence[int], command: SessionCommand, files: Sequence[int] = ()
     ) -> CommandReport:
-        """Send a command to ranks like :meth:`SessionClient.request`; keep the frames of a failure until the next
-        command."""
+        """Send a command as :meth:`SessionClient.request` does; keep a failure's frames until the next command."""
         __tracebackhide__ = True
         failed, self._failed, self._value = self._failed, None, ()
         self._unloaded_weights = {}
@@ -458,7 +458,7 @@ class Session(RankCommands):
         """
         chosen = sorted(set(self._ranks if ranks is None else ranks))
         if not chosen or not set(chosen) <= set(self._ranks):
-            raise ValueError(f"ranks {ranks!r}: this session has the ranks 0 to {self.num_processes - 1}")
+            raise ValueError(f"ranks {ranks!r}: this session has ranks 0 to {self.num_processes - 1}")
         return chosen
 
     def _outcome(self, report: CommandReport) -> JobOutcome:
@@ -471,7 +471,7 @@ class Session(RankCommands):
         return JobOutcome("failed", failure.error, failure.rank, failure.headline, advice=failure.advice)
 
     def _attempt(self, spec: LaunchSpec) -> Attempt:
-        """Return a call of ``spec`` as an attempt of a job on this session's workers."""
+        """Return the call of ``spec`` as an attempt of a job that runs on this session's workers."""
         plan = replace(self._runner.plan, modules=modules_in(spec.args) if spec.sync_weights else {})
         return Attempt(spec, plan, 0, 0, self._runner.topology, self._runner.log)
 
@@ -551,6 +551,6 @@ def execute_and_display(
 
 
 _START_SETTINGS = [field.name for field, use in uses() if use.is_of_start]
-"""Settings that apply from the start of the workers to their end."""
+"""Settings that apply for the lifetime of the workers."""
 
 _ADVICE = "or launch without session="

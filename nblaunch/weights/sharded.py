@@ -157,7 +157,7 @@ def _deepspeed_shard(parameter: Any) -> TensorShard:
 def _is_first_holder(shard: Any, rank: int, machine: range) -> bool:
     """Return whether no lower rank on this machine holds the same shard.
 
-    An earlier holder comes earlier in the shard's mesh, or belongs to another mesh of the same shape, because with
+    A lower rank that holds it comes earlier in the shard's mesh, or belongs to another mesh of the same shape: with
     tensor parallelism, some tensors are sharded separately in each replica. The mesh with the machine's first rank
     counts as the first.
     """

@@ -1,4 +1,4 @@
-"""State dicts: their versions, whether a module can load one, names without wrappers, and quantised entries.
+"""State dicts: their versions, whether a module can load them, names without wrapper prefixes, and quantised entries.
 
 :func:`shape_mismatches` and :func:`special_prefixes` predict what ``load_state_dict`` would reject, because it loads
 all entries that fit before it raises an error. :func:`give_own_memory` prepares a module's tensors so that values can
@@ -37,7 +37,7 @@ def with_versions(entries: Mapping[str, Any], versions: Mapping[str, Any] | None
 
 
 def special_prefixes(module: Any) -> Iterator[str]:
-    """Yield the state dict prefixes of parts of ``module`` that may rename or reshape the entries that they load."""
+    """Yield the state dict prefix of each part of ``module`` that may rename or reshape entries when it loads them."""
     base: Any = sys.modules["torch"].nn.Module
     for name, part in module.named_modules():
         if (
@@ -146,7 +146,7 @@ def _children(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(module: Any) -> Any:
-    """Return the module inside a wrapper; any other module unchanged."""
+    """Return the module inside a wrapper, or any other module itself."""
     torch: Any = sys.modules["torch"]
     if _COMPILED in module._modules and type(module).__name__ == "OptimizedModule":
         return module._modules[_COMPILED]

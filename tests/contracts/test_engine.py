@@ -74,7 +74,7 @@ def _ray(stack: ExitStack, path: str) -> Subject:
         {"engine": "ray"},
         {"RAY_ADDRESS": address},
         {"resources_per_node": {"CPU": 64}},
-        ("2 nodes with 64 CPU each are needed", "could ever provide them", "has 4 CPU, free 4 CPU"),
+        ("2 nodes with 64 CPU each are needed", "could ever provide them", "has 4 CPU (4 CPU free)"),
     )
 
 

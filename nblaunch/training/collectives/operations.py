@@ -221,7 +221,7 @@ def _pickled(value: Any) -> torch.Tensor:
 
 def _unpickled(row: torch.Tensor) -> Any:
     # Arbitrary objects need pickle, as in torch's all_gather_object. The bytes come from a rank, over a connection of
-    # the process group that opened when the rank joined; they are never on the store, where others could replace them.
+    # the process group that opened when the rank joined; they are never in the store, where others could replace them.
     return signing.load(bytes(row.numpy()), context.current().key)
 
 
