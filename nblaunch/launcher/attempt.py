@@ -1,4 +1,4 @@
-"""One attempt of a job: the description and the start of its workers.
+"""One attempt of a job: describes its workers and starts them.
 
     Attempt ── start_attempt ──> RunningAttempt: the workers, and this process's resources for them
 
@@ -79,7 +79,7 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of all ranks of this machine.
+    """One start of all ranks on this machine.
 
     Args:
         spec: what to run.
@@ -89,7 +89,7 @@ class Attempt:
             nodes agree on it, because launchers may join at different times.
         topology: topology of the first of these ranks. With ``master_port`` 0, this process hosts the workers' store.
         log: the job's log folder.
-        saved: copy of the call at the launch, if this attempt may start later; None = use the call itself.
+        saved: copy of the call, made at launch, if this attempt may start later; None = use the call itself.
         peers: the other nodes of the job; None = one machine.
         store: listening socket of the workers' store, if it is already open.
         key: key for signing objects that ranks send to each other; b"" = a new key, on one machine.
@@ -362,7 +362,7 @@ def _connect(rank: int, connections: dict[int, CommandConnection], worker_ends: 
 
 
 def _environment(attempt: Attempt, topology: Topology) -> dict[str, str | None]:
-    """Return the environment variables that a worker sets first, or unsets for None."""
+    """Return the environment variables that a worker sets first; None unsets a variable."""
     backend, peers = attempt.plan.backend, attempt.peers
     return {
         **topology.to_env(attempt.restart_count, attempt.spec.max_restarts),

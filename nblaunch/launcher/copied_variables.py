@@ -1,8 +1,8 @@
 """Variables of a launched function that every worker copies, although users may expect to share them.
 
 iterators           A generator, or an iterator of a data loader, gives every rank the same values, and no rank advances
-                    the kernel's iterator. The user may want that, or may train every rank on the same batches by
-                    mistake. Attributes of objects are included if the class is the user's.
+                    the kernel's iterator. The user may intend this, or may be training every rank on the same
+                    batches by mistake. Attributes of objects are included if the class is the user's.
 compressors         ``zstandard`` keeps a part of a file in memory, like the writers in
                     ``worker/inheritance/unfinished_files.py``. Its classes are written in C, so a worker can't replace
                     their write methods with ones that raise an error.

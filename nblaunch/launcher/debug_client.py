@@ -50,7 +50,7 @@ _RESUMING = {
 
 
 class DebugClient:
-    """The kernel's side of the connections to the ranks of this machine, for the debugger in each. Safe in any thread.
+    """The kernel's side of the connections to the debuggers in the ranks on this machine. Safe in any thread.
 
     Args:
         connections: rank -> connection.
@@ -249,7 +249,7 @@ class DebugClient:
             self.printed[rank] = message.text
 
     def _continue_others(self, stop: tuple[str, int, int] | None) -> None:
-        """Continue all ranks at a breakpoint, and ranks that reach it later.
+        """Continue all ranks that are at a breakpoint, and those that reach it later.
 
         They wait at the next collective that needs the rank in pdb.
         """
@@ -301,7 +301,7 @@ class KeptFailure(ABC):
         return self._debugger, self._debugger.checked_rank(rank, self.failed_rank)
 
     def wait(self) -> None:
-        """Wait until the failure is released."""
+        """Wait until the kept workers are released."""
         self._released.wait()
 
     def release(self) -> None:
@@ -393,7 +393,7 @@ class Comparison:
 
 
 def _differs_by_nature(values: Mapping[int, str]) -> bool:
-    """Return whether all values differ, as rank numbers do. Such values are rarely of interest."""
+    """Return whether all values are distinct, as rank numbers are. Such values are rarely of interest."""
     is_own_rank = all(text == str(rank) for rank, text in values.items())
     return is_own_rank or len(set(values.values())) == len(values) > 2
 
@@ -430,5 +430,5 @@ class RankValues(dict[int, Any]):
         return "\n".join(f"[{formatting.spans(ranks)}] {text}" for text, ranks in grouped.items())
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Show the same text in IPython, which would show a dict."""
+        """Show the same text in IPython, which would otherwise show a dict."""
         printer.text(repr(self))

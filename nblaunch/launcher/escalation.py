@@ -1,8 +1,9 @@
 """Stops a job with one signal after another, or first asks it to stop at an agreed step.
 
 Interrupt, failure of a rank, hang (:class:`Escalation`): SIGINT, time for ``finally`` blocks, SIGTERM, SIGKILL.
-Without an interrupt, SIGINT is delayed so that other ranks can report their own failures, and ranks that are blocked in
-C code, such as a collective, get less than a second. This class only computes times; it sends nothing.
+After a failure or a hang, SIGINT is delayed so that other ranks can report their own failures, and ranks that
+are blocked in C code, for example in a collective, get less than a second. This class only computes times; it
+sends nothing.
 
 SIGTERM to the launcher (:class:`Termination`): a batch system will soon reclaim the machine, so let training end in an
 orderly way:
@@ -41,14 +42,14 @@ TERM_GRACE_S = 1.0
 """Seconds from SIGTERM to SIGKILL. SIGTERM already ends a worker that does not handle it."""
 
 COLLECT_S = 0.3
-"""Time after the first failure in which other ranks can report theirs, before any is signalled."""
+"""How long other ranks can report their own failures after the first one, before any rank is signalled."""
 
 UNRESPONSIVE_GRACE_S = 0.7
 """Grace period after a failure for workers that have not noticed their SIGINT. They are blocked in C code, mostly in a
 collective that will never end, and run no ``finally`` block."""
 
 _STALL_S = 5.0
-"""How long a rank may write nothing to its outbox while some rank has not returned."""
+"""How long a rank may go without writing to its outbox while some rank has not returned."""
 
 Steps = tuple[tuple[float, int], ...]
 """(seconds since the beginning, signal) pairs, in order."""
@@ -56,7 +57,7 @@ Steps = tuple[tuple[float, int], ...]
 
 @dataclass
 class Escalation:
-    """Decides when each rank gets which signal.
+    """Decides which signal each rank gets, and when.
 
     Args:
         began_s: ``time.monotonic()`` when it began.
@@ -82,8 +83,9 @@ class Escalation:
     def after_failure(cls, now_s: float, grace_s: float) -> Escalation:
         """Return the escalation after a rank failed.
 
-        No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. SIGINT follows, with the
-        full grace period for ranks that notice it, and at most ``UNRESPONSIVE_GRACE_S`` for ranks blocked in C code.
+        No signal is sent for ``COLLECT_S``, so that other ranks can report their own failures. SIGINT is sent
+        next. Ranks that notice it get the full grace period; ranks blocked in C code get at most
+        ``UNRESPONSIVE_GRACE_S``.
         """
         return cls(
             now_s,
@@ -102,7 +104,7 @@ class Escalation:
         self.began_s = min(self.began_s, now_s - self.steps[0][0])
 
     def add_interrupt(self, now_s: float) -> None:
-        """Add a user's interrupt while ranks are already being stopped, for example after a failure.
+        """Record a user's interrupt that arrives while ranks are being stopped, for example after a failure.
 
         SIGINT is sent again to all ranks that have not received SIGTERM yet. Later signals are not delayed.
         """
@@ -110,7 +112,7 @@ class Escalation:
         self._taken = {rank: 0 if taken == 1 else taken for rank, taken in self._taken.items()}
 
     def postpone(self, now_s: float, ranks: Iterable[int]) -> None:
-        """Restart the steps of ``ranks`` from now on."""
+        """Begin the steps of ``ranks`` again, counted from now."""
         self._postponed_s.update(dict.fromkeys(ranks, now_s))
 
     def due(
@@ -127,7 +129,7 @@ class Escalation:
         return signals
 
     def next_s(self, alive: Iterable[int], noticed: Callable[[int], bool]) -> float | None:
-        """Return the time of the next step of any rank; None if no step is left."""
+        """Return the time at which the next step of any rank is due; None if no step is left."""
         pending = {rank: steps for rank in alive if (steps := self._pending(rank, noticed))}
         return min((self._began_s(rank) + steps[0][0] for rank, steps in pending.items()), default=None)
 
@@ -145,7 +147,7 @@ def _from_interrupt(first_s: float, grace_s: float) -> Steps:
 
 
 LISTEN_S = 2.0
-"""Time for a first check of ``should_stop``: a few steps of most loops."""
+"""How long ranks may take until their first check of ``should_stop``: a few steps of most loops."""
 
 
 class Termination:
@@ -200,7 +202,7 @@ class Termination:
         for rank, pid in pids.items():
             if rank not in self._handling and proc.catches(pid, signal.SIGTERM):
                 self._handling.add(rank)
-                # Do not signal its group, because processes of data loaders have no handler.
+                # Do not signal its group, because the processes of its data loaders have no handler.
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
@@ -239,7 +241,7 @@ class SendingRanks:
         return sending
 
     def describe_wait(self, sending: Collection[int], grace_s: float) -> str:
-        """Return a note, once after ``grace_s``, that says what the interrupted job waits for; empty otherwise."""
+        """Return a note about what an interrupted job waits for, once, after ``grace_s``; otherwise no text."""
         if self._is_noted or self._since_s is None or time.monotonic() - self._since_s < grace_s:
             return ""
         self._is_noted = True

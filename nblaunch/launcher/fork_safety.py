@@ -1,7 +1,8 @@
 """Decide whether a fork of this process is safe now.
 
-A fork copies the memory of all threads, but only the calling thread runs in the child. In a worker, the work of other
-threads never finishes: a lock that a thread held stays locked, and a pool waits for threads that do not exist.
+A fork copies the memory of all threads, but only the calling thread runs in the child. In a worker, whatever
+other threads were doing never finishes: a lock that a thread held stays locked, and a pool waits for threads
+that do not exist.
 
 The backend knows whether the device survives a fork (``Backend.fork_hazard``, ``backends/first_use.py``).
 """
@@ -34,7 +35,7 @@ _THREADS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class _Library:
-    """A library with its own threads that fails in a fork of a process that has used it.
+    """A library that has its own threads and fails in a fork of a process that has used it.
 
     Args:
         name: name of its module.
@@ -179,12 +180,12 @@ def _contains_tokio(file: str) -> bool:
 
 
 def _libraries_of(call: FunctionCall) -> set[str]:
-    """Return the libraries that the user's code of ``call``, or its arguments, refer to."""
+    """Return the libraries that the user's code in ``call``, or the arguments of the call, refer to."""
     return {name for value in reachable_from(call) for name in _names_of_libraries(value)}
 
 
 def _names_of_libraries(value: Any) -> set[str]:
-    """Return the libraries that a value names: as a module, by its type, or by an import in a function."""
+    """Return the libraries that a value refers to: as a module, by its type, or by names in a function."""
     if issubclass(type(value), ModuleType):
         return {value.__name__.partition(".")[0]}
     if is_user_function(value):

@@ -1,4 +1,4 @@
-"""HangWatch finds ranks without progress, reports where they are, and answers queries for the position of all ranks.
+"""HangWatch finds ranks that make no progress, reports where they are, and answers queries about positions.
 
     progress ──> HangDetector ── needs stacks ──> StackQuery ── poll ──> HangDetector ──> notes, Stalled, hang
     query ──────────────────────────────────────> StackQuery ── poll ──> reply
@@ -122,7 +122,7 @@ class LocalStacks:
 
 
 _Use = Callable[[Mapping[int, Check], Collection[int]], Hung | None]
-"""Handles the requested stacks; the arguments are rank -> check, and the ranks that have finished."""
+"""Handles the requested stacks. Arguments: a mapping rank -> check, and the ranks that have finished."""
 
 
 class HangWatch:
@@ -200,12 +200,12 @@ class HangWatch:
             self._ask(pids, partial(self._report_full_queues, blocked=blocked))
 
     def ask(self, query: Query, pids: Mapping[int, int]) -> None:
-        """Answer a query for the position of all ranks once their stacks have arrived; ``pids`` as in
+        """Answer a query about the positions of all ranks once their stacks have arrived; ``pids`` as in
         :meth:`inspect`."""
         self._ask(pids, partial(self._answer, query=query))
 
     def poll(self, done: Collection[int]) -> Hung | None:
-        """Handle complete stacks; return the last certain hang that they show.
+        """Handle complete stacks; return the last hang that they show with certainty.
 
         Args:
             done: ranks that have finished.
@@ -302,7 +302,7 @@ class HangWatch:
     def _describe(
         self, positions: Positions, done: Collection[int], busy: Sequence[int] = ()
     ) -> tuple[list[str], Explanation | None]:
-        """Return the positions of ranks, their meaning, and the explanation from recorded collectives."""
+        """Return the positions of ranks, what they mean, and the explanation from recorded collectives."""
         steps = {reading.rank: reading.step for reading in self._read_board()}
         explanation = self._explain(positions, done, steps)
         lines = describe_hang(
@@ -337,8 +337,9 @@ class HangWatch:
             return f"no progress for {timeout_s:g} s:"
         have = "has" if len(finding.suspected) == 1 else "have"
         return (
-            f"{formatting.ranks(finding.suspected)} {have} shown no step, collective or bar for {timeout_s:g} s. This "
-            "may be a hang, or work without steps (tqdm or accelerator.progress shows its progress):"
+            f"{formatting.ranks(finding.suspected)} {have} shown no step, collective or progress bar for "
+            f"{timeout_s:g} s. This may be a hang, or work that has no steps (use tqdm or accelerator.progress "
+            "to show its progress):"
         )
 
 

@@ -38,7 +38,7 @@ _AWAIT_POLL_S = 0.05
 """Seconds between checks of ``await job``."""
 
 _LOOK_S = 0.5
-"""Seconds between checks of a thread that waits for a job's end without a limit."""
+"""Seconds between checks in a thread that waits, without a time limit, for a job to end."""
 
 _FOR_USERS = [
     "attempt",
@@ -157,7 +157,7 @@ class Job(Generic[T]):
         self._show_again: Callable[[], bool] | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end and return the value of rank 0, or with ``return_all`` a list of the values of all ranks.
+        """Wait for the job to end; return the value of rank 0, or with ``return_all`` a list of all values.
 
         With several machines, it returns the value of this machine's first rank, or the values of its ranks.
 
@@ -250,7 +250,8 @@ class Job(Generic[T]):
 
         Each rank of this machine has a track, on a common clock, with waits for data, forward and backward passes,
         optimizer steps, collectives, saves, evaluations and longer garbage collections. The last half second of a
-        running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of steps.
+        running job is missing. A very long job keeps only the newest slices. Notebooks also show a picture of
+        two steps of each rank: a typical one and the slowest.
 
         Args:
             path: path of the JSON file; compressed if it ends in ``.gz``. None = ``timeline.json.gz`` in the logs.
@@ -263,8 +264,8 @@ class Job(Generic[T]):
         chosen = Timeline(self.log.path / "timeline.json.gz" if path is None else Path(path).expanduser())
         if not write_timeline(recorded(self.log), chosen, self.spec.function_name, profiles):
             raise RuntimeError(
-                f"{self!r} has no timeline: no rank has read a batch, computed gradients or saved in a worker on this "
-                f"machine{' yet' if self.is_running else ''}"
+                f"{self!r} has no timeline: no worker on this machine has read a batch, computed gradients or "
+                f"saved a file{' yet' if self.is_running else ''}"
             )
         return chosen
 
@@ -297,7 +298,7 @@ class Job(Generic[T]):
         return dict(self._outcome.unloaded_weights)
 
     def load_weights(self, module: Any, position: ArgPath | None = None) -> None:
-        """Load trained weights that :meth:`weights` returns into a module.
+        """Load the trained weights returned by :meth:`weights` into a module.
 
         Args:
             module: a ``torch.nn.Module`` of the same structure.
@@ -309,7 +310,7 @@ class Job(Generic[T]):
         """
         if self.is_running:
             raise RuntimeError(
-                f"{self!r} has no trained weights yet: wait for its end, for example with result()"
+                f"{self!r} has no trained weights yet: wait for it to end, for example with result()"
             )
         weights = self.weights()
         if not weights:
@@ -369,7 +370,7 @@ class Job(Generic[T]):
             RuntimeError: the job is still running.
         """
         if self.is_running:
-            raise RuntimeError(f"{self!r} can't be released: wait for its end, or call cancel()")
+            raise RuntimeError(f"{self!r} can't be released: wait for it to end, or call cancel()")
         if self.kept is not None:
             self.kept.release()
         self.outcome = self._outcome.released()
@@ -385,7 +386,7 @@ class Job(Generic[T]):
     def stacks(self) -> str:
         """Return the current line of every rank in the user's code, with equal lines merged. Takes up to a second.
 
-        If no rank makes progress, one line names the ranks that the others wait for.
+        If no rank makes progress, one line names the ranks that the others are waiting for.
         """
         return self.ask_stacks().result()
 

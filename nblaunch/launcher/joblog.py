@@ -37,7 +37,8 @@ from nblaunch.wire import schema
 
 _job_numbers = itertools.count(1)
 _PRUNE_EVERY = 20
-"""One job out of this many prunes logs before it starts. Others prune once their workers run, unless they end first."""
+"""One in this many jobs prunes logs before it starts. The others prune once their workers are running, unless
+they end first."""
 
 _STAMP_NAME = ".nblaunch_job.json"
 
@@ -111,9 +112,9 @@ class JobLog(LogFolder):
     """The new log folder of a job.
 
     Args:
-        folder: folder of all jobs' folders; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary
-            folder.
-        name: name of the job's folder; None = made from the time and this process.
+        folder: folder that contains the folders of all jobs; None = ``NBLAUNCH_LOG_DIR``, or a per-user
+            folder in the temporary folder.
+        name: name of the job's folder; None = generated from the time and this process.
 
     Raises:
         LaunchError: the folder can't be created, or belongs to another user.
@@ -173,7 +174,7 @@ class JobLog(LogFolder):
         _prune(self._root, max_jobs=self._max_jobs, current=self.path.name)
 
     def make_attempt_folder(self, attempt: int, ranks: Iterable[int]) -> None:
-        """Create the folder of an attempt with the files of its ranks, which then need only disk space.
+        """Create the folder of an attempt and its ranks' files, so that later writes need only disk space.
 
         Raises:
             LaunchError: the file system has no space for them.
@@ -192,7 +193,7 @@ class JobLog(LogFolder):
             raise problem from error
 
     def new_file(self, name: str) -> Path:
-        """Create an empty file of the job, next to the attempts.
+        """Create an empty file for the job, next to the folders of its attempts.
 
         Raises:
             LaunchError: the file system has no space for it.
@@ -222,7 +223,7 @@ def log_root(folder: str | None = None) -> Path:
     """Return the folder that contains jobs' folders; create it if it does not exist.
 
     Args:
-        folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a folder of this user in the temporary folder.
+        folder: the folder; None = ``NBLAUNCH_LOG_DIR``, or a per-user folder in the temporary folder.
 
     Raises:
         LaunchError: the folder can't be created, or belongs to another user.
@@ -254,7 +255,7 @@ def _log_error(what: str, path: Path, error: OSError) -> LaunchError:
 
 
 def _stamp_of(folder: Path) -> tuple[int, Path, ProcessMark] | None:
-    """Return the creation time, the folder and the watching process; None if it is not a job's folder or was moved."""
+    """Return creation time, folder and watching process; None if this is not a job's folder or was moved."""
     path = folder / _STAMP_NAME
     try:
         status = path.lstat()
@@ -286,4 +287,5 @@ def _prune(root: Path, max_jobs: int, current: str) -> None:
 
 
 _VISIBLE = (ProcessState.RUNS, ProcessState.ENDED, ProcessState.RESTARTED)
-"""States of processes that this process can see; processes of other machines and containers are invisible to it."""
+"""States of processes that this process can see; processes on other machines or in other containers are
+invisible to it."""

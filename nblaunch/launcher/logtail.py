@@ -26,7 +26,7 @@ _MAX_BYTES_A_TICK = 4 << 20
 _MAX_STATUS_BYTES = 4096
 _MAX_LINE_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 16
-"""A multiple of every file system's blocks, so that whole blocks are freed."""
+"""A multiple of every file system's block size, so that whole blocks are freed."""
 
 _CHECK_S = 1.0
 """Seconds between checks that the file still has its name."""

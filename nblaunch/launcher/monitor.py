@@ -28,7 +28,9 @@ _MAX_SHARE = 0.01  # fraction of the launcher's time, for readings of proportion
 
 
 class DeviceSampler:
-    """Reads the utilisation of the devices of this machine's workers. Created once the workers have started.
+    """Reads the utilisation of the devices that this machine's workers use.
+
+    It is created once the workers have started.
 
     Args:
         backend: device family of the workers.
@@ -70,8 +72,9 @@ class DeviceSampler:
 
 @dataclass
 class _Sample:
-    """Memory of a rank at the last reading of its proportional memory, which is None if the system does not report
-    it.
+    """Memory of a rank when its proportional memory was last read.
+
+    The proportional memory is None if the system does not report it.
     """
 
     proportional: int | None
@@ -93,10 +96,10 @@ class _Use:
 class MemorySampler:
     """Reads the host memory of workers four times a second, to record its peaks.
 
-    Proportional memory, in which shared pages count in part, is expensive: the system walks all pages of the process,
-    which takes 12 ms per GB. It is therefore read for one rank at a time, and takes at most a hundredth of the
-    launcher's time. Between two readings, it is extrapolated from the growth of the process's own pages, which is cheap
-    to read.
+    Proportional memory, which counts shared pages only in part, is expensive to read: the system walks all
+    pages of the process, which takes 12 ms per GB. It is therefore read for one rank at a time, and takes at
+    most a hundredth of the launcher's time. Between two readings, it is extrapolated from the growth of the
+    process's own pages, which is cheap to read.
 
     Args:
         proportional_bytes: reads the proportional memory of a process; None = the system does not report it.
@@ -124,7 +127,7 @@ class MemorySampler:
         now_s = self._clock()
         if pids and now_s >= self._next_proportional_s:
             self._read_one(pids, now_s)
-        # A missing rank has ended its function; in a session, another command may follow.
+        # A missing rank's function has ended; in a session, another command may follow.
         self._uses = {rank: use for rank, use in self._uses.items() if rank in pids}
         due = set(pids)
         if now_s < self._next_s:
@@ -147,8 +150,8 @@ class MemorySampler:
         self._next_proportional_s = self._clock() + (self._clock() - now_s) / _MAX_SHARE
 
     def _estimate(self, rank: int, pid: int) -> None:
-        # Workers of a job share the same pages. Until a rank is read, the shared part of another rank is used for it,
-        # because a table without some ranks would show an incorrect sum.
+        # Workers of a job share the same pages. Until a rank's proportional memory has been read, the shared
+        # part of another rank is used for it, because a table without some ranks would show an incorrect sum.
         sample = self._samples.get(rank) or next(iter(self._samples.values()), None)
         own_bytes = self._own_bytes(pid)
         if own_bytes is None or sample is None:

@@ -93,7 +93,7 @@ class JobOutcome:
         )
 
     def late_interrupt(self, expression: str) -> KeyboardInterrupt:
-        """Return the KeyboardInterrupt of a job that was interrupted but has succeeded.
+        """Return the KeyboardInterrupt of a job that was interrupted but still succeeded.
 
         Args:
             expression: expression that returns the value.
@@ -220,7 +220,7 @@ class EndedAttempt:
         return unfit, notes + self._load_optimizers()
 
     def _load_weights(self, what: str = "trained weights") -> tuple[StateDicts, list[Note]]:
-        """Load the workers' weights, which notes call ``what``; return the weights that did not fit, and notes."""
+        """Load the workers' weights, called ``what`` in notes; return weights that did not fit, and notes."""
         modules, first_rank = self.attempt.plan.modules, self.attempt.ranks[0]
         if first_rank not in self.results:
             return {}, []
@@ -248,7 +248,7 @@ class EndedAttempt:
         return unfit, notes
 
     def _load_optimizers(self) -> list[Note]:
-        """Load the states of optimizers and their schedulers into the kernel's; return notes."""
+        """Load the states of optimizers and schedulers into the kernel's objects; return notes."""
         result = self.results.get(self.attempt.ranks[0])
         if result is None:
             return []
@@ -276,7 +276,7 @@ class EndedAttempt:
         return notes
 
     def _unsent(self) -> dict[ArgPath, str]:
-        """Return the reason why announced states were not sent by ranks whose function returned, by argument path."""
+        """Return, by argument path, why ranks whose function returned did not send announced states."""
         reasons: dict[ArgPath, str] = {}
         for rank, announced in sorted(self.report.announced.items()):
             sent = self.report.sent_states.get(rank, {})
@@ -290,7 +290,7 @@ class EndedAttempt:
     def _death_while_sending(self, rank: int) -> str:
         status, time_s = self.report.exits[rank]
         evidence = memory_evidence(self.report, RootCause(rank, status=status, time_s=time_s))
-        what = f"rank {rank} {how_ended(status)} while it sent them"
+        what = f"rank {rank} {how_ended(status)} while sending them"
         return ". ".join([what, *(line.rstrip(".") for line in evidence[:1])])
 
     # --- return values -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""LaunchPlan: decides before any worker starts how to launch, or why a launch is impossible.
+"""LaunchPlan: decides, before any worker starts, how to launch or why a launch is impossible.
 
 It inspects the machine without creating a device context, because workers can't be forked from a kernel that has one. A
 backend may try a fork (``backends/first_use.py``). If devices are unavailable, workers that are kept for the debugger
@@ -334,7 +334,7 @@ def _foreign_accelerators(spec: LaunchSpec) -> list[str]:
         if _has_prepared(arg):
             raise ValueError(f"args[{position}] is {_HAS_PREPARED}")
     return [
-        f"{spec.function_name} uses {name} of the notebook, {_HAS_PREPARED}"
+        f"{spec.function_name} uses {name} from the notebook, {_HAS_PREPARED}"
         for name, value in used_by(spec.function)
         if _has_prepared(value)
     ]

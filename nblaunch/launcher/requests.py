@@ -112,7 +112,7 @@ class JobRequests:
         self._is_answering = False
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable after a request, for ``select``; -1 after the end."""
+        """Return a descriptor for ``select`` that is readable after a request; -1 after the end."""
         return self._pipe.reading if self._pipe is not None else -1
 
     @property
@@ -165,12 +165,12 @@ class JobRequests:
         return self._ask(Query("stacks"))
 
     def ask_logs(self) -> Future[str]:
-        """Ask for all output, events and board readings so far to be reported; the future then completes."""
+        """Ask to report all output, events and board readings so far; the future completes after that."""
         return self._ask(Query("logs"))
 
     def _ask(self, query: Query) -> Future[str]:
         self._new_queries.append(query)
-        # Check this after the append: when answering ends, only the queries so far are rejected.
+        # Check this after the append: when answering ends, only the queries appended until then are rejected.
         if not self._is_answering:
             self._reject_queries()
         self._wake()
@@ -231,8 +231,8 @@ def _popped(pop: Callable[[], Query]) -> Iterator[Query]:
 def interrupts_as_requests(request: Callable[[], None]) -> Iterator[None]:
     """While the block runs, let SIGINT call ``request()`` instead of raising an exception at a random line.
 
-    This works only in the main thread; elsewhere nothing changes. The previous handler is always restored. A SIGINT
-    that was blocked before the block counts as a request.
+    This works only in the main thread; elsewhere nothing changes. The previous handler is always restored. A
+    SIGINT that arrived earlier, while signal handlers were held back, counts as a request.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

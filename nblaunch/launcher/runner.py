@@ -55,7 +55,7 @@ _ADVICE = (
 _KEPT = (
     "{} stay where they were. In the next cell, nblaunch.debug() opens pdb at the failure, and "
     "last_job().inspect('name') and last_job().compare() show variables of every rank. The workers end with "
-    "the next launch, last_job().release(), or after 30 minutes"
+    "the next launch, with last_job().release(), or after 30 minutes"
 )
 
 _KEPT_S = 1800.0
@@ -133,7 +133,7 @@ class JobRunner(Job):
     def run_in_background(self) -> None:
         """Start the workers and continue in a thread; return when they are running, or could not be started.
 
-        An interrupt during the start ends the job; this method then returns after its end.
+        An interrupt during the start ends the job; this method then returns once the job has ended.
 
         Raises:
             BaseException: an exception that a signal handler raised; the job has ended.
@@ -198,7 +198,7 @@ class JobRunner(Job):
             self._end(JobOutcome.of_error(error))
 
     def _start_job(self) -> None:
-        """Announce the job, prepare later starts, start the first workers.
+        """Announce the job, prepare later starts, and start the first workers.
 
         Nothing starts here if the function runs in this process; :meth:`_finish` calls it.
         """
@@ -232,7 +232,9 @@ class JobRunner(Job):
         self._end(outcome)
 
     def _run_in_thread(self, starts_here: bool, begun: threading.Event) -> None:
-        """Finish the job in its own thread, which keeps running while workers are kept, because they end with it.
+        """Finish the job in its own thread.
+
+        The thread keeps running while workers are kept, because the workers end when it does.
 
         Args:
             starts_here: start the workers in this thread, because the calling thread may end before them.
@@ -265,7 +267,7 @@ class JobRunner(Job):
         self._close_listeners()
 
     def _release(self) -> None:
-        """Release the call and the preparations for further starts, and end workers that are not supervised yet."""
+        """Release the call and what was prepared for further starts; end workers not yet supervised."""
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None
@@ -289,13 +291,13 @@ class JobRunner(Job):
         return report.cancelled or requests.interrupts > 0 or requests.terminations > 0
 
     def _next_attempt(self) -> None:
-        """Number the next attempt, and decide again how its workers start."""
+        """Move on to the next attempt, and decide again how its workers start."""
         self.attempt += 1
         self.pids = {}
         self.plan = replan_start_method(self.plan, self.spec)
 
     def _record_failure(self, report: AttemptReport) -> str:
-        """Record the failure of this attempt as a line, which later attempts' errors repeat; return the line."""
+        """Record this attempt's failure as a line for the errors of later attempts; return the line."""
         failure = failure_of(report, self.pids, self.log, self.attempt)
         self.past_failures.append(f"attempt {self.attempt}: {failure.sentence}")
         return self.past_failures[-1]
@@ -448,7 +450,7 @@ class _KeptWorkers(KeptFailure):
         self._timer.start()
 
     def _release(self) -> None:
-        """End the workers as after any failure: the failed ones run their exit handlers, the others are stopped."""
+        """End the workers as after any failure: failed ones run their exit handlers, others are stopped."""
         self._timer.cancel()
         # The supervisor holds the function and its arguments, so drop the reference.
         supervisor, self._supervisor = self._supervisor, None

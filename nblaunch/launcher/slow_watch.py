@@ -3,8 +3,8 @@
     spans ──────────────────────────┐
     /proc, every second and a half ─┴──> find_cause ── the same, several times in a row? ──> Note of kind "slow"
 
-Checks take at most a hundredth of a processor. A short-lived cause, such as a compilation in another process, is not
-named. A note without text clears a cause that has ended.
+Checks use at most one percent of a processor. A short-lived cause, such as a compilation in another process,
+is not named. A note without text clears a cause that has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MAX_NOTES = 2  # per cause, which may come and go
 _BUSY_SHARE = 0.25  # fraction of the busiest thread's time; less busy threads are not counted
 _MIN_USE = 0.05  # fraction of a processor; a neighbour that uses less does not count
 _SUSPICIOUS_WAIT = 0.2
-"""Fraction of the time that a rank waits for a processor; above it, its neighbours are read."""
+"""If a rank spends more than this fraction of its time waiting for a processor, its neighbours are read."""
 
 
 class SlowWatch:
@@ -116,7 +116,7 @@ class SlowWatch:
         return times
 
     def _note(self, cause: Cause | None) -> None:
-        """Name a cause that was found several times in a row; clear it once it was absent several times in a row."""
+        """Name a cause after finding it several times in a row; clear it after as many checks without it."""
         if cause is None or self._candidate is None or cause.key != self._candidate.key:
             self._num_seen = 0
         self._candidate = cause

@@ -1,4 +1,4 @@
-"""Records how ranks spend their time in a file of the attempt, for timelines.
+"""Records how ranks spend their time, in a file of the attempt from which timelines are made.
 
     rings of the board ── 10 times a second ──> SpanRecorder ── every half second ──> attempt_0/spans
                                                     └──> SlowWatch (slow_watch.py)
@@ -21,7 +21,7 @@ from nblaunch.launcher.slow_watch import SlowWatch
 from nblaunch.wire.spans import read_blocks, to_blocks
 
 _MAX_BYTES = 32 << 20
-"""Limit of a file; two files are kept. 8 ranks with 10,000 steps of 4 spans each fill a third of a file."""
+"""Maximum size of a file; two are kept. 8 ranks with 10,000 steps of 4 spans each fill a third of one."""
 
 _WRITE_S = 0.5
 _NAMES = ("spans.before", "spans")
@@ -83,7 +83,7 @@ class SpanRecorder:
 
 
 def recorded(log: LogFolder) -> Iterator[tuple[int, bytes]]:
-    """Yield (rank, spans) for all attempts of a job; the spans of a rank are in order of their ends."""
+    """Yield (rank, spans) for all attempts of a job; each rank's spans are sorted by end time."""
     for attempt in log.attempts():
         for name in _NAMES:
             path = str(log.attempt_path(attempt) / name)

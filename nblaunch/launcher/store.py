@@ -1,5 +1,5 @@
-"""The workers' store: the TCPStore through which they form their process group. The agents of several machines have
-another store, the rendezvous store (``nodes/rendezvous.py``).
+"""The workers' store: the TCPStore through which they form their process group. Agents on several machines
+use a different store, the rendezvous store (``nodes/rendezvous.py``).
 
 On one machine the launcher hosts it on ``master_addr``, 127.0.0.1 by default, and starts it on demand:
 
@@ -138,8 +138,8 @@ def family_of(address: str) -> socket.AddressFamily:
 def _listen_error(error: OSError, address: str, port: int | None) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"port {port} on {address} is in use by another process; leave use_port out, so that the system "
-            "chooses a free port"
+            f"port {port} on {address} is in use by another process; leave use_port out to let the system "
+            "choose a free port"
         )
     return (
         f"can't listen on {address}{f':{port}' if port else ''}: {error.strerror}; master_addr must be an "

@@ -6,9 +6,10 @@ r"""Supervisor: the one wait loop, from the start of an attempt's workers until 
     store socket ─┤                └──> signals to workers (escalation)
     ticks (10 Hz)─┘
 
-Events, process ends, requests, debugger prompts and failures of other nodes wake the loop at once (ends are polled if
-the system has no descriptors for them). Logs, the board, memory, device utilisation and hangs are checked periodically.
-When the last process has ended, pipes, logs and outboxes are read to their end before the outcome is decided.
+Events, process exits, requests, debugger prompts and failures of other nodes wake the loop at once (exits are
+polled if the system has no descriptors for them). Logs, the board, memory, device utilisation and hangs are
+checked periodically. When the last process has ended, pipes, logs and outboxes are read to their end before
+the outcome is decided.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _LATE_FAILURES_S = 0.3
 """Seconds from the first failure to the end of its job, if the workers are kept."""
 
 _MAX_NAMED = 5
-"""Largest number of processes to name in a note about processes that workers left running."""
+"""Maximum number of processes to name in a note about processes that workers left running."""
 
 
 class Supervisor:
@@ -218,7 +219,7 @@ class Supervisor:
                 self._on_prompts()
 
     def _ends_with_kept_workers(self) -> bool:
-        """Return whether the attempt ends with running workers, because a rank has raised and a debugger may follow.
+        """Return whether the attempt ends but its workers stay for the debugger, because a rank has failed.
 
         Other ranks get a moment to raise as well, because the first failure is not always the root cause.
         """
@@ -247,7 +248,7 @@ class Supervisor:
         self._watch_ends()
 
     def _watch_ends(self) -> None:
-        """Watch exactly the process descriptors of the group."""
+        """Watch the process descriptors of the group, and no others."""
         wanted = set(self._group.waitables())
         for fd in self._watched_ends - wanted:
             self._selector.unregister(fd)
@@ -367,8 +368,8 @@ class Supervisor:
             self._escalation.add_interrupt(now)
         else:
             spec = self._attempt.spec
-            # An interrupt of a session arrives here while its workers start. None of them notices it, because no user
-            # code runs.
+            # If a session is interrupted while its workers start, the interrupt arrives here. No worker
+            # notices it, because no user code runs.
             grace_s = 0.0 if spec.is_session else spec.interrupt_grace_s
             running = self._alive - self._report.returned.keys()
             start = on_boundary if self._peers is None else self._peers.boundary
@@ -409,7 +410,7 @@ class Supervisor:
             self._escalate_by(Escalation.after_failure(time.monotonic(), grace_s))
 
     def _escalate_by(self, escalation: Escalation) -> None:
-        """Stop all ranks with these steps. Ranks that are kept at a failure for the debugger are released."""
+        """Stop all ranks as ``escalation`` says. Release ranks that wait for the debugger at a failure."""
         self._escalation = escalation
         if self._debugger is not None:
             self._debugger.release()
@@ -466,13 +467,13 @@ class Supervisor:
         """Continue to collect stacks; if they show a hang and the user has set ``on_hang="stop"``, end the workers."""
         hang = self._hangs.poll(self._done()) if self._hangs.is_asking else None
         if hang is not None and self._attempt.spec.on_hang == "stop" and self._escalation is None:
-            # If every function has returned, there is a result, and only states are late.
+            # If every function has returned, there is a result, and only states have not arrived yet.
             if running := sorted(self._alive - self._report.returned.keys()):
                 self._report.hang = hang.reported(running)
             self._begin_escalation()
 
     def _poll_agreement(self) -> None:
-        """Continue the agreement on the step at which all ranks leave their loops."""
+        """Continue to agree on the step at which all ranks leave their loops."""
         if self._agreement is not None and not self._agreement.is_settled:
             self._agreement.poll(self._alive - self._report.returned.keys(), time.monotonic())
             self._report.stopped_early = self._agreement.is_settled

@@ -109,7 +109,7 @@ def _open(path: Path, *, is_compressed: bool) -> TextIO:
 
 
 _Slice = tuple[int, str, int, int, dict[str, Any]]
-"""Rank, name, begin and end in microseconds, and other facts."""
+"""Rank, name, start and end in microseconds, and other details."""
 
 
 def _slices(spans: Iterable[tuple[int, bytes]]) -> Iterator[_Slice]:
@@ -238,10 +238,10 @@ _COLLECTIVE = "#8a8f98"
 _MAX_RANKS = 16
 _WIDTH, _LEFT, _ROW, _BAR = 720, 130, 22, 14
 _NUM_WARM = 1
-"""Number of first steps that are left out, because they create what later steps reuse."""
+"""Number of initial steps that are left out, because they create what later steps reuse."""
 
 _Period = tuple[str, float, float]
-"""Name, begin and end, in microseconds."""
+"""Name, start and end, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def _row(rank: int, step: _Step, top: int, scale: float) -> str:
         f'fill-opacity="0.2"><title>step {step.number}: {_milliseconds(step.length)}</title></rect>'
     ]
     for name, began, ended in step.slices:
-        # Slices inside others, such as collectives in an evaluation, are drawn over them.
+        # Nested slices, such as collectives in an evaluation, are drawn over the slices that contain them.
         left = _LEFT + max(0.0, began - step.began) * scale
         tooltip = f"{name}, {_milliseconds(ended - began)}"
         bars.append(

@@ -5,8 +5,8 @@
                                         writes the values that fit back into the pipes
                                         writes the rest while the kernel reads
 
-The thread holds the queue's lock for readers while it reads, so that no reader gets values out of order. A rank that is
-still running its function may be a reader; while there is a reader, nblaunch does not touch the queues.
+The thread holds the queue's read lock while it reads, so that no reader gets values out of order. A rank that
+is still running its function may be a reader; while there is a reader, nblaunch does not touch the queues.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from nblaunch.worker.inheritance.queues import queues_of_this_process
 
 _POLL_MS = 20
 _SETTLED_S = 0.2
-"""How long the pipes stay empty before nblaunch gives up tensors that no process has read."""
+"""How long the pipes must stay empty before the ranks may end, which loses tensors that no process has
+read."""
 _LOCK_S = 2.0
-"""How long to wait for the lock for writers. A rank that was killed while it wrote holds the lock forever."""
+"""How long to wait for a queue's write lock. A rank that was killed while writing holds the lock forever."""
 _REFILL_S = 10.0
 
 _INT, _LONG = struct.Struct("!i"), struct.Struct("!Q")  # source: Connection._send_bytes of multiprocessing
@@ -39,7 +40,7 @@ _UNKNOWN = (
     "the function has put values into a queue that this process does not have. No process reads them, so the rank "
     "can't end: return the values instead"
 )
-_CUT = "a value that a rank has put into a queue of the kernel is lost: the rank was killed while it wrote the value"
+_CUT = "a value that a rank put into one of the kernel's queues is lost: the rank was killed while writing it"
 
 
 class UnreadQueues:
@@ -57,12 +58,12 @@ class UnreadQueues:
         self._thread: _KeepingThread | None = None
 
     def receive(self, event: Event) -> None:
-        """Handle an event of a rank, which may wait for readers."""
+        """Handle an event of a rank; a ``PutUnread`` says that the rank is waiting for readers."""
         if isinstance(event, PutUnread):
             self._waiting[event.rank] = event
 
     def collect(self, alive: Collection[int]) -> None:
-        """Begin to save the ranks' values if every running rank waits for readers. Never blocks."""
+        """Start saving the ranks' values if every running rank is waiting for readers. Never blocks."""
         if self._thread is not None or not alive or not self._waiting.keys() >= set(alive):
             return
         pipes = {pipe for event in self._waiting.values() for pipe in event.pipes}
@@ -108,7 +109,7 @@ class _KeepingThread(threading.Thread):
         """Write back as many values as fit; the thread writes the rest.
 
         Returns:
-            The number of values that were lost, because their rank was killed.
+            The number of values that were lost because their rank was killed.
         """
         queues = self._queues
         self._ranks_have_ended.set()
@@ -153,7 +154,8 @@ class _Kept:
         self._read_lock, self._write_lock = queue._rlock, queue._wlock
         self._has_tensors = has_tensors
         self._is_locked = False
-        # Duplicate descriptors, because the user may drop the queue. A pipe without a reader ends the writing thread.
+        # Duplicate descriptors, because the user may drop the queue. If a pipe has no reader, the thread that
+        # writes to it ends.
         self.reader, self._writer = os.dup(queue._reader.fileno()), os.dup(queue._writer.fileno())
         descriptors.keep_from_children(self.reader, self._writer)
         self._messages: list[bytes | bytearray] = []
@@ -242,7 +244,7 @@ def _wait_for_input(fds: Sequence[int], timeout_ms: int = _POLL_MS) -> bool:
 
 
 def _taken_over(message: bytearray) -> bytes | bytearray:
-    """Return the message with memory of this process in place of the sending rank's memory."""
+    """Return the message with the sending rank's memory replaced by memory of this process."""
     body = message[_INT.size + (_LONG.size if _INT.unpack_from(message)[0] == -1 else 0) :]
     try:
         data = bytes(ForkingPickler.dumps(ForkingPickler.loads(body)))

@@ -44,7 +44,8 @@ def merge_ranks(sent: Sequence[Mapping[ArgPath, Mapping[str, Any]]]) -> dict[Arg
                     names[name] = value
                     continue
                 shards = names[name].shards if name in names else ()
-                # Each of several machines sends its shards, which may be the same.
+                # If there are several machines, each sends its own shards, and machines may send the same
+                # shards.
                 if (value.offset, value.data.shape) not in {
                     (shard.offset, shard.data.shape) for shard in shards
                 }:
@@ -117,8 +118,8 @@ def notes_of_lost(
     return [
         Note.of_job(
             f"{quantity}trained weights of {listed(modules, paths)} could not be copied back: {reason}. The return "
-            "value and the logs are kept. Save weights inside the function, as with accelerator.save_model(), and pass "
-            "sync_weights=False to send none",
+            "value and the logs are kept. Save the weights inside the function, for example with "
+            "accelerator.save_model(), and pass sync_weights=False so that none are sent",
             "warning",
         )
         for (quantity, reason), paths in paths_by_reason.items()
@@ -128,7 +129,7 @@ def notes_of_lost(
 def notes_of_detached(
     modules: Mapping[ArgPath, Any], full: Mapping[ArgPath, Mapping[str, Any]], lost: Mapping[ArgPath, str]
 ) -> list[Note]:
-    """Return notes about the weights of a detached job, which are kept; see :func:`load_back`."""
+    """Return notes about the weights that are kept for a detached job; see :func:`load_back`."""
     text = f"kept the trained weights of {listed(modules, list(full))}: job.load_weights(model) loads them"
     return [*([Note.of_job(text)] if full else []), *notes_of_lost(modules, full, lost)]
 
@@ -175,7 +176,7 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
 
     Args:
         function: the function that the workers ran.
-        name: name that the user knows.
+        name: name by which the user knows the function.
 
     Returns:
         A sentence; empty if there is no such module.
@@ -186,14 +187,14 @@ def describe_uncollected_modules(function: Callable[..., Any], name: str) -> str
     named = ", ".join(f"{where} ({type(module).__name__})" for where, module in modules.items())
     verb, them = ("was", "it") if len(modules) == 1 else ("were", "them")
     return (
-        f"{name} used {named} of the notebook, which {verb} not in args, so the workers' changes to {them} are "
-        f"lost. To get trained weights, pass {them} as an argument, as in "
+        f"{name} used {named} from the notebook, which {verb} not in args, so the workers' changes to {them} "
+        f"are lost. To get trained weights, pass {them} as an argument, as in "
         f"notebook_launcher({name.rpartition('.')[2]}, (model,))"
     )
 
 
 def _modules(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the trainable modules that ``function`` refers to, each once, by their names there."""
+    """Return the trainable modules that ``function`` refers to, each once, under its name there."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return {}

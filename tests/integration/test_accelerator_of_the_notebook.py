@@ -278,9 +278,9 @@ def train():
 print(notebook_launcher(train, (), 2, return_all=True))
 """
     )
-    assert "train uses theirs of the notebook, an accelerate.Accelerator that prepared" in cell.stdout
+    assert "train uses theirs from the notebook, an accelerate.Accelerator that prepared" in cell.stdout
     cell = shared.run("import functools; notebook_launcher(functools.partial(print, theirs), (), 2)")
-    assert "print uses argument 0 of the partial of the notebook, an accelerate.Accelerator" in cell.stdout
+    assert "print uses argument 0 of the partial from the notebook, an accelerate.Accelerator" in cell.stdout
     for method in ("fork", "spawn"):
         cell = shared.run(
             f"notebook_launcher(print, (1, theirs), 2, start_method={method!r})", raises="ValueError"

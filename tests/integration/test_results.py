@@ -525,7 +525,7 @@ after = parts(teacher, averages["left"])
 
 BROKEN_SENDING = {
     # The system does this when memory runs out; a real test would need a control group.
-    "killed": ("os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL while it sent them"),
+    "killed": ("os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL while sending them"),
     "rejected": ("raise MemoryError('no room')", "rank 0 could not send them (MemoryError: no room)"),
     "full": (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))",
@@ -581,5 +581,5 @@ notebook_launcher(lambda model: "value", (Stuck(2, 2),), 2, hang_timeout_s=0.5, 
 """
     )
     assert cell.result == "'value'"
-    assert "while it sent them" in cell.stdout
+    assert "while sending them" in cell.stdout
     assert any("state_dict" in display.data["text/plain"] for display in cell.displays)

@@ -100,7 +100,9 @@ FOUND: list[tuple[Callable[..., Any], str]] = [
 
 @pytest.mark.parametrize(("function", "named"), FOUND)
 def test_modules_used_without_arguments_are_named(function: Callable[..., Any], named: str) -> None:
-    assert describe_uncollected_modules(function, "train").startswith(f"train used {named} of the notebook, ")
+    assert describe_uncollected_modules(function, "train").startswith(
+        f"train used {named} from the notebook, "
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_functions_without_trainable_modules_get_no_note(function: Callable[...,
 
 def test_unusual_objects_are_harmless() -> None:
     assert describe_uncollected_modules(uses_odd_things, "train").startswith(
-        "train used lazy (LazyLinear) of "
+        "train used lazy (LazyLinear) from "
     )
 
 
@@ -132,7 +134,7 @@ def evaluate():
     return net(torch.ones(1, 2)).item()
 """
     )
-    note = "train used net (Linear) of the notebook, which was not in args"
+    note = "train used net (Linear) from the notebook, which was not in args"
     trained = kernel.run("notebook_launcher(train, num_processes=2)").stdout
     assert note in trained
     assert "notebook_launcher(train, (model,))" in trained

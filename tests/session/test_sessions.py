@@ -561,7 +561,7 @@ nn.init.constant_(second.weight, 1.0)
     assert kernel.run("first.weight.item(), second.weight.item()").value == (7.0, 1.0)
     shown = cell.stdout + cell.stderr + "".join(str(one.data) for one in cell.displays)
     assert "args[1]" in shown, cell.describe()
-    assert "SIGKILL while it sent them" in shown, cell.describe()
+    assert "SIGKILL while sending them" in shown, cell.describe()
     assert "the session has ended" in shown, cell.describe()
     if cell.error is not None:
         assert "session.result()" in cell.error.value
