@@ -86,6 +86,25 @@ class _Store(MutableMapping[str, Any]):
         return len(self._items)
 
 
+class _Rows(_Store):
+    """Iterates over rows and has no truth value, like tensordict's ``TensorDict``."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items["x"])
+
+    def __len__(self) -> int:
+        return len(self._items["x"])
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no truth value")
+
+    def keys(self) -> Any:
+        return self._items.keys()
+
+    def values(self) -> Any:
+        return self._items.values()
+
+
 class _Fixed(Sequence[Any]):
     def __init__(self, items: Any) -> None:
         self.items = tuple(items)
@@ -172,6 +191,7 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]] = {
     "read-only mapping": (lambda x: MappingProxyType({"x": x}), list),
     "ChainMap": (lambda x: ChainMap({"x": x}, {"below": 1}), lambda made: made["below"]),
     "mapping of one's own": (lambda x: _with(_Store("s"), x), lambda made: made.label),
+    "mapping that iterates over rows": (lambda x: _with(_Rows("r"), x), lambda made: (len(made), made.label)),
     "sequence of one's own": (lambda x: _Fixed([x, 1]), lambda made: made[1]),
     "frozen dataclass": (_Frozen, lambda made: made.note),
     "dataclass with slots": (lambda x: _Slotted(x, 2), lambda made: made.count),
@@ -201,6 +221,7 @@ def test_containers_keep_class_and_contents(kind: str) -> None:
         "left as it is"
     )
     assert rest_of(made) == rest_of(given)
+    assert nested.count_rows(given) == 2
     moved = nested.send_to_device(make(half), "meta")
     assert type(moved) is type(given)
     assert all(one.is_meta for one in _tensors(moved))

@@ -60,7 +60,8 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     if kind is tuple:
         return tuple(values)
     if isinstance(data, Mapping):
-        contents = dict(zip(data, values, strict=True))
+        keys = data.keys()  # not ``data``, because some mappings iterate over rows (``tensordict.TensorDict``)
+        contents = dict(zip(keys, values, strict=True))
         return contents if kind is dict else _rebuilt_mapping(data, contents)
     if isinstance(data, Sequence):
         return rebuilt_sequence(data, values)
@@ -144,8 +145,9 @@ def _filled(data: Any, contents: dict[Any, Any]) -> Any:
         for key, value in before.items():
             data[key] = value
         raise _not_rebuilt(data, "copy.copy returns a copy that shares its contents; define __copy__")
-    if type(made) is not type(data) or len(made) != len(data):
-        raise _not_rebuilt(data, f"copy.copy returns a {type(made).__name__} of length {len(made)}")
+    length = len(made.keys() if isinstance(made, Mapping) else made)
+    if type(made) is not type(data) or length != len(contents):
+        raise _not_rebuilt(data, f"copy.copy returns a {type(made).__name__} of length {length}")
     return made
 
 

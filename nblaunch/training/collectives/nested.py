@@ -117,7 +117,7 @@ def send_to_device(
     parts = children(tensor)
     if parts is None:
         return tensor
-    keys = list(tensor) if is_mapping else [None] * len(parts)
+    keys = list(tensor.keys()) if is_mapping else [None] * len(parts)
     moved = [
         part if key in skipped else send_to_device(part, device, non_blocking, skipped)
         for key, part in zip(keys, parts, strict=True)
@@ -134,14 +134,15 @@ def convert_to_fp32(tensor: Any) -> Any:
 def count_rows(batch: Any) -> int:
     """Return the number of samples in a batch: the first dimension of its first tensor; 0 if it has no tensor.
 
-    It is called in every step, so it tries the first leaf first: in most batches, that is the tensor.
+    It is called in every step, so it tries the first leaf first: in most batches, that is the tensor. It does not test
+    whether a container is empty, because some batches have no truth value (``tensordict.TensorDict``).
     """
     first = batch
     while not isinstance(first, torch.Tensor):
-        if isinstance(first, (list, tuple)) and first:
-            first = first[0]
-        elif isinstance(first, Mapping) and first:
-            first = next(iter(first.values()))
+        if isinstance(first, (list, tuple)):
+            first = next(iter(first), None)
+        elif isinstance(first, Mapping):
+            first = next(iter(first.values()), None)
         else:
             return find_batch_size(batch) or 0
     return first.size(0) if first.dim() else 1
@@ -164,7 +165,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(list(data), dim=dim)
     check_independent("concatenate", first)
     if isinstance(first, Mapping):
-        return rebuilt(first, [concatenate([item[key] for item in data], dim) for key in first])
+        keys = list(first.keys())
+        return rebuilt(first, [concatenate([item[key] for item in data], dim) for key in keys])
     columns = [children(item) for item in data]
     if columns[0] is None:
         raise TypeError(f"can join only tensors in lists, tuples and mappings, not a {type(first).__name__}")
