@@ -8,6 +8,8 @@ reports.py         the reports of this process, shared by all libraries in it
 board_reports.py   loops, losses, busy time, device memory
 planned_epochs.py  how many epochs the user's ``for`` loops will run
 plain_loops.py     training loops without nblaunch's Accelerator, observed by hooks on torch
+loss_graphs.py     reads the graph of a loss: its last division, a parameter that shows steps without torch's optimizers
+repeated_training.py  warns if all ranks train the same
 frameworks.py      numbers of epochs from transformers, Lightning and fastai
 
 Only a worker sets hooks on libraries. Importing this package imports nothing.

@@ -33,7 +33,9 @@ from typing import Any
 
 from nblaunch import context, packages
 from nblaunch.events import Note, WorkerState
+from nblaunch.progress.loss_graphs import OwnUpdates, divisor_of
 from nblaunch.progress.planned_epochs import Place, iterations_left, places_around
+from nblaunch.progress.repeated_training import FirstLosses
 from nblaunch.user_code import user_frame_behind
 from nblaunch.wire.spans import SpanKind, start_of
 
@@ -239,6 +241,11 @@ class PlainLoops:
     _next_look_s: float = 0.0
     _thread: int | None = field(default_factory=lambda: threading.main_thread().ident)
 
+    def __post_init__(self) -> None:
+        here: Any = self.home()
+        self._first_losses = FirstLosses(here)
+        self._own_updates = OwnUpdates(here.slot)
+
     @property
     def is_given_up(self) -> bool:
         """Whether an error ended the observation."""
@@ -353,6 +360,8 @@ class PlainLoops:
         busy_time = self.reports.busy_time
         if self._is_in_backward or threading.get_ident() != self._thread:
             return False
+        if self._held and self._own_updates.take():
+            self.show_losses()
         if self._readings:
             self._begin_training()
         if busy_time.is_in_backward:
@@ -369,8 +378,11 @@ class PlainLoops:
     def loss_of(self, tensors: Any) -> tuple[Any, float] | None:
         """Return the loss on which ``backward`` is called, and its divisor; None if it is not a number."""
         loss = getattr(tensors, _LOSS, tensors)
-        is_loss = hasattr(loss, "numel") and loss.numel() == 1 and not self.reports.losses.backend.is_lazy
-        return (loss.detach().clone(), _divisor(loss)) if is_loss else None
+        if not hasattr(loss, "numel") or loss.numel() != 1 or self.reports.losses.backend.is_lazy:
+            return None
+        self._first_losses.add(loss.detach())
+        self._own_updates.remember(loss)
+        return loss.detach().clone(), divisor_of(loss)
 
     def hold(self, loss: tuple[Any, float] | None) -> None:
         """Keep the loss until the optimizer steps."""
@@ -382,6 +394,7 @@ class PlainLoops:
         """Show the losses of this optimizer step."""
         if not self._held:
             return
+        self._own_updates.take()
         held, self._held = self._held, []
         losses = [loss for loss, _ in held]
         if len(held) > 1 and self.sums_losses:
@@ -574,12 +587,3 @@ def _num_elements(batch: Any) -> int:
         batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     )
     return max(map(_num_elements, parts), default=0)
-
-
-def _divisor(loss: Any) -> float:
-    """Return the divisor of a loss's last operation; 1 if that was not a division."""
-    made_by = loss.grad_fn
-    if made_by is None or made_by.name() != "DivBackward0":
-        return 1.0
-    other: Any = getattr(made_by, "_saved_other", None)
-    return float(other) if getattr(other, "ndim", 1) == 0 and other.device.type == "cpu" else 1.0

@@ -164,6 +164,16 @@ WRONG = {
         accelerator.backward(loss_of(model, batch))  # here
         optimizer.step()
         optimizer.zero_grad()""",
+    "repeated_training": """
+    class Library:  # knows nothing of the launch
+        def fit(self, model, optimizer, loader):
+            for _ in range(2):
+                for batch in loader:
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    Library.fit.__code__ = Library.fit.__code__.replace(co_filename=os.path.join(torch.__path__[0], "library.py"))
+    Library().fit(*parts())  # here""",
     "epoch_not_set": """
     accelerator = Accelerator()
     model, optimizer, loader = parts(rows=72)
@@ -370,6 +380,24 @@ def test_possibly_intended_patterns_are_hints(shared: Kernel, hint: str) -> None
 
 
 RIGHT = {
+    "a search in which each rank trains with another learning rate": """
+    model, optimizer, loader = parts(rate=0.1 * (1 + int(os.environ["RANK"])))
+    for batch in loader:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()""",
+    "a loss that all ranks compute from the samples of all ranks": """
+    torch.distributed.init_process_group()
+    model, optimizer, loader = parts()
+    model = nn.parallel.DistributedDataParallel(model)
+    sampler = torch.utils.data.DistributedSampler(loader.dataset)
+    for batch in DataLoader(loader.dataset, 8, sampler=sampler):
+        loss = loss_of(model, batch)
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        (loss - loss.detach() + total).backward()
+        optimizer.step()
+        optimizer.zero_grad()""",
     "a schedule that is computed without training, to plot it": """
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts(rows=384))

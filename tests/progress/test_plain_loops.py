@@ -97,6 +97,7 @@ def without_loader() -> int:
 KNOWN = (plain, in_functions, with_two_loaders, two_optimizers, without_loader)
 
 
+@pytest.mark.alarms("repeated_training")
 @pytest.mark.parametrize("train", KNOWN, ids=lambda train: train.__name__)
 def test_a_plain_loop_has_steps_epochs_and_losses(train: Callable[[], int]) -> None:
     view, counted = run_job(train)
@@ -313,6 +314,44 @@ def test_a_loop_without_backward_is_an_evaluation() -> None:
     assert WorkerState.EVALUATING in states
 
 
+def subtracted(num_batches: int, data: bool = False, micro_steps: int = 1) -> list[float]:
+    """Train without an optimizer, and return the losses."""
+    model, losses = nn.Linear(4, 1), []
+    for _epoch in range(EPOCHS):
+        for number, batch in enumerate(rows(num_batches)):
+            loss = model(*batch).sum()
+            losses.append(loss.item())
+            loss.backward()
+            if (number + 1) % micro_steps:
+                continue
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    target = parameter.data if data else parameter
+                    target -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "data", "micro_steps"), [(5, False, 1), (5, True, 1), (8, False, 4), (300, False, 1)]
+)
+def test_steps_without_an_optimizer_are_counted(num_batches: int, data: bool, micro_steps: int) -> None:
+    """Keras and other libraries have their own optimizers, and lessons subtract gradients by hand."""
+    view, [losses] = run_job(partial(subtracted, num_batches, data, micro_steps), ranks=1)
+    (rank,) = view.ranks
+    assert (rank.step, rank.epoch) == (num_batches, EPOCHS)
+    assert rank.reading.losses.num_steps == EPOCHS * num_batches // micro_steps
+    assert rank.loss == pytest.approx(losses[-1])
+    means = [epoch.loss for _, epoch in sorted(view.epochs.items())]
+    assert means == pytest.approx(_means(losses), rel=1e-4)
+
+
+def _means(losses: list[float]) -> list[float]:
+    size = len(losses) // EPOCHS
+    return [sum(losses[start : start + size]) / size for start in range(0, len(losses), size)]
+
+
 # --- objects of the user's that hooks must not trip over -------------------------------------------------------------
 
 
@@ -436,6 +475,7 @@ def test_every_loss_counts_after_a_backward_failed_in_the_kernel() -> None:
     assert [epoch.loss for _, epoch in sorted(view.epochs.items())] == pytest.approx([3.0, 8.0])
 
 
+@pytest.mark.alarms("repeated_training")
 def test_checks_of_an_accelerator_in_the_kernel_ignore_the_loops_of_workers() -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(4, 1))

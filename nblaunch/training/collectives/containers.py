@@ -60,7 +60,9 @@ def rebuilt(data: Any, values: list[Any]) -> Any:
     if kind is tuple:
         return tuple(values)
     if isinstance(data, Mapping):
-        keys = data.keys()  # not ``data``, because some mappings iterate over rows (``tensordict.TensorDict``)
+        keys = (
+            data.keys()
+        )  # not ``data``, because some mappings iterate over rows (``tensordict.TensorDict``)
         contents = dict(zip(keys, values, strict=True))
         return contents if kind is dict else _rebuilt_mapping(data, contents)
     if isinstance(data, Sequence):

@@ -211,7 +211,9 @@ def _describe(operation: str, data: Any) -> str:
     described = [_describe(operation, part) for part in parts]
     if not isinstance(data, Mapping):
         return f"[{', '.join(described)}]"
-    items = [f"{_ADDRESS.sub('', str(key))}: {text}" for key, text in zip(data.keys(), described, strict=True)]
+    items = [
+        f"{_ADDRESS.sub('', str(key))}: {text}" for key, text in zip(data.keys(), described, strict=True)
+    ]
     return f"{{{', '.join(items)}}}"
 
 

@@ -1,0 +1,79 @@
+"""Reports a launch whose ranks repeat each other's training, because nothing divides the data among them.
+
+A library's own ``fit`` uses the ranks of a launch only if it is asked to. Otherwise each rank trains a complete model
+on all samples, which raises no error and takes as long as in one process. The losses of such ranks are equal to the
+last digit, and no process group connects the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from nblaunch import env
+from nblaunch.context import ProcessContext
+from nblaunch.events import Observation
+from nblaunch.user_code import is_user_file
+
+CHECK = "repeated_training"
+"""Name of this check in ``NBLAUNCH_CHECKS``."""
+
+_NUM_LOSSES = 10
+
+
+class FirstLosses:
+    """The first losses of this rank, which the launcher compares across ranks.
+
+    Args:
+        here: the context of this process.
+    """
+
+    def __init__(self, here: ProcessContext) -> None:
+        is_off = here.topology.world_size == 1 or {"off", f"-{CHECK}"} & env.read("NBLAUNCH_CHECKS")
+        self._losses: list[str] | None = None if is_off else []
+        self._here = here
+
+    def add(self, loss: Any) -> None:
+        """Add the loss of a backward pass, a tensor with one number."""
+        if self._losses is None:
+            return
+        if _has_group():
+            self._losses = None
+            return
+        self._losses.append(float(loss).hex())
+        if len(self._losses) < _NUM_LOSSES:
+            return
+        losses, self._losses = self._losses, None
+        if len(set(losses)) > 1:
+            self._report(losses)
+
+    def _report(self, losses: list[str]) -> None:
+        frame = _users(sys._getframe(1))
+        self._here.emit(
+            Observation(
+                self._here.topology.rank,
+                check=CHECK,
+                problem=f"every rank repeats the same training: the first {len(losses)} losses are equal on all ranks, "
+                "and no process group connects the ranks",
+                advice="Divide the samples among the ranks, with accelerator.prepare(), DistributedDataParallel or an "
+                "option of the library, such as strategy='ddp' of Lightning; or launch with num_processes=1",
+                value=tuple(losses),
+                judged_by="distinct",
+                filename="" if frame is None else frame.f_code.co_filename,
+                lineno=0 if frame is None else frame.f_lineno,
+            )
+        )
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code, such as the line that calls a library's ``fit``."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _has_group() -> bool:
+    """Return whether this process communicates with other ranks through torch."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return c10d is not None and c10d.is_initialized() and c10d.get_world_size() > 1
