@@ -17,13 +17,14 @@
 
 Exceptions of the user's function are raised with their original type; invalid arguments raise ``ValueError`` or
 ``TypeError``. All exceptions can be pickled, so that process pools and test runners can pass them on. :func:`warn`
-shows a warning at the user's line.
+shows a warning at the user's line, and :func:`chain_of` follows causes and contexts.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -140,6 +141,15 @@ class CheckpointError(NblaunchError, RuntimeError):
 
 class DistributedOperationException(NblaunchError, ValueError):
     """Ranks called a collective with tensors of different shapes; the message lists the shapes."""
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, its cause or else its context, and so on, each exception once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

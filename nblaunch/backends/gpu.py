@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nblaunch import env, formatting
 from nblaunch.backends import first_use, process_group
 from nblaunch.backends.base import LOOPBACK, NO_FP8, Backend, Reporters
+from nblaunch.errors import chain_of
 from nblaunch.topology import Topology
 
 if TYPE_CHECKING:
@@ -183,14 +184,10 @@ def explain(error: BaseException) -> tuple[str, ...]:
     """
     if _is_out_of_memory(error):
         return _OUT_OF_MEMORY
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    for cause in chain_of(error):
         for fault in FAULTS:
-            if isinstance(current, RuntimeError) and re.search(fault.pattern, str(current)):
+            if isinstance(cause, RuntimeError) and re.search(fault.pattern, str(cause)):
                 return fault.meaning, f"Try: {fault.advice}."
-        current = current.__cause__ or current.__context__
     return ()
 
 

@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from nblaunch.errors import chain_of
 from nblaunch.launcher.store import store_behind
 from nblaunch.nodes.messages import RendezvousConfig
 from nblaunch.spec import DEFAULT_KEEP_ALIVE_INTERVAL_S, DEFAULT_KEEP_ALIVE_MAX_ATTEMPT
@@ -242,8 +243,5 @@ class StaticRendezvous(StaticTCPRendezvous):
 
 def is_connection_error(error: BaseException | None) -> bool:
     """Return whether the error means that the connection to the store failed."""
-    while error is not None:
-        if isinstance(error, (RendezvousConnectionError, DistNetworkError, DistStoreError, ConnectionError)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    kinds = (RendezvousConnectionError, DistNetworkError, DistStoreError, ConnectionError)
+    return any(isinstance(cause, kinds) for cause in chain_of(error))

@@ -14,6 +14,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
+from nblaunch.errors import chain_of
 from nblaunch.events import ExceptionInfo, Failed, FrameInfo
 from nblaunch.user_code import from_first_user_frame, is_user_file, line_in
 from nblaunch.wire import exceptions
@@ -155,16 +156,12 @@ def _qualified_name(cls: type) -> str:
 
 def _is_consequence(error: BaseException) -> bool:
     """Return whether the error, or a cause of it, looks like the loss of another rank."""
-    chain: dict[int, BaseException] = {}
-    current: BaseException | None = error
-    while current is not None and id(current) not in chain:
-        chain[id(current)] = current
-        current = current.__cause__ or current.__context__
+    chain = list(chain_of(error))
     # Errors of collectives come from C++ without an OSError as their cause. Errors of the user's connections have
     # such a cause.
-    is_own = any(isinstance(cause, OSError) for cause in chain.values())
+    is_own = any(isinstance(cause, OSError) for cause in chain)
     words = _CONSEQUENCE_WORDS if is_own else _CONSEQUENCE_WORDS + _CONNECTION_WORDS
-    return any(_is_collective_error(cause, words) for cause in chain.values())
+    return any(_is_collective_error(cause, words) for cause in chain)
 
 
 def _is_collective_error(error: BaseException, words: tuple[str, ...]) -> bool:
