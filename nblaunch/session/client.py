@@ -349,7 +349,7 @@ def saved_values(values: Mapping[str, Any]) -> Iterator[int]:
                 for name, value in values.items()
                 for part in pickle_errors.unpicklable_parts(value, name)
             ]
-            named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+            named = "; ".join(map(str, parts)) or f"{error}"
             raise PayloadError(f"put() pickles values, and these can't be pickled: {named}") from error
         yield fd
     finally:

@@ -170,7 +170,7 @@ def present_folder() -> str | None:
 def _blame(call: FunctionCall, error: Exception, advice: str) -> str:
     function, args = call
     parts = pickle_errors.unpicklable_variables(function, args)
-    named = "; ".join(f"{name} ({type(why).__name__}: {why})" for name, why in parts) or f"{error}"
+    named = "; ".join(map(str, parts)) or f"{error}"
     return (
         f"{name_of(function)} can't be sent to fresh processes, because this can't be pickled: {named}. "
         f"Create it inside the function, or pass the data that it is made from in args; {advice}."

@@ -103,7 +103,7 @@ class Outbox:
             at = self._writer.append(
                 pickle_errors.without_unpicklable(value), main_by_reference=True, tests=equality_tests
             )
-            return at, tuple(f"{part} ({type(why).__name__}: {why})" for part, why in parts)
+            return at, tuple(map(str, parts))
 
 
 def read(fd: int, value_location: ValueLocation, sent: Mapping[ArgPath, StateSent]) -> RankResult:

@@ -21,7 +21,7 @@ LOCK = threading.Lock()
 
 
 def named(value: Any) -> list[str]:
-    return [name for name, _ in pickle_errors.unpicklable_parts(value, "result")]
+    return [part.name for part in pickle_errors.unpicklable_parts(value, "result")]
 
 
 class Holder:
@@ -38,7 +38,7 @@ def test_the_smallest_parts_are_named() -> None:
 
 def test_objects_of_the_standard_library_are_named_as_a_whole() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        [(name, why)] = pickle_errors.unpicklable_parts({"pool": pool}, "result")
+        [(name, why, _)] = pickle_errors.unpicklable_parts({"pool": pool}, "result")
     assert name == "result['pool']"
     assert "pool objects" in str(why)
     assert named([queue.Queue(), threading.Thread()]) == ["result[0]", "result[1]"]
@@ -47,7 +47,7 @@ def test_objects_of_the_standard_library_are_named_as_a_whole() -> None:
 
 def test_objects_of_libraries_are_named_as_a_whole(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
-        [(name, why)] = pickle_errors.unpicklable_parts({"writer": writer}, "result")
+        [(name, why, _)] = pickle_errors.unpicklable_parts({"writer": writer}, "result")
         assert named([Holder(writer=writer)]) == ["result[0].writer"]
     assert name == "result['writer']"
     assert "SummaryWriter" in str(why)
@@ -80,7 +80,7 @@ def test_variables_of_a_call() -> None:
     def train(model: object, config: object) -> object:
         return guard, LOCK, model, config
 
-    names = {name for name, _ in pickle_errors.unpicklable_variables(train, (1, {"lock": guard}))}
+    names = {part.name for part in pickle_errors.unpicklable_variables(train, (1, {"lock": guard}))}
     assert names >= {"guard", "config['lock']"}
 
 
@@ -121,7 +121,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], str]] = [
 
 @pytest.mark.parametrize(("function", "args", "name"), CALLS)
 def test_variables_of_other_callables(function: Any, args: tuple[Any, ...], name: str) -> None:
-    assert [found for found, _ in pickle_errors.unpicklable_variables(function, args)] == [name]
+    assert [part.name for part in pickle_errors.unpicklable_variables(function, args)] == [name]
 
 
 def test_pruning_keeps_the_rest_and_never_raises() -> None:

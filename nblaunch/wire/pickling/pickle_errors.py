@@ -24,7 +24,7 @@ _MAX_DEPTH = 4
 _MAX_PARTS = 5
 
 
-class _Part(NamedTuple):
+class UnpicklablePart(NamedTuple):
     """A part that can't be pickled.
 
     Args:
@@ -37,6 +37,9 @@ class _Part(NamedTuple):
     error: Exception
     is_of_user: bool
 
+    def __str__(self) -> str:
+        return f"{self.name} ({type(self.error).__name__}: {self.error})"
+
 
 @dataclass(frozen=True)
 class Unpicklable:
@@ -46,17 +49,17 @@ class Unpicklable:
     why: str
 
 
-def unpicklable_parts(value: Any, name: str) -> list[tuple[str, Exception]]:
-    """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``, with errors.
+def unpicklable_parts(value: Any, name: str) -> list[UnpicklablePart]:
+    """Return the smallest parts of ``value`` that can't be pickled, such as ``result['loader'].lock``.
 
     Objects of a library are named as a whole, unless they contain a user's object that can't be pickled.
     """
-    return [(part.name, part.error) for part in islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS)]
+    return list(islice(_search(value, name, _MAX_DEPTH), _MAX_PARTS))
 
 
-def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Exception]]:
+def unpicklable_variables(function: Callable[..., Any], args: tuple[Any, ...]) -> list[UnpicklablePart]:
     """Return the variables of a call that can't be pickled: arguments, closure variables and globals."""
-    parts: list[tuple[str, Exception]] = []
+    parts: list[UnpicklablePart] = []
     for name, value in _variables(function, args):
         parts += unpicklable_parts(value, name)
     return parts[:_MAX_PARTS] or unpicklable_parts(function, getattr(function, "__name__", "function"))
@@ -67,7 +70,7 @@ def without_unpicklable(value: Any) -> Any:
     return _pruned(value, _MAX_DEPTH)
 
 
-def _search(value: Any, name: str, depth: int) -> Iterator[_Part]:
+def _search(value: Any, name: str, depth: int) -> Iterator[UnpicklablePart]:
     error = pickling_error(value)
     if error is None:
         return
@@ -80,7 +83,7 @@ def _search(value: Any, name: str, depth: int) -> Iterator[_Part]:
                     is_explained = True
                     yield inner._replace(is_of_user=inner.is_of_user or is_of_user)
     if not is_explained:
-        yield _Part(name, error if is_of_user else _explained(value, error), is_of_user)
+        yield UnpicklablePart(name, error if is_of_user else _explained(value, error), is_of_user)
 
 
 _KINDS = (
