@@ -69,9 +69,9 @@ class Reporters:
     """The functions through which a device reports to the launcher.
 
     Args:
-        note: receives a sentence for the user.
-        compiling: receives whether this process is probably compiling.
-        fact: receives a name and a few words for the header of the job's table, such as ``("precision", "bf16")``.
+        note: called with a sentence for the user.
+        compiling: called with a flag: whether this process is probably compiling.
+        fact: called with a name and a few words for the header of the job's table: ``("precision", "bf16")``.
     """
 
     note: Callable[[str], None] = _drop
@@ -111,13 +111,13 @@ class Backend(ABC):
     """Whether loaders move a batch to the device while it computes on the previous one."""
 
     needs_static_shapes = False
-    """Whether every new batch shape costs a compilation, so that the last batch of an epoch is filled up."""
+    """Whether every new batch shape triggers a compilation; if so, the last batch of an epoch is filled up."""
 
     reduces_gradients_at_step = False
     """Whether :meth:`reduce_gradients` averages gradients in optimizer steps; if not, a wrapper does so in backward."""
 
     exchanges_on_host = False
-    """Whether ranks exchange the device's tensors, except gradients, through gloo if the group also has gloo."""
+    """Whether ranks exchange tensors on the device, except gradients, through gloo when the group also has gloo."""
 
     num_own_collectives = 0
     """Number of collectives that this process has started on its device outside torch's process groups."""
@@ -146,7 +146,7 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self) -> str:
-        """Return the reason why ``affinity()`` is 0 and what would change that; called only if it is 0."""
+        """Return why ``affinity()`` is 0 and what would change that; called only if it is 0."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -176,15 +176,15 @@ class Backend(ABC):
         return None
 
     def overlooked(self) -> str | None:
-        """Return the reason why this host's devices of this family can't be used and were therefore not chosen."""
+        """Return why this family's devices on this host can't be used and were therefore not chosen."""
         return None
 
     def launch_problem(self) -> str | None:
-        """Return the reason why no worker, however it starts, can use the devices now, and what to do; else None."""
+        """Return why no worker can use the devices now, however it starts, and what to do; None if they can."""
         return None
 
     def count_problem(self, num_processes: int) -> str | None:
-        """Return the reason why this number of workers can't start although there are enough devices; else None."""
+        """Return why this number of workers can't start although there are enough devices; None if it can."""
         return None
 
     def first_use(self) -> tuple[tuple[str, int, str], ...]:
@@ -196,7 +196,7 @@ class Backend(ABC):
         return ()
 
     def open_meter(self) -> DeviceMeter:
-        """Open a reader of the devices' utilisation that needs no device context."""
+        """Open a meter that reads the devices' utilisation without a device context."""
         return DeviceMeter()
 
     def prepare_launcher(self) -> None:
@@ -223,7 +223,8 @@ class Backend(ABC):
         """
         changes: dict[str, str | None] = {**process_group.ALL_JOIN_BEFORE_ANY_GOES_ON}
         if topology.num_nodes == 1:
-            # Gloo listens on the address of the host name; a job on one machine must not be reachable from outside.
+            # Gloo listens on the address that the host name resolves to; a job on one machine must not be reachable
+            # from outside.
             changes["GLOO_SOCKET_IFNAME"] = LOOPBACK
         return changes
 
@@ -321,14 +322,14 @@ class Backend(ABC):
         )
 
     def switch_to_bf16(self) -> bool:
-        """Store fp32 as bf16 from now on, if the device can, so that autocast is not needed; return whether it does."""
+        """Make the device store fp32 as bf16 from now on, so that autocast is not needed; return whether it does."""
         return False
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator if ``torch.manual_seed`` does not. This must not acquire a device."""
 
     def to_device(self, module: torch.nn.Module, device: torch.device) -> None:
-        """Move ``module`` to the device, in place. Its parameters may become other objects."""
+        """Move ``module`` to the device, in place. Its parameters may be replaced by other objects."""
         module.to(device)
 
     def device_memory(self) -> tuple[int, int, int] | None:
@@ -336,7 +337,7 @@ class Backend(ABC):
         return None
 
     def explain_failure(self, error: BaseException) -> tuple[str, ...]:
-        """Explain the device's role in ``error``, which ended the function, and what to try, line by line."""
+        """Return lines that explain the device's role in ``error``, which ended the function, and what to try."""
         return ()
 
     def empty_cache(self) -> None:
@@ -355,7 +356,7 @@ class Backend(ABC):
         """Handle the end of a loader."""
 
     def leave_loop(self) -> None:
-        """Handle the early end of a loop over a loader, for example by ``break``."""
+        """Handle an early exit from a loop over a loader, for example by ``break``."""
 
     def step_boundary(self) -> None:
         """Handle the end of a training step: cut the graph and run it. Called if :attr:`is_lazy`."""

@@ -19,7 +19,7 @@ from nblaunch import formatting
 from nblaunch.backends.base import Reporters, tensors
 
 WARM_UP_STEPS = 2
-"""Number of steps that compile for a new shape, because values created in the first step are inputs of the second."""
+"""Number of steps that compile for a new shape: the second does too, as the first created some of its inputs."""
 
 _READING_STEPS = 3  # in a row, because an occasional read is not worth a report
 _CHANGING_STEPS = 10  # more than the number of graphs that a correct loop needs
@@ -159,7 +159,7 @@ class CompileWatch:
                 )
 
     def _report(self, phase: str) -> None:
-        """Report what the first steps of a phase compiled, once."""
+        """Report once what was compiled during the first steps of a phase."""
         steps = self._phases[phase]
         if steps.num_graphs and not steps.is_reported:
             steps.is_reported = True

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, joined by NCCL. ``host/gpus.py`` reads the machine and the GPUs that workers may use."""
+"""NVIDIA GPUs, connected by NCCL. ``host/gpus.py`` finds the GPUs that workers may use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CudaBackend(GpuBackend):
         if not notes and num_processes > 1 and self._instances():
             notes.append(
                 "each worker has its own MIG instance; the workers communicate over gloo through host memory, "
-                "because NCCL does not join instances"
+                "because NCCL does not connect instances"
             )
         model = gpus.lacks_p2p()
         if model is not None and num_processes > 1 and env.read("NCCL_P2P_DISABLE") is None:

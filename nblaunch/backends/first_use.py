@@ -20,8 +20,8 @@ CUDA does (driver 580), and torch, DeepSpeed and torchao ask NVML when they coun
 driver whether CUDA is initialised.
 
 On a machine with accelerators, the first ``backward`` of a process starts one engine thread per device. A fork copies
-the engine's tables but not its threads, and torch then rejects every ``backward`` in the child. No flag of torch
-reports that, and it can't be undone, so nblaunch tries a backward pass in a throw-away child. Source:
+the engine's tables but not its threads, and torch then rejects every ``backward`` in the child. No torch flag reports
+that, and it can't be undone, so nblaunch tries a backward pass in a throwaway child process. Source:
 torch/csrc/autograd/engine.cpp (``in_bad_autograd_fork``, ``forked_autograd_child``).
 """
 
@@ -198,8 +198,9 @@ def _try_torch(runtime: GpuRuntime) -> None:
 
     if getattr(torch, runtime.module)._is_in_bad_fork():
         raise RuntimeError(_POISONED)
-    # Without an earlier backward, this child's backward would start the driver with all GPUs, which takes a second or
-    # more on large machines at each launch. After an earlier backward, the child's backward fails even without any GPU.
+    # If no backward pass ran before the fork, this child's would initialise the driver with all GPUs, which takes a
+    # second or more at each launch on large machines, so the GPUs are hidden. If one did run, this child's fails even
+    # without any GPU.
     env.apply(runtime.hiding)
     small_backward()
 
@@ -220,13 +221,13 @@ _default_of_torch_xla = ""
 
 
 def _keep_default(was_set: bool) -> None:
-    """Record the value of PJRT_DEVICE that the import of torch_xla has set, if the variable was not set before."""
+    """Record the value that importing torch_xla gave PJRT_DEVICE, if the variable was not set before."""
     global _default_of_torch_xla
     _default_of_torch_xla = "" if was_set else env.read("PJRT_DEVICE") or ""
 
 
 def _was_set_at_start(name: str) -> bool:
-    """Return whether this process was started with a variable."""
+    """Return whether an environment variable was set when this process started."""
     try:
         return f"{name}=".encode() in Path("/proc/self/environ").read_bytes()
     except OSError:
@@ -289,7 +290,7 @@ def _xla_backward() -> None:
 # --- TorchTPU -------------------------------------------------------------------------------------------------------
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""The variable that makes the import of torch load the packages of further devices."""
+"""The environment variable that makes ``import torch`` load the packages for additional devices."""
 
 
 def keep_torch_tpu_away() -> None:
@@ -312,7 +313,7 @@ def keep_torch_tpu_away() -> None:
 def fork_failure(attempt: Callable[[], None], timeout_s: float = _TIMEOUT_S) -> str | None:
     """Return what fails in a forked child that runs ``attempt``, a small ``backward``; None if nothing fails.
 
-    After ``timeout_s`` seconds the child counts as hanging.
+    A child that takes longer than ``timeout_s`` seconds counts as hung.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings(), attached_debugger.kept_out():

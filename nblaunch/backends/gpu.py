@@ -174,7 +174,7 @@ _LATER = (
 
 
 def explain(error: BaseException) -> tuple[str, ...]:
-    """Explain an error of a GPU or of NCCL and what to try, one line each; return nothing for any other error.
+    """Explain a GPU or NCCL error and what to try, in one line each; return nothing for any other error.
 
     Only the message is examined, because after most of these errors, CUDA answers every call with the same error.
     Errors that only report the loss of another rank are not explained here; that rank's own error explains them.
@@ -202,18 +202,18 @@ class Fault(NamedTuple):
 FAULTS = (
     Fault(
         r"device-side assert triggered",
-        "An operation on the GPU got an index out of range: usually a class label that is not less than the "
-        "number of the model's outputs, or a token that has no row in the embedding. This rank's log shows the "
-        "failed check, as `Assertion ... failed`.",
+        "An operation on the GPU got an index that is out of range: usually a class label that is too large for the "
+        "model's number of outputs, or a token that has no row in the embedding. This rank's log shows the failed "
+        "check as `Assertion ... failed`.",
         "the same function on the CPU, notebook_launcher(..., backend='cpu'), which raises the error at the failing "
         f"line. {_LATER}",
     ),
     Fault(
         r"illegal memory access|misaligned address|unspecified launch failure|illegal instruction was encountered",
-        "An operation on the GPU accessed memory outside its tensors. The operation itself has a bug; usually it is "
-        "compiled or hand-written.",
-        "without torch.compile, and without libraries that bring their own operations, such as for attention or "
-        f"quantisation. {_LATER}",
+        "An operation on the GPU accessed memory outside its tensors. The bug is in the operation itself, which is "
+        "usually compiled or hand-written.",
+        "without torch.compile, and without libraries that bring their own operations, for example for attention "
+        f"or quantisation. {_LATER}",
     ),
     Fault(
         r"no kernel image is available",
@@ -252,7 +252,7 @@ FAULTS = (
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a GPU's memory ran out: torch's own error, or a library's error with such a message."""
+    """Return whether a GPU ran out of memory, as torch's own error or a library's error with such a message reports."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False

@@ -61,7 +61,7 @@ class MpsBackend(Backend):
         return "this process has tensors on the GPU, and Metal can't be used in a forked copy of it"
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
-        # Run operations that Metal lacks on the CPU, as Accelerate does.
+        # Fall back to the CPU for operations that Metal lacks, as Accelerate does.
         return {**super().worker_env(topology), "PYTORCH_ENABLE_MPS_FALLBACK": "1"}
 
     def device(self, topology: Topology) -> torch.device:

@@ -1,9 +1,9 @@
 """torch.distributed's default process group: joining, leaving and forgetting it, and averaging gradients on the host.
 
 Averaging on the host is for devices whose runtime has no collectives across processes. ``training/joining.py`` makes a
-process join when it creates its first Accelerator or PartialState (``training/shared_state.py``), or calls its first
-collective (``training/collectives/operations.py``). For the ranks of a session, ``session/client.py`` decides for each
-command whether it needs a group, and ``session/server.py`` joins it.
+process join the group when it creates its first Accelerator or PartialState (``training/shared_state.py``) or calls
+its first collective (``training/collectives/operations.py``). For the ranks of a session, ``session/client.py``
+decides for each command whether it needs a group, and ``session/server.py`` joins it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def extend_collective_timeout() -> None:
 def _raise_time_limits() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if _is_timeout_extended and c10d is not None:
-        # The default limit of new groups; torch has no public way to set it.
+        # The default time limit for new groups; torch has no public way to set it.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = _DEBUGGED_TIMEOUT
 
 
@@ -125,7 +125,7 @@ def _replace_barrier(c10d: Any) -> None:
 
 
 def name_next_group(name: str) -> None:
-    """Prefix the keys of this process's next group in the shared store with ``name``, the same name on all ranks."""
+    """Prefix the keys of this process's next group in the shared store with ``name``, which all ranks must share."""
     global _name
     _name = name
 

@@ -9,8 +9,8 @@ Operations run when they are called (there is no ``mark_step``), DDP averages gr
 nothing. nblaunch uses torch's device-independent functions, because nearly every function of ``torch.tpu`` rejects
 callers outside torch.
 
-With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips ran all steps up to libtpu's search
-for its chip. The steps after that have not run yet.
+With torch_tpu 0.2.0 and libtpu 0.0.52, eight workers on a machine without chips completed every step up to libtpu's
+search for its chip. The steps after that have not run yet.
 
 Sources of the variables and meshes: ``torch_tpu/_internal/distributed/distributed.py`` (``set_tpu_launch_env``, which
 never replaces a variable) and ``torch_tpu/_internal/utils/hardware.py``; ``tests/torch_tpu`` compares them.
@@ -85,7 +85,7 @@ class TorchTpuBackend(Backend):
         kinds = tpu.chips()
         if kinds:
             return (
-                f"torch_tpu drives chips of the kinds {', '.join(MESHES)} that are passed through by VFIO (/dev/vfio); "
+                f"torch_tpu supports only {', '.join(MESHES)} chips that are passed through by VFIO (/dev/vfio); "
                 f"this host has {', '.join(kinds)}, and VFIO passes {_counted(sum(tpu.vfio_chips().values()))} through"
             )
         return "the PCI bus has no TPU chip; check that this is a TPU host, and that the container can see /sys/bus/pci"
@@ -115,7 +115,7 @@ class TorchTpuBackend(Backend):
         if num_processes in meshes:
             return None
         valid = ", ".join(str(count) for count in meshes if count <= self.device_count())
-        return f"no mesh has this number of {', '.join(tpu.vfio_chips())} chips: valid values are {valid or 'none'}"
+        return f"no mesh of {', '.join(tpu.vfio_chips())} chips has this size: valid values are {valid or 'none'}"
 
     def _meshes(self) -> Mapping[int, str]:
         kinds = [kind for kind in tpu.vfio_chips() if kind in MESHES]
@@ -149,8 +149,8 @@ class TorchTpuBackend(Backend):
         package()
         if is_initialised():
             raise RuntimeError(
-                "loading the function took the TPU chips in the process that starts the workers, because a module "
-                "uses the device when it is imported. Use the device only inside the function"
+                "the process that starts the workers took the TPU chips while it loaded the function, because a "
+                "module uses the device when it is imported. Use the device only inside the function"
             )
 
     def worker_env(self, topology: Topology) -> dict[str, str | None]:
@@ -174,7 +174,7 @@ class TorchTpuBackend(Backend):
     def prepare_worker(self, topology: Topology) -> None:
         package()
         # The import registers this exit handler, which runs a barrier and would wait forever for a rank that has died.
-        # The end of the process releases the chip anyway.
+        # The chip is released anyway when the process ends.
         module = importlib.import_module("torch_tpu._internal.device._device_module")
         atexit.unregister(module.TpuDeviceModule._shutdown_runtime)
 

@@ -289,8 +289,8 @@ class XlaBackend(Backend):
         else:
             self.reporters.fact("precision", "bf16: autocast")
             self.reporters.note(
-                f"bf16: autocast, with weights in float32 ({variable} has no effect, either in this "
-                "torch_xla, or because a tensor was already on the device)"
+                f"bf16: autocast, with weights in float32 ({variable} has no effect, either because "
+                "this torch_xla ignores it, or because a tensor was already on the device)"
             )
 
     # --- worker's half: models and steps -------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def version_mismatch() -> str | None:
 
 
 def unknown_chips() -> str | None:
-    """Return what to do if torch_xla is too old for this host's chips, which would end the workers."""
+    """Return what to do if torch_xla is too old for this host's chips, in which case the workers would end."""
     xla = packages.version("torch_xla")
     if xla is not None and "v7x" in tpu.chips() and packages.release(xla) < _FIRST_WITH_V7X:
         return f"torch_xla {xla} does not support v7x chips: install torch and torch_xla 2.9, {INSTALL}"
@@ -118,7 +118,7 @@ def tpu_slice() -> tpu.TpuSlice:
 
 
 def host_env() -> dict[str, str | None]:
-    """Return variables that torch_xla needs on a TPU host, even for its import; empty without chips."""
+    """Return the variables that torch_xla needs on a TPU host, even to be imported; empty if there are no chips."""
     if not num_chips():
         return {}
     named = {"TPU_ACCELERATOR_TYPE": tpu_slice().accelerator_type} if env.read("TPU_ACCELERATOR_TYPE") else {}
@@ -144,7 +144,7 @@ def counters() -> Counters:
 
 
 def memory() -> tuple[int, int, int] | None:
-    """Return bytes of the default device: used, peak, total; None if the runtime does not report them.
+    """Return the memory of the default device in bytes: used, peak, total; None if the runtime does not report it.
 
     Source: ``torch_xla.core.xla_model.get_memory_info``; older runtimes do not report the peak.
     """
@@ -239,7 +239,7 @@ _ENTRIES = (
 def join_at_first_use(topology: Topology) -> None:
     """Make this worker join the others as torch_xla's launcher does, when torch_xla first needs a device or the world.
 
-    It can't join earlier: the runtime then waits for all workers, and some functions never use it.
+    It can't join earlier: the runtime would then wait for all workers, and some functions never use the runtime.
     """
     extension = package()._XLAC
     originals = {name: getattr(extension, name) for name in _ENTRIES}

@@ -1,4 +1,4 @@
-"""Intel GPUs: torch's device ``xpu``, joined by XCCL.
+"""Intel GPUs: torch's device ``xpu``, connected by XCCL.
 
 ``host/gpus.py`` reads the machine from files below /sys. This code has not run on a GPU yet. Workers start from a clean
 process, because a fork of a kernel with SYCL's libraries has not been tested.

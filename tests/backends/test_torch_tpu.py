@@ -84,7 +84,7 @@ def test_chips_without_a_vfio_group_are_not_counted(monkeypatch: pytest.MonkeyPa
     assert "this host has v5e, and VFIO passes 0 TPU chips through" in BACKEND.unavailable_reason()
     whole(monkeypatch, 4, "v2 or v3")
     assert BACKEND.affinity() == 0
-    assert "drives chips of the kinds v4, v5p" in BACKEND.unavailable_reason()
+    assert "supports only v4, v5p" in BACKEND.unavailable_reason()
 
 
 @pytest.mark.parametrize(
