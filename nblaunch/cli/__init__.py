@@ -46,7 +46,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line that refers to the help."""
+    """A parser that reports an error in one line, which refers to the help."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -86,7 +86,7 @@ COMMANDS = {
     "estimate-memory": ("estimate:set_up", "estimate the memory that a model needs, by strategy"),
     "merge-weights": ("merge:set_up", "merge the shards of a model's checkpoint"),
     "run-notebook": ("run_notebook:set_up", "execute a notebook and show its progress"),
-    "completion": ("completion:set_up", "print a script that completes commands in a shell"),
+    "completion": ("completion:set_up", "print a shell completion script"),
 }
 """Command -> the function that sets up its parser, and its line in the help, which lists commands in this order."""
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     finally:
-        # A command may ignore interrupts because its program is about to end, but the program that called main(argv)
+        # A command ignores interrupts when its program is about to end, but a program that called main(argv)
         # continues.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, before)

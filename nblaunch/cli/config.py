@@ -91,27 +91,27 @@ def write_basic_config(
     """
     path = files.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path}: already exists and is not overwritten")
+        print(f"{path}: already exists and will not be overwritten")
         return False
     _write_detected(path, mixed_precision, "mixed_precision")
     return path
 
 
 def _update(path: Path) -> int:
-    """Rewrite a file with the same settings; replace names of older versions and of Accelerate."""
+    """Rewrite a file with the same settings; replace names from older versions and from Accelerate."""
     return _write(path, files.read(path).values)
 
 
 def _write_default(path: Path, mixed_precision: str | None) -> int:
     if path.exists():
         raise UsageError(
-            f"{path}: already exists and is not overwritten; remove it, or choose another --config_file"
+            f"{path}: already exists and will not be overwritten; remove it, or choose another --config_file"
         )
     return _write_detected(path, mixed_precision, "--mixed_precision")
 
 
 def _write_detected(path: Path, mixed_precision: str | None, label: str) -> int:
-    """Write the defaults for this machine, and the precision unless it is None; messages call the latter ``label``."""
+    """Write the defaults for this machine, and the precision unless it is None; ``label`` is its name in messages."""
     values = dict(detected(Machine.here()))
     if mixed_precision is not None:
         values["mixed_precision"] = convert("mixed_precision", mixed_precision, label)
@@ -292,7 +292,7 @@ def _ask(question: Question, asker: Asker, machine: Machine, answers: Answers) -
 
 
 def _in_range(setting: str, value: Any, answers: Answers) -> Any:
-    """Return ``value`` if it is valid with the earlier answers; raise ValueError otherwise."""
+    """Return ``value`` if it is valid given the earlier answers; raise ValueError otherwise."""
     num_machines = _num_machines(answers)
     if setting == "num_machines" and _num_machines({setting: value}) < 2:
         raise ValueError("must be at least 2")
@@ -337,7 +337,7 @@ def _has_own_memory(answers: Answers) -> bool:
 
 
 def _from_stage(stage: int) -> Callable[[Answers], bool]:
-    """Return a test of the answers: the ZeRO stage is at least ``stage``, and the devices have their own memory."""
+    """Return a function that tests whether the ZeRO stage is at least ``stage`` and devices have their own memory."""
     return lambda answers: (
         _has_own_deepspeed(answers) and _has_own_memory(answers) and answers["zero_stage"] >= stage
     )
@@ -384,7 +384,7 @@ def _total(answers: Answers, machine: Machine) -> int:
 
 
 def _rendezvous_backends(answers: Answers, machine: Machine) -> Choices:
-    """Return the choices of rendezvous; a range of machines needs c10d."""
+    """Return the rendezvous backends to choose from; a range of machines needs c10d."""
     fixed = [("static", "static (a fixed set of machines, at machine 0)")]
     return [*(fixed if ":" not in str(answers["num_machines"]) else []),
             ("c10d", "c10d (machines can join later or return)")]  # fmt: skip
@@ -399,7 +399,7 @@ QUESTIONS = (
     Question("machine_rank", "What is the rank of this machine? (from 0)", _has_several, 0),
     Question("rdzv_backend", "How do the machines find each other?", _has_several, "static",
              _rendezvous_backends),
-    Question("main_process_ip", "At which address do the other machines reach machine 0?",
+    Question("main_process_ip", "Which address do the other machines use to reach machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", None),
     Question("main_process_port", "Port of the rendezvous on machine 0?",
              lambda a: _has_several(a) and a["rdzv_backend"] == "static", DEFAULT_PORTS["static"]),

@@ -189,7 +189,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--library_name", "--library-name", choices=("transformers", "timm"), default="transformers",
-        help="library of the model; default: transformers",
+        help="library that defines the model; default: transformers",
     )  # fmt: skip
     parser.add_argument(
         "--trust_remote_code", "--trust-remote-code", action="store_true",
@@ -210,7 +210,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mixed_precision", "--mixed-precision", nargs="+", choices=needs.PRECISIONS, default=["no", "bf16"],
-        help="mixed precisions of training; default: no and bf16",
+        help="mixed precisions to train with; default: no and bf16",
     )  # fmt: skip
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(needs.DTYPE_BYTES), default=["float32", "bfloat16", "int8", "int4"],

@@ -18,7 +18,7 @@ from nblaunch.errors import LaunchError
 from nblaunch.launcher.requests import interrupts_as_requests
 
 _LOOK_S = 0.1
-"""Seconds between checks for an interrupt, because a signal in another thread does not wake this thread."""
+"""Seconds between checks for an interrupt; a signal in another thread would not wake this thread."""
 
 
 def set_up_jobs(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,7 @@ _LETTERS = {"quiet": ["-q"], "tee": ["-t"]}
 
 
 class Formatter(argparse.HelpFormatter):
-    """Shows options with underscores only; the parser also accepts hyphens."""
+    """Shows options only in the form with underscores; the parser also accepts hyphens."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=120)
@@ -251,7 +251,7 @@ def _check_script(script: str | None, is_module: bool) -> None:
     if not path.exists():
         raise UsageError(f"{script}: no such file; the working folder is {os.getcwd()}")
     if not path.is_file():
-        raise UsageError(f"{script}: is not a file; launch a package by its name, with -m")
+        raise UsageError(f"{script}: is not a file; to launch a package, pass its name with -m")
     if not os.access(path, os.R_OK):
         raise UsageError(f"{script}: can't be read: permission denied")
 

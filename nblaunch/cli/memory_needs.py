@@ -43,7 +43,7 @@ _MAX_LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model in numbers of elements.
+    """Size of a model, counted in elements.
 
     Args:
         parameters: number of parameters; shared ones count once.
@@ -159,12 +159,12 @@ SHARDED = ("fsdp2", "zero3")
 
 
 def training_need(strategy: str, model: ModelSize, settings: JobSettings) -> Need:
-    """Return the memory of training on each device."""
+    """Return how much memory training needs on each device."""
     return TRAINING[strategy](model, settings)
 
 
 def inference_need(strategy: str, model: ModelSize, settings: JobSettings, dtype: str) -> Need:
-    """Return the memory of weights for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
+    """Return how much memory the weights need for inference in ``dtype``, a key of :data:`DTYPE_BYTES`."""
     width = DTYPE_BYTES[dtype]
     weights = int(width * (model.parameters + model.buffers))
     if strategy in SHARDED and settings.num_devices > 1:
@@ -179,5 +179,5 @@ def _foreach(model: ModelSize, settings: JobSettings) -> int:
 
 
 def _share(num_bytes: int, count: int) -> int:
-    """Return the bytes of one of ``count`` shards, rounded up for padding."""
+    """Return the size in bytes of one of ``count`` shards, rounded up for padding."""
     return -(-num_bytes // count)

@@ -13,8 +13,8 @@ from nblaunch.errors import CheckpointError
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Set up the command."""
     parser.description = (
-        "Merge the shards that FSDP2 wrote into a checkpoint into model.safetensors. The whole model must fit into "
-        "the memory of this machine; no device is needed."
+        "Merge the shards of an FSDP2 checkpoint into model.safetensors. The whole model must fit into the memory of "
+        "this machine; no device is needed."
     )
     parser.set_defaults(run=run)
     parser.add_argument(

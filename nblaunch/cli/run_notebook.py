@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _execute(notebook: Any, folder: Path, arguments: argparse.Namespace) -> tuple[int, str]:
-    """Execute the notebook; return exit code and outcome, and print the error of a failed cell to stderr."""
+    """Execute the notebook; return the exit code and the outcome, and print the error of a failed cell to stderr."""
     # Imported here, because it needs nbclient.
     client: Any = importlib.import_module("nblaunch.cli.notebook_client")
     exceptions: Any = importlib.import_module("nbclient.exceptions")

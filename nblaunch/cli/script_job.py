@@ -58,7 +58,7 @@ def print_plan(resolved: Resolved, script: str | None) -> int:
     try:
         plan = _plan_of(spec)
     except UsageError as problem:
-        print(f"on this machine: not possible: {problem}")
+        print(f"not possible on this machine: {problem}")
     else:
         machines = f" of {resolved['num_machines']} machines" if resolved["num_machines"] != 1 else ""
         print(

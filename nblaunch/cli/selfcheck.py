@@ -1,6 +1,6 @@
 """``nblaunch test``: runs small jobs to check that training works on this machine's devices.
 
-This module selects the checks and prints their results; ``selfcheck_jobs.py`` has the checks.
+This module selects the checks and prints their results; ``selfcheck_jobs.py`` contains the checks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _passes(name: str, check: Check, setup: Setup) -> bool:
     try:
         text, evidence = check(setup), ""
     except Exception as error:
-        # The exception is the evidence of this check; the other checks still run.
+        # The exception serves as this check's evidence; the other checks still run.
         text = f"{type(error).__name__}" if type(error).__name__ != "CheckFailed" else "wrong result:"
         evidence = str(error) if text.endswith(":") else traceback.format_exc()
     took_s = time.monotonic() - began_s

@@ -1,8 +1,8 @@
 """The checks of ``nblaunch test``: each launches a job on this machine's devices and checks the results.
 
-A check returns a sentence about its success, or raises :class:`CheckFailed` with the evidence. Each check has its own
-job, so that a check that hangs or breaks a device does not affect the others. The workers' functions are written as a
-user would write them; most return a list of wrong results on their rank, as sentences.
+A check returns a sentence that says what worked, or raises :class:`CheckFailed` with the evidence. Each check has its
+own job, so that a check that hangs or breaks a device does not affect the others. The workers' functions are written
+as a user would write them; most return a list of sentences, one for each wrong result on their rank.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ def _collectives() -> list[str]:
 def check_gradients(setup: Setup) -> str:
     """Check that training on all ranks gives the same weights as training in one process."""
     setup.expect_no_errors(_gradients, setup.tolerance)
-    return "the weights equal the weights of a single process with the same samples"
+    return "the weights equal those that a single process computes from the same samples"
 
 
 def check_sharded(setup: Setup) -> str:
     """Check that training with sharded weights gives the same weights as training in one process."""
     setup.expect_no_errors(_gradients, setup.tolerance, FullyShardedDataParallelPlugin())
-    return "sharded weights (FSDP2) equal the weights of a single process with the same samples"
+    return "sharded weights (FSDP2) equal those that a single process computes from the same samples"
 
 
 def _gradients(tolerance: float, plugin: FullyShardedDataParallelPlugin | None = None) -> list[str]:

@@ -45,7 +45,7 @@ def test_the_default_file_is_read(command: Command) -> None:
 def test_missing_hardware_is_reported_without_an_error(command: Command) -> None:
     ended = command("launch", "--tpu", "--num_processes", "8", "--print_plan")
     assert ended.code == 0
-    assert "on this machine: not possible: " in ended.out
+    assert "not possible on this machine: " in ended.out
 
 
 def test_help_lists_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
